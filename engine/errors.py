@@ -1,0 +1,67 @@
+"""What can go wrong, by whose fault it is; server/errors.py maps each type to HTTP once.
+
+EngineError
+├── RequestRejected      the caller's: says which parameter, and what would be right
+│   ├── ContextLengthExceeded
+│   └── NoChatTemplate
+├── Overloaded           too much work is waiting: come back later
+├── EngineUnavailable    loading, draining or dead before the request was started
+├── RequestFailed        the model failed on this request alone
+└── EngineDied           the engine process died with this request in flight
+"""
+
+
+class EngineError(Exception):
+    """The root. Its text is fit for the caller's eyes: no path, no address, no stack."""
+
+
+class RequestRejected(EngineError):
+    """The caller's fault; nothing was computed."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthExceeded(RequestRejected):
+    """The prompt, or the prompt and max_tokens together, do not fit the context window."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class NoChatTemplate(RequestRejected):
+    """The checkpoint brings no chat template; /v1/completions still works."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this model has no chat template; use /v1/completions, or serve a checkpoint with one",
+            param="messages",
+            code="no_chat_template",
+        )
+
+
+class Overloaded(EngineError):
+    """Too much is waiting already."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineUnavailable(EngineError):
+    """Loading, draining or dead. `code` is `not_ready` or `shutting_down`."""
+
+    def __init__(self, message: str, *, code: str = "not_ready", retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class RequestFailed(EngineError):
+    """The model or the worker failed on this request; a retry would most likely fail again."""
+
+
+class EngineDied(EngineError):
+    """The engine process is gone and took this request with it; a retry may succeed."""

@@ -1,0 +1,134 @@
+"""What the server hands to AsyncEngine and what it gets back.
+
+Owns: the vocabulary of the public face. Text, choices and usage live here; blocks and steps do not.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from scheduler.messages import FinishReason, SamplingParams
+
+__all__ = [
+    "EngineState",
+    "FinishReason",
+    "GenerationRequest",
+    "Health",
+    "LogprobEntry",
+    "ModelInfo",
+    "SamplingParams",
+    "TokenLogprob",
+    "TokenOutput",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, tokenized, and `n` independent continuations of it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    """Sequence i of n draws with seed + i."""
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these strings, wherever token borders fall."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    """Lower is more urgent, as in nice(1). Read under the priority policy."""
+    cache_salt: str = ""
+    """Prompts share cached prefixes only with prompts of the same salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobEntry:
+    """One candidate token with its log-probability."""
+
+    token_id: int
+    token: str
+    """Its text alone; U+FFFD where its bytes are not whole characters."""
+    token_bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The chosen token and the alternatives, best first."""
+
+    chosen: LogprobEntry
+    top: tuple[LogprobEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """What was added to one choice since the last output of that choice.
+
+    A slow reader gets several steps merged into one. The texts of a choice, joined, are its whole
+    text: never broken UTF-8, never a part of a stop string.
+    """
+
+    index: int
+    """Which of the n choices."""
+    text: str
+    token_ids: tuple[int, ...]
+    """All tokens so far that were not reported yet; their text may still be held back."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, if the request asked for them."""
+    finish_reason: FinishReason | None = None
+    """STOP, LENGTH or ABORTED, with the last output of the choice; the rest are raised as errors."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache; the same in every output of a choice."""
+
+
+class EngineState(StrEnum):
+    """Where the engine is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """Judged by the engine's step counter, never by a test generation."""
+
+    state: EngineState
+    is_live: bool
+    """The loop has moved within the heartbeat timeout."""
+    detail: str
+    """One line for a person: loading progress, the cause of death, how long the loop has stood still."""
+    num_steps: int
+    progress: float
+    """Share of the model loaded, 0 to 1."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY and self.is_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What was really loaded, known once the engine is ready."""
+
+    served_names: tuple[str, ...]
+    """The first is the one reported in replies; all are accepted."""
+    model_type: str
+    num_parameters: int
+    dtype: str
+    device: str
+    """For a person: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    """Blocks that sequences can use."""
+    kv_cache_bytes: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float] = field(default_factory=dict)
+    """From generation_config.json: temperature, top_p, top_k, min_p, repetition_penalty, where it sets them."""
+    created_s: int = 0
+    """Unix time at which it became ready."""
+    has_chat_template: bool = False

@@ -1,0 +1,152 @@
+"""The words that scheduler, worker and engine share: what a step is asked to do, and what came of it.
+
+Owns: plain data, complete when built, standard library only, so that it can be printed, compared,
+replayed and sent to another process.
+Never: behaviour beyond arithmetic on itself.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, NewType
+
+SequenceId = NewType("SequenceId", int)
+"""One stream of tokens; unique for the life of the engine. A request with n=3 has three."""
+
+BlockId = NewType("BlockId", int)
+"""One block of the KV cache. Block 0 is never handed out: the worker writes padding there."""
+
+
+class FinishReason(StrEnum):
+    """The one terminal event of a sequence. The first two are what OpenAI's clients know."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, the context window, or alone in a pool that is too small for more
+    ABORTED = "abort"  # the client left, or said so
+    REJECTED = "rejected"  # never admitted: it can never fit
+    FAILED = "error"  # the model or the worker failed on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token of a sequence is drawn, and when there is no next token.
+
+    The order of application is fixed: logit bias, minimum length, penalties, temperature, min-p,
+    top-k, top-p, draw. The scheduler reads only the last group.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    """Always set; the front door draws one for a request that brings none. 64 bits, unsigned."""
+    num_logprobs: int | None = None
+    """How many alternatives to report beside the chosen token; None reports nothing at all."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """Until so many tokens were generated, no token of `stop_token_ids` can be drawn."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends the sequence; holds the model's end-of-sequence tokens unless the caller ignores them."""
+
+
+class TokenLogprobs(NamedTuple):
+    """What the model thought of one generated token, before temperature and truncation."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    top: tuple[tuple[int, float], ...]
+    """The `num_logprobs` most likely tokens with their log-probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSequence:
+    """A sequence that the worker has no row for: admitted first, or again after a recompute preemption."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    """The prompt and, on readmission, what was generated before."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: tuple[BlockId, ...]
+    """The whole block table so far, prefix-cache hits first."""
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's share of a step. A named tuple because one is built per sequence and step."""
+
+    sequence_id: SequenceId
+    start: int
+    """Position of the first token to compute; the KV of all before it is in the cache, or is written
+    by this same step (a prefix shared with a sequence that stands earlier or later in the plan)."""
+    num_tokens: int
+    """At least 1. Several for a prefill chunk; one for a decode."""
+    samples: bool
+    """The share reaches the end of what is known, so that the next token is drawn from its logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """The plan of one step. The worker obeys it in this order: release, add, grow, compute.
+
+    The worker must write the keys and values of all scheduled tokens of a layer before any of them
+    attends, since a sequence may share blocks that another one fills in the same step.
+    """
+
+    step: int
+    released: tuple[SequenceId, ...]
+    """Finished, aborted or preempted since the last plan: their rows are free."""
+    new_sequences: tuple[NewSequence, ...]
+    new_blocks: dict[SequenceId, tuple[BlockId, ...]]
+    """Joins the block tables of sequences that the worker already knows."""
+    scheduled: tuple[ScheduledSequence, ...]
+    """Decodes first, then prefill chunks."""
+    num_scheduled_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute. Releases that come with an empty plan travel with the next one as well."""
+        return not self.scheduled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """What the worker made of a plan. Every sequence with `samples` is in `token_ids` or in `failures`."""
+
+    token_ids: dict[SequenceId, tuple[int, ...]]
+    """The tokens drawn in this step: one for each sequence that samples."""
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
+    """Aligned with `token_ids`; only sequences that asked."""
+    failures: dict[SequenceId, str]
+    """Sequences that failed alone (logits that are not finite, say), with the reason for the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStart:
+    """Told once, with the first output of a sequence."""
+
+    queue_s: float
+    """From add_request to the first step it was part of."""
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache at first admission."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """News of one sequence after a step, on its way to the client that owns it."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    message: str = ""
+    """Why it was rejected or failed, fit for the caller's eyes."""
+    start: SequenceStart | None = None

@@ -1,0 +1,65 @@
+"""What the worker is told before it starts, and what it reports once the model is loaded."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Resolved by engine/config.py; nothing here is left for the worker to guess, unless it must measure."""
+
+    model_path: str
+    """A checkpoint folder on this machine."""
+    dtype: str = "auto"
+    """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto takes CUDA where torch sees a GPU, else the CPU; or cpu, cuda, cuda:1."""
+    max_model_len: int | None = None
+    """None takes the checkpoint's own context window, cut to what the KV cache can hold."""
+    block_size: int | None = None
+    """Tokens per KV block. None: 16 on CUDA, 32 on CPU (docs/decisions/0006-block-size.md)."""
+    num_blocks: int | None = None
+    """None measures free memory. Counts the blocks that sequences can use; the padding block is extra."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
+    kv_cache_bytes: int | None = None
+    """Memory for the KV cache on CPU. None: a share of what is free, worker/memory.py says which."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    num_threads: int | None = None
+    """Compute threads on CPU. None: one per physical core that this process may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """A step on the way to ready; one is reported at least every half second while loading."""
+
+    stage: str
+    """For a person: `reading weights`, `measuring memory`, `warming up`."""
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+    @property
+    def fraction(self) -> float:
+        return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What was really loaded."""
+
+    model_type: str
+    num_parameters: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    """For a person: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
+    vocab_size: int
+    """Rows of the embedding; ids at or above it never reach the model."""
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    """Blocks that sequences can use, ids 1 to num_blocks; block 0 is the worker's own, for padding."""
+    kv_cache_bytes: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float] = field(default_factory=dict)
