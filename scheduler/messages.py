@@ -139,14 +139,41 @@ class SequenceStart:
     """Prompt tokens found in the prefix cache at first admission."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOutput:
-    """News of one sequence after a step, on its way to the client that owns it."""
+class SequenceOutput(NamedTuple):
+    """News of one sequence after a step, on its way to the client that owns it.
+
+    A named tuple because one is built per token.
+    """
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    start: SequenceStart | None = None
     message: str = ""
     """Why it was rejected or failed, fit for the caller's eyes."""
-    start: SequenceStart | None = None
+
+
+class RequestCounts(NamedTuple):
+    """How many sequences are in each queue."""
+
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Gauges of this moment and counters since the start, for the metrics."""
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prefix_queries: int
+    """Prompt tokens looked up in the prefix cache, at first admissions."""
+    num_prefix_hits: int
+    """Prompt tokens found there."""
+    num_recomputed_tokens: int
+    """Tokens that had been computed once when their sequence was preempted."""

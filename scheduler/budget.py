@@ -1,0 +1,44 @@
+"""What is left of one step."""
+
+
+class SchedulingBudget:
+    """Tokens to compute and slots to fill in the step being planned.
+
+    A step is planned in one pass from the front of the line, and nothing planned is undone; so the
+    budget only falls.
+    """
+
+    __slots__ = ("num_decodes_ahead", "remaining_seqs", "remaining_tokens")
+
+    def __init__(self, *, max_tokens: int, free_seqs: int, num_decodes: int) -> None:
+        self.remaining_tokens = max_tokens
+        self.remaining_seqs = free_seqs
+        """Slots for sequences that are not running yet."""
+        self.num_decodes_ahead = num_decodes
+        """Running sequences not yet planned that need one token each; it is set aside for them."""
+
+    def take_decode(self) -> None:
+        self.remaining_tokens -= 1
+        self.num_decodes_ahead -= 1
+
+    def take_chunk(self, num_wanted: int) -> int:
+        """The share of a prefill: what it wants, cut to what the decodes leave; 0 if that is nothing.
+
+        Tokens that already flow must not stall behind a long prompt (Sarathi-Serve, arXiv:2403.02310).
+        """
+        share = min(num_wanted, self.remaining_tokens - self.num_decodes_ahead)
+        if share <= 0:
+            return 0
+        self.remaining_tokens -= share
+        return share
+
+    def take_slot(self) -> None:
+        self.remaining_seqs -= 1
+
+    def give_back_slot(self) -> None:
+        """Somebody ended while the step was planned."""
+        self.remaining_seqs += 1
+
+    def give_up_decode(self) -> None:
+        """Somebody left the line before it came to the token set aside for it."""
+        self.num_decodes_ahead -= 1

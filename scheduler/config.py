@@ -1,0 +1,51 @@
+"""What the scheduler is told once, at its birth."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class SchedulingPolicy(StrEnum):
+    """By which rank sequences are served; see policy.py."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+class PrefixCaching(StrEnum):
+    """Whether full blocks are kept and found again by their content."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step and of the block pool. Raises ValueError where they contradict each other."""
+
+    num_blocks: int
+    """Blocks that sequences can use; their ids are 1 to num_blocks."""
+    block_size: int
+    """Tokens per block."""
+    max_num_seqs: int
+    """At most so many sequences run at once, and so take part in a step."""
+    max_num_batched_tokens: int
+    """At most so many tokens are computed in a step."""
+    max_model_len: int
+    """Prompt and generated tokens of one sequence together."""
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    prefix_caching: PrefixCaching = PrefixCaching.ON
+    watermark: float = 0.01
+    """Share of the blocks that an admission leaves free while others run, so that those can grow
+    before somebody has to be preempted."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs a token of each step"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, not {self.watermark}")

@@ -1,0 +1,69 @@
+"""What must hold after every call to the scheduler; tests check it after each of millions of steps.
+
+Owns: nothing. Cheap enough to be switched on while hunting a fault on a live server.
+"""
+
+from collections import Counter
+
+from scheduler.messages import BlockId, SchedulerOutput
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence, Status
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Raises AssertionError, saying what broke. O(sequences + blocks)."""
+    running, waiting = scheduler.running_sequences(), scheduler.waiting_sequences()
+    _check_queues(scheduler, running, waiting)
+    _check_blocks(scheduler, running)
+    _check_prefix_cache(scheduler, running)
+
+
+def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
+    """The plan keeps the budget and names each sequence once."""
+    num_tokens = sum(share.num_tokens for share in plan.scheduled)
+    assert num_tokens == plan.num_scheduled_tokens <= scheduler.config.max_num_batched_tokens
+    assert all(share.num_tokens > 0 for share in plan.scheduled)
+    ids = [share.sequence_id for share in plan.scheduled]
+    assert len(ids) == len(set(ids)) <= scheduler.config.max_num_seqs
+    assert {new.sequence_id for new in plan.new_sequences} <= set(ids)
+    assert not {new.sequence_id for new in plan.new_sequences} & plan.new_blocks.keys()
+
+
+def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[Sequence]) -> None:
+    assert all(seq.status is Status.RUNNING for seq in running)
+    assert all(seq.status is Status.WAITING for seq in waiting)
+    assert [seq.rank for seq in running] == sorted(seq.rank for seq in running), "the line is out of order"
+    assert len(running) <= scheduler.config.max_num_seqs
+    counts = scheduler.get_request_counts()
+    assert (len(running), len(waiting)) == (counts.running, counts.waiting), "a queue miscounts"
+    ids = [seq.sequence_id for seq in running + waiting]
+    assert len(ids) == len(set(ids)), "a sequence is in two places"
+    assert bool(ids) == scheduler.has_unfinished_requests
+    for seq in waiting:
+        assert not seq.block_ids, f"{seq} waits and holds blocks"
+        assert seq.num_computed_tokens == 0
+    for seq in running:
+        assert 0 < seq.num_computed_tokens <= seq.num_tokens == len(seq.token_ids)
+        assert seq.num_slots == len(seq.block_ids) * scheduler.config.block_size >= seq.num_computed_tokens
+
+
+def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
+    pool = scheduler.kv.pool
+    free = pool.free_blocks()
+    held: Counter[BlockId] = Counter(block for seq in running for block in seq.block_ids)
+    assert len(free) == len(set(free)) == pool.num_free, "the free list miscounts"
+    assert not held.keys() & set(free), "a block is free and held"
+    assert held.keys() | set(free) == set(range(1, pool.num_blocks + 1)), "a block is lost"
+    for block, num_holders in held.items():
+        assert pool.num_references(block) == num_holders, f"block {block} has a wrong reference count"
+    for seq in running:
+        assert len(seq.block_ids) == len(set(seq.block_ids)), f"{seq} holds a block twice"
+
+
+def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:
+    published = scheduler.kv.prefix_cache.published()
+    assert len(published) == len(set(published.values())), "two blocks have one key"
+    for seq in running:
+        num_full = seq.num_computed_tokens // scheduler.config.block_size
+        for block in seq.block_ids[num_full:]:
+            assert block not in published, f"{seq}: a block that is not full can be found"

@@ -1,0 +1,349 @@
+"""Who computes how many tokens in the next step.
+
+Owns: every sequence that is not finished, the waiting queue and the running line.
+Never: tensors, clocks, tasks. `schedule` decides, `update_from_output` learns what came of it.
+Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.02310), paged KV
+(arXiv:2309.06180).
+
+The running line is kept in rank order. It is served from the front; whoever lacks a block takes those of
+the back. So the worst pays first, and nothing that was already planned in this step is undone:
+
+    served -->                               <-- preempted
+    [ best, ..., here, ........, worse, worst ]
+
+What is not here yet has its place: a swapped queue beside waiting (another state in sequence.py, another
+way to pay in `_preempt`); displacement of running sequences by a more urgent waiting one (before
+`_schedule_running`, while nothing is planned yet); fairness, aging and deadlines (ranks, policy.py).
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+from scheduler.budget import SchedulingBudget
+from scheduler.config import SchedulerConfig
+from scheduler.kv_cache_manager import Fit, KVCacheManager
+from scheduler.messages import (
+    BlockId,
+    FinishReason,
+    ModelRunnerOutput,
+    NewSequence,
+    RequestCounts,
+    ScheduledSequence,
+    SchedulerOutput,
+    SchedulerStats,
+    SequenceId,
+    SequenceOutput,
+    SequenceStart,
+)
+from scheduler.policy import RANKS
+from scheduler.sequence import Sequence, Status
+from scheduler.waiting_queue import WaitingQueue
+
+_rank_of = attrgetter("rank")
+
+Outputs = dict[int, list[SequenceOutput]]
+"""By client_index."""
+
+
+class NeverFits(Exception):
+    """The sequence would need more than there is, whatever is freed. Its text is for the caller."""
+
+
+class _Plan:
+    """A step while it is being planned."""
+
+    __slots__ = ("chunks", "decodes", "new_blocks", "new_sequences", "num_preempted")
+
+    def __init__(self) -> None:
+        self.decodes: list[ScheduledSequence] = []
+        self.chunks: list[ScheduledSequence] = []
+        self.new_sequences: list[NewSequence] = []
+        self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
+        self.num_preempted = 0
+
+
+class Scheduler:
+    """One step: `schedule`, then `update_from_output` with what the worker made of it.
+
+    Every added sequence ends with exactly one output that carries a finish reason.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.kv = KVCacheManager(config)
+        self._rank = RANKS[config.policy]
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        self._released: list[SequenceId] = []  # rows that the worker may free, told with the next plan
+        self._outputs: Outputs = {}
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
+        self._num_recomputed_tokens = 0
+
+    # The public calls.
+
+    def add_request(self, seq: Sequence, *, now_s: float) -> None:
+        """Queue one sequence; a request with n > 1 adds n of them, which share their prompt's blocks.
+
+        Raises NeverFits if it cannot be served even alone, ValueError if its id is in use; the
+        scheduler is then as if it had not been called.
+        """
+        if seq.sequence_id in self._sequences:
+            raise ValueError(f"sequence {seq.sequence_id} exists already")
+        self._refuse_what_never_fits(seq)
+        self._num_added += 1
+        seq.admission = self._num_added
+        seq.admitted_s = now_s
+        seq.rank = self._rank(seq)
+        self._sequences[seq.sequence_id] = seq
+        self._waiting.push(seq)
+
+    def schedule(self, *, now_s: float) -> SchedulerOutput:
+        """Plan the next step. The plan counts as computed from now on; results only add tokens."""
+        plan = _Plan()
+        num_decodes = sum(1 for seq in self._running if seq.num_uncomputed_tokens == 1)
+        budget = SchedulingBudget(
+            max_tokens=self.config.max_num_batched_tokens,
+            free_seqs=self.config.max_num_seqs - len(self._running),
+            num_decodes=num_decodes,
+        )
+        self._schedule_running(plan, budget)
+        if not plan.num_preempted:  # who was just sent away must not be passed by a newcomer
+            self._schedule_waiting(plan, budget, now_s)
+        return self._close(plan, budget)
+
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
+        """Take in what the worker drew. Sequences that ended while it ran are passed over."""
+        for share in plan.scheduled:
+            seq = self._sequences.get(share.sequence_id)
+            if seq is None or seq.status is not Status.RUNNING:
+                continue
+            token_ids = result.token_ids.get(share.sequence_id)
+            if token_ids:
+                self._take_tokens(seq, token_ids, result)
+            elif share.samples or share.sequence_id in result.failures:
+                # A silent worker counts as a failed one: the sequence could never be scheduled again.
+                self.kv.forget(seq)
+                message = result.failures.get(share.sequence_id, "the model returned no token")
+                self._finish(seq, FinishReason.FAILED, message=message)
+        return self.take_outputs()
+
+    def fail_step(self, plan: SchedulerOutput, message: str) -> Outputs:
+        """The worker failed on the whole plan: everyone in it fails, nobody else does."""
+        for share in plan.scheduled:
+            seq = self._sequences.get(share.sequence_id)
+            if seq is not None:
+                self.kv.forget(seq)
+                self._finish(seq, FinishReason.FAILED, message=message)
+        return self.take_outputs()
+
+    def finish_requests(self, sequence_ids: Iterable[SequenceId], reason: FinishReason) -> None:
+        """End these now, wherever they are; ids that are unknown or ended already are passed over."""
+        for sequence_id in sequence_ids:
+            seq = self._sequences.get(sequence_id)
+            if seq is not None:
+                self._finish(seq, reason)
+
+    def take_outputs(self) -> Outputs:
+        """What was not delivered yet, for steps that had nothing to compute."""
+        outputs, self._outputs = self._outputs, {}
+        return outputs
+
+    def get_request_counts(self) -> RequestCounts:
+        return RequestCounts(running=len(self._running), waiting=len(self._waiting))
+
+    def running_sequences(self) -> list[Sequence]:
+        """In the order in which they are served; the sequences themselves are not copies."""
+        return list(self._running)
+
+    def waiting_sequences(self) -> list[Sequence]:
+        """In no particular order."""
+        return list(self._waiting)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._sequences)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_used_blocks=self.kv.pool.num_used,
+            num_blocks=self.kv.pool.num_blocks,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            num_prefix_queries=self._num_prefix_queries,
+            num_prefix_hits=self._num_prefix_hits,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+        )
+
+    # Planning: the running line, from the front.
+
+    def _schedule_running(self, plan: _Plan, budget: SchedulingBudget) -> None:
+        place = 0
+        while place < len(self._running) and budget.remaining_tokens > 0:
+            seq = self._running[place]
+            if seq.num_tokens > seq.num_slots and not self._grow(seq, place, plan, budget):
+                break
+            self._schedule_share(seq, plan, budget)
+            place += 1
+
+    def _schedule_share(self, seq: Sequence, plan: _Plan, budget: SchedulingBudget) -> None:
+        start = seq.num_computed_tokens
+        num_left = seq.num_tokens - start
+        if num_left == 1:
+            budget.take_decode()
+            seq.num_computed_tokens = start + 1
+            if seq.num_computed_tokens % self.config.block_size == 0:
+                self.kv.publish(seq, start, start + 1)
+            plan.decodes.append(ScheduledSequence(seq.sequence_id, start, 1, samples=True))
+            return
+        share = budget.take_chunk(num_left)
+        if share:
+            self._schedule_chunk(seq, share, plan)
+
+    def _schedule_chunk(self, seq: Sequence, share: int, plan: _Plan) -> None:
+        start = seq.num_computed_tokens
+        seq.num_computed_tokens = start + share
+        self.kv.publish(seq, start, start + share)
+        plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, seq.num_uncomputed_tokens == 0))
+
+    def _grow(self, seq: Sequence, place: int, plan: _Plan, budget: SchedulingBudget) -> bool:
+        """Blocks for `seq`, at the expense of the back of the line if need be; False if it had to go."""
+        while (fresh := self.kv.append(seq)) is None:
+            victim = self._running[-1]
+            if victim.num_uncomputed_tokens == 1:
+                budget.give_up_decode()
+            if place == 0 and victim is seq:
+                # Everybody else is gone and it still does not fit: more memory will never come.
+                self._finish(seq, FinishReason.LENGTH)
+                budget.give_back_slot()
+                return False
+            self._preempt(victim, plan)
+            if victim is seq:
+                return False
+        plan.new_blocks[seq.sequence_id] = fresh
+        return True
+
+    def _preempt(self, victim: Sequence, plan: _Plan) -> None:
+        """Take the blocks of the last in line; it returns to its old place among the waiting."""
+        assert self._running[-1] is victim, "victims are taken from the back"
+        self._running.pop()
+        victim.num_preemptions += 1
+        self._num_preemptions += 1
+        self._num_recomputed_tokens += victim.num_computed_tokens
+        plan.num_preempted += 1
+        self._release(victim)
+        victim.become(Status.WAITING)
+        self._waiting.push(victim)
+
+    # Planning: the waiting queue.
+
+    def _schedule_waiting(self, plan: _Plan, budget: SchedulingBudget, now_s: float) -> None:
+        while len(self._waiting) and budget.remaining_seqs > 0 and budget.remaining_tokens > 0:
+            seq = self._waiting.peek()
+            fit = self.kv.can_allocate(seq, num_running=len(self._running))
+            if fit is Fit.LATER:
+                break
+            if fit is Fit.NEVER:
+                # It grew while it ran, was preempted, and now outgrows even the empty pool.
+                self._finish(seq, FinishReason.LENGTH)
+                continue
+            self._admit(seq, now_s)
+            budget.take_slot()
+            share = budget.take_chunk(seq.num_uncomputed_tokens)
+            plan.new_sequences.append(seq.as_new())
+            self._schedule_chunk(seq, share, plan)
+
+    def _admit(self, seq: Sequence, now_s: float) -> None:
+        self._waiting.pop()
+        self.kv.allocate(seq)
+        seq.become(Status.RUNNING)
+        insort(self._running, seq, key=_rank_of)
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            self._num_prefix_queries += seq.num_prompt_tokens
+            self._num_prefix_hits += seq.num_cached_tokens
+            seq.pending_start = SequenceStart(
+                queue_s=now_s - seq.admitted_s, num_cached_tokens=seq.num_cached_tokens
+            )
+
+    def _close(self, plan: _Plan, budget: SchedulingBudget) -> SchedulerOutput:
+        scheduled = tuple(plan.decodes + plan.chunks)
+        released: tuple[SequenceId, ...] = ()
+        if scheduled:
+            self._num_steps += 1
+            released, self._released = tuple(self._released), []
+        return SchedulerOutput(
+            step=self._num_steps,
+            released=released,
+            new_sequences=tuple(plan.new_sequences),
+            new_blocks=plan.new_blocks,
+            scheduled=scheduled,
+            num_scheduled_tokens=self.config.max_num_batched_tokens - budget.remaining_tokens,
+        )
+
+    # Learning what came of it.
+
+    def _take_tokens(self, seq: Sequence, token_ids: tuple[int, ...], result: ModelRunnerOutput) -> None:
+        reason: FinishReason | None = None
+        for token_id in token_ids:
+            seq.append_token(token_id)
+            reason = self._stop_reason(seq, token_id)
+        start, seq.pending_start = seq.pending_start, None
+        logprobs = result.logprobs.get(seq.sequence_id, ()) if result.logprobs else ()
+        output = SequenceOutput(seq.sequence_id, token_ids, reason, logprobs, start)
+        if reason is None:
+            self._outputs.setdefault(seq.client_index, []).append(output)
+        else:
+            self._end(seq, reason, output)
+
+    def _stop_reason(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        params = seq.params
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        if seq.num_output_tokens >= params.max_tokens or seq.num_tokens >= self.config.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    # Ending.
+
+    def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> None:
+        output = SequenceOutput(seq.sequence_id, (), reason, start=seq.pending_start, message=message)
+        self._end(seq, reason, output)
+
+    def _end(self, seq: Sequence, reason: FinishReason, output: SequenceOutput) -> None:
+        """The one way out, from any queue."""
+        was_running = seq.status is Status.RUNNING
+        seq.become(Status.FINISHED)
+        seq.finish_reason = reason
+        if was_running:
+            place = bisect_left(self._running, seq.rank, key=_rank_of)
+            assert self._running[place] is seq
+            del self._running[place]
+            self._release(seq)
+        else:
+            self._waiting.discard(seq)
+        del self._sequences[seq.sequence_id]
+        self._outputs.setdefault(seq.client_index, []).append(output)
+
+    def _release(self, seq: Sequence) -> None:
+        self.kv.free(seq)
+        self._released.append(seq.sequence_id)
+
+    def _refuse_what_never_fits(self, seq: Sequence) -> None:
+        if seq.num_tokens >= self.config.max_model_len:
+            raise NeverFits(
+                f"the prompt has {seq.num_tokens} tokens; with at least one to generate, at most "
+                f"{self.config.max_model_len - 1} fit the context window"
+            )
+        if self.kv.can_allocate(seq, num_running=0) is Fit.NEVER:
+            raise NeverFits(
+                f"the prompt has {seq.num_tokens} tokens; the KV cache holds "
+                f"{self.kv.pool.num_blocks * self.config.block_size}"
+            )

@@ -1,0 +1,51 @@
+"""Who is not running yet, best rank first.
+
+Owns: a heap with tombstones, so that an abort anywhere in a queue of any length costs O(1), and adding
+and taking the first O(log n).
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from scheduler.sequence import Rank, Sequence, Status
+
+_COMPACT_ABOVE = 64
+
+
+class WaitingQueue:
+    """A sequence that is no longer WAITING counts as gone; its entry is dropped when it surfaces."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, Sequence]] = []
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In no particular order; for tests and reports."""
+        return (seq for _, seq in self._heap if seq.status is Status.WAITING)
+
+    def push(self, seq: Sequence) -> None:
+        heappush(self._heap, (seq.rank, seq))
+        self._num_waiting += 1
+
+    def peek(self) -> Sequence:
+        """The first in line. The caller makes sure that there is one."""
+        while self._heap[0][1].status is not Status.WAITING:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+    def pop(self) -> Sequence:
+        seq = self.peek()
+        heappop(self._heap)
+        self._num_waiting -= 1
+        return seq
+
+    def discard(self, seq: Sequence) -> None:
+        """Called after `seq` left the WAITING state other than by `pop`."""
+        assert seq.status is not Status.WAITING
+        self._num_waiting -= 1
+        if len(self._heap) > _COMPACT_ABOVE and len(self._heap) > 2 * self._num_waiting:
+            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            heapify(self._heap)

@@ -1,0 +1,224 @@
+"""Random histories: whatever arrives, leaves or breaks, and whenever.
+
+Invariants are checked after every step (tests/world.py), and the fake worker notices every block that
+does not hold what it should.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler.config import PrefixCaching, SchedulerConfig, SchedulingPolicy
+from scheduler.messages import FinishReason, SequenceId
+from scheduler.scheduler import NeverFits
+from tests.fakes import continuation, make_sequence
+from tests.oracle import Client, Oracle
+from tests.world import World, shares, small_config
+
+HISTORIES = settings(
+    max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
+
+
+@dataclass(frozen=True)
+class Arrive:
+    length: int
+    family: int  # prompts of one family begin alike
+    max_tokens: int
+    priority: int
+    salt: str
+
+    def prompt(self) -> list[int]:
+        return [(self.family * 31 + i * i) % 89 for i in range(self.length)]
+
+
+@dataclass(frozen=True)
+class Step:
+    times: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    which: int
+
+
+@dataclass(frozen=True)
+class Explode:
+    """The worker fails on the whole next plan."""
+
+
+@dataclass(frozen=True)
+class Poison:
+    """One sequence fails alone when it samples."""
+
+    which: int
+
+
+Event = Arrive | Step | Abort | Explode | Poison
+
+ARRIVALS = st.builds(
+    Arrive,
+    length=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 20, 30]),
+    family=st.integers(0, 2),
+    max_tokens=st.sampled_from([1, 3, 8, 12, 12]),
+    priority=st.integers(-1, 2),
+    salt=st.sampled_from(["", "", "a"]),
+)
+STEPS = st.builds(Step, times=st.integers(1, 4))
+EVENTS = st.one_of(
+    ARRIVALS,
+    ARRIVALS,
+    STEPS,
+    STEPS,
+    st.builds(Abort, which=st.integers(0, 20)),
+    st.builds(Explode),
+    st.builds(Poison, which=st.integers(0, 20)),
+)
+CONFIGS = st.builds(
+    small_config,
+    num_blocks=st.integers(2, 14),
+    block_size=st.sampled_from([1, 3, 4]),
+    max_num_seqs=st.integers(1, 5),
+    max_num_batched_tokens=st.integers(5, 20),
+    max_model_len=st.sampled_from([20, 64]),
+    watermark=st.sampled_from([0.0, 0.2]),
+)
+
+
+def with_modes(config: SchedulerConfig, policy: SchedulingPolicy, caching: PrefixCaching) -> SchedulerConfig:
+    fields = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
+    return SchedulerConfig(**(fields | {"policy": policy, "prefix_caching": caching}))
+
+
+def play(world: World, history: list[Event]) -> dict[int, Arrive]:
+    """Apply the events, then let everything run to its end; returns what was accepted, by sequence id."""
+    accepted: dict[int, Arrive] = {}
+    for number, event in enumerate(history, start=1):
+        match event:
+            case Arrive():
+                seq = make_sequence(
+                    number,
+                    event.prompt(),
+                    max_tokens=event.max_tokens,
+                    priority=event.priority,
+                    cache_salt=event.salt,
+                )
+                try:
+                    world.add(seq)
+                except NeverFits:
+                    continue
+                accepted[number] = event
+            case Step(times):
+                for _ in range(times):
+                    world.step()
+            case Abort(which):
+                world.abort(which)
+            case Explode():
+                world.worker.explode_next = True
+            case Poison(which):
+                world.worker.poisoned.add(SequenceId(which))
+    world.run()
+    return accepted
+
+
+def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
+    """Each ended (World refuses a second end), with the tokens that it has alone, and left nothing."""
+    assert world.ended.keys() == accepted.keys()
+    for number, arrival in accepted.items():
+        tokens = world.tokens[SequenceId(number)]
+        assert tokens == continuation(arrival.prompt(), arrival.max_tokens)[: len(tokens)]
+        if world.reason(number) is FinishReason.LENGTH:
+            assert len(tokens) == arrival.max_tokens or _ran_out_of_room(world, arrival, len(tokens))
+    assert world.scheduler.kv.pool.num_used == 0
+    assert world.scheduler.get_request_counts() == (0, 0)
+
+
+def _ran_out_of_room(world: World, arrival: Arrive, num_tokens: int) -> bool:
+    """The context window is full, or the next token would need more blocks than there are."""
+    config = world.config
+    length = arrival.length + num_tokens
+    return length == config.max_model_len or length > config.num_blocks * config.block_size
+
+
+@pytest.mark.parametrize("caching", PrefixCaching)
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_every_request_ends_once_with_the_tokens_it_has_alone(
+    policy: SchedulingPolicy, caching: PrefixCaching
+) -> None:
+    @HISTORIES
+    @given(CONFIGS, st.lists(EVENTS, min_size=12, max_size=50))
+    def check(config: SchedulerConfig, history: list[Event]) -> None:
+        world = World(with_modes(config, policy, caching))
+        accepted = play(world, history)
+        check_ends(world, accepted)
+
+    check()
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPolicy) -> None:
+    @HISTORIES
+    @given(CONFIGS, st.lists(st.one_of(ARRIVALS, STEPS), min_size=6, max_size=30))
+    def check(config: SchedulerConfig, history: list[Arrive | Step]) -> None:
+        config = with_modes(config, policy, PrefixCaching.OFF)
+        world, oracle = World(config), Oracle(config)
+        for number, event in enumerate([*history, Step(200)], start=1):
+            if isinstance(event, Arrive):
+                try:
+                    world.add(
+                        make_sequence(
+                            number, event.prompt(), max_tokens=event.max_tokens, priority=event.priority
+                        )
+                    )
+                except NeverFits:
+                    continue
+                oracle.waiting.append(Client(number, event.priority, event.length, event.max_tokens))
+                continue
+            for _ in range(event.times):
+                assert shares(world.step()) == oracle.step()
+                assert world.scheduler.stats().num_preemptions == oracle.num_preemptions
+
+    check()
+
+
+def _random_history(random: Random) -> list[Event]:
+    """Long and crowded, where Hypothesis prefers what is small: thousands of preemptions."""
+
+    def event() -> Event:
+        kind = random.random()
+        if kind < 0.45:
+            return Arrive(
+                length=random.randint(1, 24),
+                family=random.randint(0, 2),
+                max_tokens=random.randint(1, 16),
+                priority=random.randint(-1, 2),
+                salt=random.choice(["", "", "a"]),
+            )
+        if kind < 0.94:
+            return Step(random.randint(1, 4))
+        if kind < 0.98:
+            return Abort(random.randint(1, 60))
+        return Explode() if kind < 0.985 else Poison(random.randint(1, 60))
+
+    return [event() for _ in range(60)]
+
+
+@pytest.mark.parametrize("caching", PrefixCaching)
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_own_tokens(
+    policy: SchedulingPolicy, caching: PrefixCaching
+) -> None:
+    num_preemptions = 0
+    for seed in range(250):
+        random = Random(seed)
+        config = small_config(
+            num_blocks=random.randint(6, 12), max_num_seqs=random.randint(2, 6), policy=policy
+        )
+        world = World(with_modes(config, policy, caching))
+        accepted = play(world, _random_history(random))
+        check_ends(world, accepted)
+        num_preemptions += world.scheduler.stats().num_preemptions
+    assert num_preemptions > 1000, "the histories are too easy"

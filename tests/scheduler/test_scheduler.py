@@ -1,0 +1,294 @@
+"""What a step gives to whom."""
+
+import pytest
+
+from scheduler.config import PrefixCaching, SchedulingPolicy
+from scheduler.messages import FinishReason, ModelRunnerOutput, SequenceId
+from scheduler.scheduler import NeverFits, Scheduler
+from tests.fakes import continuation, make_sequence
+from tests.world import World, shares, small_config
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """Different for each salt from the first token on, so that nothing is shared by chance."""
+    return [(salt * 13 + i * 7 + 1) % 89 for i in range(length)]
+
+
+def test_the_worked_example_of_budget_10_and_prompts_of_3_5_and_12_tokens() -> None:
+    world = World(small_config(max_num_batched_tokens=10, num_blocks=32))
+    world.add(*(make_sequence(i, prompt(n, i), max_tokens=8) for i, n in ((1, 3), (2, 5), (3, 12))))
+    assert [shares(world.step()) for _ in range(4)] == [
+        {1: 3, 2: 5, 3: 2},
+        {1: 1, 2: 1, 3: 8},
+        {1: 1, 2: 1, 3: 2},
+        {1: 1, 2: 1, 3: 1},
+    ]
+
+
+def test_tokens_are_the_same_as_alone_and_all_blocks_come_back() -> None:
+    world = World(small_config())
+    world.add(*(make_sequence(i, prompt(5 + i, i), max_tokens=6) for i in range(1, 7)))
+    world.run()
+    for i in range(1, 7):
+        assert world.tokens[SequenceId(i)] == continuation(prompt(5 + i, i), 6)
+        assert world.reason(i) is FinishReason.LENGTH
+    assert world.scheduler.kv.pool.num_used == 0
+    assert world.scheduler.get_request_counts() == (0, 0)
+
+
+def test_decodes_get_their_token_before_a_prompt_gets_its_chunk() -> None:
+    world = World(small_config(num_blocks=32, max_num_batched_tokens=8))
+    world.add(make_sequence(1, prompt(2, 1), max_tokens=9))
+    world.step()
+    world.add(make_sequence(2, prompt(11, 2)))
+    assert shares(world.step()) == {1: 1, 2: 7}
+    world.add(make_sequence(3, prompt(9, 3)))
+    plan = world.step()
+    assert [(share.sequence_id, share.num_tokens) for share in plan.scheduled] == [(1, 1), (2, 4), (3, 3)]
+
+
+def test_an_older_prefill_leaves_a_token_to_each_younger_decode() -> None:
+    world = World(small_config(max_num_batched_tokens=8, num_blocks=32, policy=SchedulingPolicy.PRIORITY))
+    world.add(make_sequence(2, prompt(2, 2), max_tokens=9, priority=5))
+    world.step()
+    world.add(make_sequence(1, prompt(30, 1), priority=0))
+    world.step()
+    assert shares(world.step()) == {2: 1, 1: 7}
+
+
+def test_a_stop_token_ends_a_sequence_and_is_reported() -> None:
+    tokens = continuation(prompt(6), 4)
+    assert tokens.index(tokens[2]) == 2, "choose another prompt"
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(6), max_tokens=9, stop_token_ids=(tokens[2],)))
+    world.run()
+    assert world.tokens[SequenceId(1)] == tokens[:3]
+    assert world.reason(1) is FinishReason.STOP
+
+
+def test_a_sequence_ends_at_the_context_window() -> None:
+    world = World(small_config(max_model_len=8))
+    world.add(make_sequence(1, prompt(5), max_tokens=50))
+    world.run()
+    assert len(world.tokens[SequenceId(1)]) == 3
+    assert world.reason(1) is FinishReason.LENGTH
+
+
+def test_no_more_than_max_num_seqs_run_at_once() -> None:
+    world = World(small_config(max_num_seqs=2))
+    world.add(*(make_sequence(i, prompt(2, i)) for i in range(1, 5)))
+    assert shares(world.step()).keys() == {1, 2}
+    assert world.scheduler.get_request_counts() == (2, 2)
+
+
+def test_first_come_first_served_does_not_let_a_small_prompt_pass_a_large_one() -> None:
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(20, 1), max_tokens=9))
+    world.step()
+    world.add(make_sequence(2, prompt(20, 2)), make_sequence(3, prompt(2, 3)))
+    world.step()
+    assert [seq.sequence_id for seq in world.scheduler.running_sequences()] == [1]
+
+
+def test_the_most_urgent_waiting_is_admitted_first_and_equals_in_order_of_arrival() -> None:
+    world = World(small_config(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY))
+    for i, priority in ((1, 3), (2, -1), (3, 0), (4, -1)):
+        world.add(make_sequence(i, prompt(2, i), max_tokens=1, priority=priority))
+    world.run()
+    assert list(world.ended) == [2, 4, 3, 1]
+
+
+def test_the_youngest_is_preempted_and_resumes_before_later_arrivals() -> None:
+    world = World(small_config(num_blocks=4, max_num_seqs=3))
+    world.add(make_sequence(1, prompt(7, 1), max_tokens=8), make_sequence(2, prompt(7, 2), max_tokens=4))
+    world.step()
+    world.add(make_sequence(3, prompt(2, 3), max_tokens=4))
+    world.step()
+    assert world.scheduler.get_request_counts() == (2, 1)
+    plan = world.step()
+    assert shares(plan) == {1: 1}
+    assert SequenceId(2) in plan.released
+    assert world.scheduler.stats().num_preemptions == 1
+    world.run()
+    assert list(world.ended) == [1, 2, 3]
+    assert world.tokens[SequenceId(2)] == continuation(prompt(7, 2), 4)
+
+
+def test_under_priority_the_least_urgent_is_preempted_even_if_it_is_the_oldest() -> None:
+    world = World(small_config(num_blocks=4, policy=SchedulingPolicy.PRIORITY))
+    world.add(make_sequence(1, prompt(7, 1), max_tokens=6, priority=9))
+    world.step()
+    world.add(make_sequence(2, prompt(7, 2), max_tokens=6, priority=0))
+    world.step()
+    world.run()
+    assert list(world.ended) == [2, 1]
+    assert world.tokens[SequenceId(1)] == continuation(prompt(7, 1), 6)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    world = World(small_config(num_blocks=4, max_num_seqs=4))
+    world.add(make_sequence(1, prompt(8, 1), max_tokens=8), make_sequence(2, prompt(8, 2), max_tokens=8))
+    world.step()
+    world.add(make_sequence(3, prompt(1, 3)))
+    plan = world.step()
+    assert not plan.new_sequences
+    assert shares(plan) == {1: 1}
+
+
+def test_alone_in_a_pool_that_is_too_small_a_sequence_ends_with_length() -> None:
+    world = World(small_config(num_blocks=2))
+    world.add(make_sequence(1, prompt(5), max_tokens=50))
+    world.run()
+    assert world.reason(1) is FinishReason.LENGTH
+    assert world.tokens[SequenceId(1)] == continuation(prompt(5), 4)
+
+
+def test_one_that_outgrew_the_pool_beside_a_sharer_ends_instead_of_waiting_for_ever() -> None:
+    world = World(small_config(num_blocks=2, max_num_seqs=2))
+    world.add(make_sequence(1, prompt(4, 1), max_tokens=1))
+    world.run()
+    world.add(
+        make_sequence(2, prompt(4, 1), max_tokens=9), make_sequence(3, [*prompt(4, 1), 5], max_tokens=9)
+    )
+    world.run()
+    assert world.reason(2) is FinishReason.LENGTH
+    assert world.reason(3) is FinishReason.LENGTH
+
+
+def test_what_can_never_fit_is_refused_at_once_and_changes_nothing() -> None:
+    world = World(small_config(num_blocks=2))
+    with pytest.raises(NeverFits, match="9 tokens; the KV cache holds 8"):
+        world.scheduler.add_request(make_sequence(1, prompt(9)), now_s=0.0)
+    with pytest.raises(NeverFits, match="context window"):
+        world.scheduler.add_request(make_sequence(1, prompt(64)), now_s=0.0)
+    assert not world.scheduler.has_unfinished_requests
+    world.add(make_sequence(1, prompt(8), max_tokens=1))
+    world.run()
+
+
+def test_an_id_in_use_is_refused() -> None:
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(2)))
+    with pytest.raises(ValueError, match="exists already"):
+        world.scheduler.add_request(make_sequence(1, prompt(2)), now_s=0.0)
+
+
+def test_the_watermark_keeps_room_for_those_who_run() -> None:
+    world = World(small_config(watermark=0.25))
+    world.add(make_sequence(1, prompt(20, 1), max_tokens=1), make_sequence(2, prompt(8, 2)))
+    world.step()
+    assert world.scheduler.get_request_counts() == (1, 1)
+
+
+def test_the_watermark_does_not_keep_a_large_prompt_out_of_an_empty_pool() -> None:
+    world = World(small_config(watermark=0.5))
+    world.add(make_sequence(1, prompt(32), max_tokens=1))
+    world.run()
+    assert world.reason(1) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_an_abort_at_any_moment_gives_everything_back(step: int) -> None:
+    world = World(small_config(num_blocks=6))
+    world.add(*(make_sequence(i, prompt(9, i), max_tokens=5) for i in (1, 2, 3)))
+    for _ in range(step):
+        world.step()
+    alive = [i for i in (1, 2, 3) if i not in world.ended]
+    world.abort(*alive, 99)
+    assert all(world.reason(i) is FinishReason.ABORTED for i in alive)
+    assert world.scheduler.kv.pool.num_used == 0
+    assert not world.scheduler.has_unfinished_requests
+
+
+def test_tokens_that_arrive_for_an_aborted_sequence_are_dropped() -> None:
+    scheduler = Scheduler(small_config())
+    scheduler.add_request(make_sequence(1, prompt(3)), now_s=0.0)
+    plan = scheduler.schedule(now_s=0.0)
+    scheduler.finish_requests([SequenceId(1)], FinishReason.ABORTED)
+    result = ModelRunnerOutput(token_ids={SequenceId(1): (5,)}, logprobs={}, failures={})
+    (outputs,) = scheduler.update_from_output(plan, result).values()
+    assert [(output.token_ids, output.finish_reason) for output in outputs] == [((), FinishReason.ABORTED)]
+
+
+def test_a_sequence_that_fails_alone_takes_nobody_with_it() -> None:
+    world = World(small_config())
+    world.add(*(make_sequence(i, prompt(3, i)) for i in (1, 2)))
+    world.worker.poisoned.add(SequenceId(1))
+    world.run()
+    assert world.reason(1) is FinishReason.FAILED
+    assert world.ended[SequenceId(1)].message == "poisoned"
+    assert world.tokens[SequenceId(2)] == continuation(prompt(3, 2), 4)
+
+
+def test_what_a_failed_sequence_computed_is_never_found_in_the_prefix_cache() -> None:
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(9)))
+    world.worker.poisoned.add(SequenceId(1))
+    world.run()
+    world.add(make_sequence(2, prompt(9)))
+    world.run()
+    assert world.ended[SequenceId(2)].finish_reason is FinishReason.LENGTH
+    assert world.scheduler.stats().num_prefix_hits == 0
+
+
+def test_a_worker_that_forgets_a_sequence_fails_it_rather_than_hang_it() -> None:
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(3)))
+    world.worker.silent.add(SequenceId(1))
+    world.run()
+    assert world.reason(1) is FinishReason.FAILED
+
+
+def test_a_failed_step_fails_those_in_it_and_spares_those_who_wait() -> None:
+    world = World(small_config(max_num_seqs=1))
+    world.add(make_sequence(1, prompt(9, 1)), make_sequence(2, prompt(9, 1)))
+    world.worker.explode_next = True
+    world.run()
+    assert world.reason(1) is FinishReason.FAILED
+    assert world.tokens[SequenceId(2)] == continuation(prompt(9, 1), 4)
+    assert world.scheduler.stats().num_prefix_hits == 0, "the failed step wrote nothing that can be trusted"
+
+
+def test_the_first_output_tells_how_long_it_queued() -> None:
+    world = World(small_config(max_num_seqs=1))
+    world.add(make_sequence(1, prompt(2, 1), max_tokens=3), make_sequence(2, prompt(2, 2), max_tokens=1))
+    world.run()
+    start = world.ended[SequenceId(2)].start
+    assert start is not None
+    assert start.queue_s == 3.0
+
+
+def test_outputs_go_to_the_client_that_asked() -> None:
+    scheduler = Scheduler(small_config())
+    scheduler.add_request(make_sequence(1, prompt(3, 1), client_index=0), now_s=0.0)
+    scheduler.add_request(make_sequence(2, prompt(3, 2), client_index=7), now_s=0.0)
+    plan = scheduler.schedule(now_s=0.0)
+    result = ModelRunnerOutput(token_ids={SequenceId(1): (5,), SequenceId(2): (6,)}, logprobs={}, failures={})
+    outputs = scheduler.update_from_output(plan, result)
+    assert {client: [o.sequence_id for o in news] for client, news in outputs.items()} == {0: [1], 7: [2]}
+
+
+def test_a_second_plan_before_the_results_does_not_repeat_work() -> None:
+    scheduler = Scheduler(small_config(max_num_batched_tokens=8))
+    scheduler.add_request(make_sequence(1, prompt(10)), now_s=0.0)
+    assert shares(scheduler.schedule(now_s=0.0)) == {1: 8}
+    assert shares(scheduler.schedule(now_s=0.0)) == {1: 2}
+    assert scheduler.schedule(now_s=0.0).is_empty
+
+
+def test_the_same_history_gives_the_same_plans() -> None:
+    def history() -> list[object]:
+        world = World(small_config(num_blocks=6))
+        world.add(*(make_sequence(i, prompt(6 + i, i % 2), max_tokens=7) for i in range(1, 6)))
+        world.run()
+        return list(world.worker.plans)
+
+    assert history() == history()
+
+
+def test_without_prefix_caching_nothing_is_found_again() -> None:
+    world = World(small_config(prefix_caching=PrefixCaching.OFF))
+    world.add(make_sequence(1, prompt(9)), make_sequence(2, prompt(9)))
+    world.run()
+    assert world.scheduler.stats().num_prefix_hits == 0
+    assert len(world.scheduler.kv.prefix_cache) == 0
