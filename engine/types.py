@@ -5,10 +5,12 @@ Owns: the vocabulary of the public face. Text, choices and usage live here; bloc
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from scheduler.messages import FinishReason, SamplingParams
 
 __all__ = [
+    "ChatOptions",
     "EngineState",
     "FinishReason",
     "GenerationRequest",
@@ -82,6 +84,19 @@ class TokenOutput:
     """Of the prompt, found in the prefix cache; the same in every output of a choice."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation is rendered by the model's chat template."""
+
+    add_generation_prompt: bool = True
+    """End with the header of the assistant's turn."""
+    continue_final_message: bool = False
+    """Leave the last message open, so that the model goes on with it. Excludes add_generation_prompt."""
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the template, from the caller: `enable_thinking`, say."""
+
+
 class EngineState(StrEnum):
     """Where the engine is in its life."""
 
@@ -128,7 +143,8 @@ class ModelInfo:
     kv_cache_bytes: int
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
-    """From generation_config.json: temperature, top_p, top_k, min_p, repetition_penalty, where it sets them."""
+    """From generation_config.json, where it sets them: temperature, top_p, top_k, min_p, and
+    repetition_penalty."""
     created_s: int = 0
     """Unix time at which it became ready."""
     has_chat_template: bool = False

@@ -1,0 +1,53 @@
+"""Whether one more request may wait.
+
+Owns: how many sequences were accepted and have not started, and how fast they start.
+Never: a clock of its own; time is an argument.
+"""
+
+from collections import deque
+
+from engine.errors import Overloaded
+
+_RATE_WINDOW_S = 10.0
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+
+
+class Admission:
+    """A bound on the queue: beyond it a client is told when to come back, rather than left to wait."""
+
+    def __init__(self, *, max_queued: int) -> None:
+        self._max_queued = max_queued
+        self._starts_s: deque[float] = deque()
+        self.num_queued = 0
+
+    def admit(self, num_sequences: int, *, now_s: float) -> None:
+        """All of them or none. Raises Overloaded.
+
+        A request that is larger than the queue may still have it to itself: it would never fit else.
+        """
+        if self.num_queued and self.num_queued + num_sequences > self._max_queued:
+            raise Overloaded(
+                f"{self.num_queued} sequences are waiting, at most {self._max_queued} may; try again later",
+                retry_after_s=self.retry_after_s(now_s=now_s),
+            )
+        self.num_queued += num_sequences
+
+    def leave(self, num_sequences: int) -> None:
+        """Ended before they started."""
+        self.num_queued -= num_sequences
+
+    def start(self, *, now_s: float) -> None:
+        """One of them has started."""
+        self.num_queued -= 1
+        self._starts_s.append(now_s)
+        self._forget_old(now_s)
+
+    def retry_after_s(self, *, now_s: float) -> float:
+        """How long the queue takes to empty at the rate of the last seconds."""
+        self._forget_old(now_s)
+        rate_hz = max(len(self._starts_s), 1) / _RATE_WINDOW_S
+        return min(max(self.num_queued / rate_hz, _MIN_RETRY_S), _MAX_RETRY_S)
+
+    def _forget_old(self, now_s: float) -> None:
+        while self._starts_s and self._starts_s[0] < now_s - _RATE_WINDOW_S:
+            self._starts_s.popleft()

@@ -1,0 +1,209 @@
+"""What runs: frozen, complete, printed once at start. Made from what the operator asked.
+
+Owns: what each open option comes to, and every check that needs no tensor library: so a mistake is told
+in a tenth of a second, not after the model was loaded.
+Never: downloads, measures memory (the worker does), or opens a port (server/listening.py).
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.options import OptionError, Options
+from scheduler.config import PrefixCaching, SchedulingPolicy
+from worker.config import WorkerConfig
+
+DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+_DEMO_NAME = "tokenyard-demo"
+_DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine process needs to know. Travels to it as JSON (msgspec)."""
+
+    model_path: str
+    """A checkpoint folder on this machine."""
+    served_names: tuple[str, ...]
+    """Names that requests may use; replies report the first."""
+    prefix_caching: PrefixCaching
+    scheduling_policy: SchedulingPolicy
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    watermark: float
+    max_queued_requests: int
+    heartbeat_timeout_s: float
+    worker: WorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP edge needs to know."""
+
+    host: str
+    port: int
+    """0 until a free one is taken; the listening socket knows."""
+    api_keys: tuple[str, ...] = field(repr=False)
+    """Empty: everybody may ask."""
+    max_body_bytes: int
+    shutdown_timeout_s: float
+    log_level: str
+
+
+def resolve(
+    options: Options, *, environment: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, ServerConfig]:
+    """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
+    _check_server(options)
+    _check_limits(options)
+    _check_device(options)
+    folder, name = _find_model(options.model, environment)
+    _check_checkpoint(folder)
+    return _engine_config(options, folder, name), ServerConfig(
+        host=options.host,
+        port=options.port,
+        api_keys=options.api_key,
+        max_body_bytes=options.max_body_size,
+        shutdown_timeout_s=options.shutdown_timeout,
+        log_level=options.log_level,
+    )
+
+
+def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
+    utilization = options.gpu_memory_utilization
+    return EngineConfig(
+        model_path=str(folder),
+        served_names=options.served_model_name or (name,),
+        prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
+        scheduling_policy=SchedulingPolicy(options.scheduling_policy),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        watermark=options.watermark,
+        max_queued_requests=options.max_queued_requests,
+        heartbeat_timeout_s=options.heartbeat_timeout,
+        worker=WorkerConfig(
+            model_path=str(folder),
+            dtype=options.dtype,
+            device=options.device,
+            max_model_len=options.max_model_len,
+            block_size=options.block_size,
+            num_blocks=options.num_gpu_blocks_override,
+            gpu_memory_utilization=_DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization,
+            kv_cache_bytes=options.kv_cache_memory,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            num_threads=options.num_threads,
+        ),
+    )
+
+
+def _check_server(options: Options) -> None:
+    if options.api_key or options.allow_unauthenticated or _is_loopback(options.host):
+        return
+    raise OptionError(
+        f"--host {options.host} without an API key",
+        "everybody who can reach this machine could use the model",
+        "set TOKENYARD_API_KEY, or give --allow-unauthenticated if that is what you want",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_limits(options: Options) -> None:
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise OptionError(
+            f"--max-num-batched-tokens {options.max_num_batched_tokens} with "
+            f"--max-num-seqs {options.max_num_seqs}",
+            "every running sequence needs one token of each step",
+            f"raise the first to {options.max_num_seqs} or more, or lower the second",
+        )
+    if options.num_gpu_blocks_override is None:
+        return
+    for key, value in (
+        ("--kv-cache-memory", options.kv_cache_memory),
+        ("--gpu-memory-utilization", options.gpu_memory_utilization),
+    ):
+        if value is not None:
+            raise OptionError(
+                f"--num-gpu-blocks-override with {key}",
+                "both set the size of the KV cache",
+                "give one of them",
+            )
+
+
+def _check_device(options: Options) -> None:
+    """An option that the chosen device has no use for is a mistake. auto is decided by the worker."""
+    if options.device == "cpu":
+        unused, instead = (
+            {"--gpu-memory-utilization": options.gpu_memory_utilization},
+            "use --kv-cache-memory",
+        )
+    elif options.device.startswith("cuda"):
+        unused = {"--kv-cache-memory": options.kv_cache_memory, "--num-threads": options.num_threads}
+        instead = "use --gpu-memory-utilization for the size of the KV cache"
+    else:
+        return
+    for key, value in unused.items():
+        if value is not None:
+            raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
+
+
+def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
+    """The checkpoint's folder, and the name it goes by unless the operator says otherwise."""
+    if model is None:
+        return DEMO_MODEL, _DEMO_NAME
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), folder.resolve().name
+    if folder.exists():
+        raise OptionError(f"model {model!r}", "this is a file", "name the checkpoint's folder")
+    cached = _find_in_hub_cache(model, environment)
+    if cached is None:
+        raise OptionError(
+            f"model {model!r}",
+            "there is no such folder, and no model of this name in the local hub cache",
+            "check the path, or download the model first: nothing is downloaded from here",
+        )
+    return cached, model
+
+
+def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
+    """The snapshot that the branch `main` stood at when it was downloaded.
+
+    Source: the cache layout that huggingface_hub documents: models--ORG--NAME/refs, snapshots.
+    """
+    parts = model.split("/")
+    if len(parts) > 2 or any(part in ("", ".", "..") for part in parts):
+        return None
+    home = Path(environment.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(environment.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = cache / "--".join(["models", *parts])
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _check_checkpoint(folder: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise OptionError(
+                f"model {str(folder)!r}",
+                f"it has no {name}",
+                "name the folder of a complete Hugging Face checkpoint",
+            )
+    if next(folder.glob("*.safetensors"), None) is None:
+        raise OptionError(
+            f"model {str(folder)!r}",
+            "it has no *.safetensors files, the only format of weights that is read (others can run code)",
+            "convert the checkpoint with save_pretrained of transformers",
+        )

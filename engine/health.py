@@ -1,0 +1,89 @@
+"""Whether the engine is ready, and whether its loop still moves.
+
+Owns: the state that clients and probes are told. Judged by the loop's own turns, never by a test
+generation, which a long prefill would fail and a hung engine could pass from a cache.
+Never: a clock of its own; time is an argument.
+"""
+
+import asyncio
+
+from engine.errors import EngineUnavailable
+from engine.messages import Beat
+from engine.types import EngineState, Health
+from worker.config import LoadProgress
+
+
+class HealthMonitor:
+    """Told of everything that the engine process says; asked by probes and by admission."""
+
+    def __init__(self, *, heartbeat_timeout_s: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._progress: LoadProgress | None = None
+        self._cause_of_death: str | None = None
+        self._last_beat_s = 0.0
+        self._num_steps = 0
+        self.is_draining = False
+        self.became_ready = asyncio.Event()
+
+    def loading(self, progress: LoadProgress) -> None:
+        self._progress = progress
+        self._cause_of_death = None
+
+    def ready(self, *, now_s: float) -> None:
+        self._last_beat_s = now_s
+        self._num_steps = 0
+        self.became_ready.set()
+
+    def beat(self, beat: Beat, *, now_s: float) -> None:
+        self._last_beat_s = now_s
+        self._num_steps = beat.stats.num_steps
+
+    def died(self, cause: str) -> None:
+        self.became_ready.clear()
+        self._progress = None
+        self._cause_of_death = cause
+
+    def judge(self, *, now_s: float) -> Health:
+        silence_s = now_s - self._last_beat_s
+        is_loaded = self.became_ready.is_set()
+        is_live = not is_loaded or silence_s <= self._heartbeat_timeout_s
+        return Health(
+            state=self._state(),
+            is_live=is_live,
+            detail=self._detail() if is_live else f"the engine has not moved for {silence_s:.0f} s",
+            num_steps=self._num_steps,
+            progress=1.0 if is_loaded else self._progress.fraction if self._progress else 0.0,
+        )
+
+    def require_ready(self, *, now_s: float) -> None:
+        """Raises EngineUnavailable, saying why."""
+        health = self.judge(now_s=now_s)
+        if not health.is_ready:
+            code = "shutting_down" if health.state is EngineState.DRAINING else "not_ready"
+            raise EngineUnavailable(health.detail, code=code)
+
+    def _state(self) -> EngineState:
+        if self.is_draining:
+            return EngineState.DRAINING
+        if self.became_ready.is_set():
+            return EngineState.READY
+        return EngineState.DEAD if self._cause_of_death else EngineState.LOADING
+
+    def _detail(self) -> str:
+        match self._state():
+            case EngineState.DRAINING:
+                return "the server is shutting down"
+            case EngineState.READY:
+                return "ready"
+            case EngineState.DEAD:
+                return f"the engine process {self._cause_of_death}; it is being replaced"
+            case EngineState.LOADING:
+                return f"loading the model{_describe(self._progress)}"
+
+
+def _describe(progress: LoadProgress | None) -> str:
+    if progress is None:
+        return ""
+    if not progress.total_bytes:
+        return f": {progress.stage}"
+    return f": {progress.stage}, {progress.done_bytes / 1e6:,.1f} of {progress.total_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,139 @@
+"""One request between its admission and its last output, as the API process sees it.
+
+Owns: the text of its choices, what is ready to be read, and the error that ended it.
+Never: talks to the engine process; client.py does.
+"""
+
+import asyncio
+import time
+
+from engine.detokenizer import IncrementalDetokenizer, StopText
+from engine.errors import EngineError, RequestFailed, RequestRejected
+from engine.tokenizer import SpecialTokens, Tokenizer
+from engine.types import GenerationRequest, LogprobEntry, TokenLogprob, TokenOutput
+from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
+
+
+class Choice:
+    """One of the n continuations. What the reader has not fetched yet is merged, so it stays small."""
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.has_news = False
+        self.num_tokens = 0
+        self.last_token_s: float | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            prompt_token_ids=request.prompt_token_ids,
+            stop=request.stop,
+            stop_text=StopText.INCLUDE if request.include_stop_str_in_output else StopText.EXCLUDE,
+            special=SpecialTokens.SKIP if request.skip_special_tokens else SpecialTokens.KEEP,
+        )
+        self._num_cached_tokens = 0
+        self._stop_reason: int | str | None = None
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
+        """Take in what the engine generated; `finish_reason` says afterwards whether that was all."""
+        if output.start is not None:
+            self._num_cached_tokens = output.start.num_cached_tokens
+        self._texts.append(self._detokenizer.push(output.token_ids))
+        num_kept = self._detokenizer.num_tokens - self.num_tokens  # none of those after a stop string
+        self.num_tokens += num_kept
+        self._token_ids.extend(output.token_ids[:num_kept])
+        self._logprobs.extend(self._explain(logprobs) for logprobs in output.logprobs[:num_kept])
+        self.has_news = True
+        if self._detokenizer.matched_stop is None and output.finish_reason is not None:
+            self._texts.append(self._detokenizer.finish())
+            self.finish_reason = output.finish_reason
+            if output.finish_reason is FinishReason.STOP and output.token_ids[-1] not in eos_token_ids:
+                self._stop_reason = output.token_ids[-1]
+        if self._detokenizer.matched_stop is not None:  # also in what was held back until the end
+            self.finish_reason = FinishReason.STOP
+            self._stop_reason = self._detokenizer.matched_stop
+
+    def take(self) -> TokenOutput:
+        """All that was not told yet, as one output."""
+        output = TokenOutput(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+        self._texts.clear()
+        self._token_ids.clear()
+        self._logprobs.clear()
+        self.has_news = False
+        return output
+
+    def _explain(self, logprobs: TokenLogprobs) -> TokenLogprob:
+        return TokenLogprob(
+            chosen=self._entry(logprobs.token_id, logprobs.logprob),
+            top=tuple(self._entry(token_id, logprob) for token_id, logprob in logprobs.top),
+        )
+
+    def _entry(self, token_id: int, logprob: float) -> LogprobEntry:
+        return LogprobEntry(
+            token_id=token_id,
+            token=self._tokenizer.token_string(token_id),
+            token_bytes=self._tokenizer.token_bytes(token_id),
+            logprob=logprob,
+        )
+
+
+class LiveRequest:
+    """Fed by the receiver, read by one `generate`; ends when every choice has, or with `fail`."""
+
+    def __init__(
+        self, request: GenerationRequest, sequence_ids: tuple[SequenceId, ...], tokenizer: Tokenizer
+    ) -> None:
+        self.request = request
+        self.arrived_s = time.monotonic()
+        self.num_unstarted = len(sequence_ids)
+        """Choices that were not part of a step yet."""
+        self.choices = {
+            sequence_id: Choice(index, request, tokenizer) for index, sequence_id in enumerate(sequence_ids)
+        }
+        self.error: EngineError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or all(choice.finish_reason for choice in self.choices.values())
+
+    @property
+    def unfinished_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(
+            sequence_id for sequence_id, choice in self.choices.items() if choice.finish_reason is None
+        )
+
+    def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
+        if output.finish_reason is FinishReason.REJECTED:
+            self.fail(RequestRejected(output.message, param="prompt", code="context_length_exceeded"))
+        elif output.finish_reason is FinishReason.FAILED:
+            self.fail(RequestFailed(output.message or "the model failed on this request"))
+        else:
+            self.choices[output.sequence_id].push(output, eos_token_ids)
+            self._news.set()
+
+    def fail(self, error: EngineError) -> None:
+        """End it with an error; the first one counts."""
+        self.error = self.error or error
+        self._news.set()
+
+    async def next_outputs(self) -> list[TokenOutput]:
+        """What is new, at least one output; empty when all was told. Raises the error that ended it."""
+        if not self._news.is_set() and self.is_over:
+            return []
+        await self._news.wait()
+        self._news.clear()
+        if self.error is not None:
+            raise self.error
+        return [choice.take() for choice in self.choices.values() if choice.has_news]

@@ -1,0 +1,95 @@
+"""What crosses between the API process and the engine process, grouped by who receives it.
+
+Owns: the wire form, msgpack by msgspec: typed both ways, nothing in it can run (never pickle).
+"""
+
+import msgspec
+
+from scheduler.messages import (
+    FinishReason,
+    SamplingParams,
+    SchedulerStats,
+    SequenceId,
+    SequenceOutput,
+)
+from worker.config import LoadProgress, ModelFacts
+
+# To the engine process.
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One prompt; it becomes as many sequences as it has ids."""
+
+    sequence_ids: tuple[SequenceId, ...]
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    """Sequence i draws with seed + i."""
+    priority: int
+    cache_salt: str
+    client_index: int = 0
+    """Which API process wants the outputs."""
+
+
+class EndSequences(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The client left, or found a stop string."""
+
+    sequence_ids: tuple[SequenceId, ...]
+    reason: FinishReason
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave now; what runs is lost."""
+
+
+ToEngine = AddRequest | EndSequences | Shutdown
+
+# To the API process.
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The model is on its way."""
+
+    progress: LoadProgress
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The first step may come."""
+
+    facts: ModelFacts
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """There will be no engine, and trying again will not help."""
+
+    what: str
+    fix: str
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """News of sequences, after a step."""
+
+    outputs: list[SequenceOutput]
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds spent since the start, by part of the step."""
+
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The loop moves. Sent after steps, a few times a second at most, and once a second when idle."""
+
+    num_turns: int
+    """Turns of the loop, with or without work: the heartbeat."""
+    stats: SchedulerStats
+    times: StepTimes
+
+
+ToClient = Loading | Ready | StartFailed | Outputs | Beat
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode

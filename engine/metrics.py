@@ -1,0 +1,178 @@
+"""What Prometheus is told about the engine.
+
+Owns: every metric of queue, cache and latency, in one registry. Labels come from configured sets only.
+Never: is asked per token to format anything; children with labels are resolved once.
+
+Definitions: arrival is when the tokenized request reaches AsyncEngine.generate. Queue time runs from
+then on inside the engine process to the first step; time to first token from arrival to the first token
+here; inter-token latency between two tokens of one choice, with preemptions in it.
+"""
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.messages import Beat
+from engine.types import ModelInfo
+from scheduler.messages import FinishReason, SchedulerStats
+
+# From a small model on a fast device (tokens every millisecond) to a queue of minutes.
+_LATENCY_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+    *(2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0),
+)
+_TOKEN_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
+)
+# Ours, and the names that endpoint pickers and autoscalers know (Gateway API inference extension, KEDA).
+_PREFIXES = ("tokenyard", "vllm")
+_LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+
+
+class EngineMetrics:
+    """Fed by AsyncEngine; rendered by the server from `registry`."""
+
+    def __init__(self, model_name: str) -> None:
+        prometheus_client.disable_created_metrics()  # a third of all lines, and nobody reads them
+        self._model_name = model_name
+        self.registry = CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self.registry)
+        prometheus_client.PlatformCollector(registry=self.registry)
+        self._last: SchedulerStats | None = None
+        self._make_gauges()
+        self._make_counters()
+        self._make_histograms()
+
+    def model_is_ready(self, info: ModelInfo) -> None:
+        """The facts that cluster routers read from labels."""
+        labels = {
+            "model_name": self._model_name,
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+        }
+        for gauge in self._cache_info:
+            gauge.clear()
+            gauge.labels(**labels).set(1)
+        self._last = None  # a fresh engine process counts from zero
+
+    def engine_is_gone(self) -> None:
+        """Nothing runs and nothing waits in a dead process."""
+        for gauges in (self._running, self._waiting, self._kv_usage):
+            _set_all(gauges, 0)
+
+    def engine_restarted(self) -> None:
+        self._restarts.inc()
+
+    def beat(self, beat: Beat) -> None:
+        """Gauges as they are now, counters by what was added since the last beat."""
+        stats = beat.stats
+        last = self._last or _NOTHING
+        self._last = stats
+        _set_all(self._running, stats.num_running)
+        _set_all(self._waiting, stats.num_waiting)
+        _set_all(self._kv_usage, stats.num_used_blocks / stats.num_blocks)
+        self._steps.inc(stats.num_steps - last.num_steps)
+        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
+        self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
+        self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
+
+    def tokens_arrived(self, num_tokens: int, since_last_s: float) -> None:
+        """Further tokens of a choice, so long after the ones before."""
+        self._generated.inc(num_tokens)
+        for _ in range(num_tokens):
+            self._inter_token.observe(since_last_s / num_tokens)
+
+    def first_token_arrived(self, num_tokens: int, since_arrival_s: float) -> None:
+        self._generated.inc(num_tokens)
+        self._first_token.observe(since_arrival_s)
+
+    def sequence_started(self, queue_s: float) -> None:
+        self._queue_time.observe(queue_s)
+
+    def choice_finished(self, reason: FinishReason, num_tokens: int) -> None:
+        self._finished[reason].inc()
+        self._request_generated.observe(num_tokens)
+
+    def request_admitted(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._request_prompt.observe(num_prompt_tokens)
+
+    def request_refused(self) -> None:
+        self._refused.inc()
+
+    def request_finished(self, since_arrival_s: float) -> None:
+        self._end_to_end.observe(since_arrival_s)
+
+    def _make_gauges(self) -> None:
+        self._running = self._twice("num_requests_running", "Sequences that take part in the steps")
+        self._waiting = self._twice("num_requests_waiting", "Sequences that wait for a place or for memory")
+        self._kv_usage = self._twice(
+            "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
+        )
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        text = "Always 1; the labels carry the values"
+        self._cache_info = [
+            Gauge(f"{prefix}:cache_config_info", text, labels, registry=self.registry) for prefix in _PREFIXES
+        ]
+
+    def _make_counters(self) -> None:
+        self._steps = self._counter("engine_steps", "Steps that computed something")
+        self._preemptions = self._counter("num_preemptions", "Running sequences that gave up their blocks")
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, and so not computed")
+        self._recomputed = self._counter("recomputed_tokens", "Computed tokens that preemption threw away")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
+        self._generated = self._counter("generation_tokens", "Tokens generated")
+        self._restarts = self._counter("engine_restarts", "Engine processes that died and were replaced")
+        self._refused = self._counter("admission_rejections", "Requests refused because too many waited")
+        finished = Counter(
+            "tokenyard:request_success",
+            "Choices by how they ended",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+        self._finished = {reason: finished.labels(finished_reason=reason.value) for reason in FinishReason}
+
+    def _make_histograms(self) -> None:
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token")
+        self._inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of one choice", _TOKEN_BUCKETS
+        )
+        self._queue_time = self._histogram("request_queue_time_seconds", "Until first part of a step")
+        self._end_to_end = self._histogram("e2e_request_latency_seconds", "Arrival to the last output")
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt lengths", _LENGTH_BUCKETS)
+        self._request_generated = self._histogram(
+            "request_generation_tokens", "Tokens generated by a choice", _LENGTH_BUCKETS
+        )
+
+    def _twice(self, name: str, text: str) -> list[Gauge]:
+        labels = {"model_name": self._model_name, "engine": "0"}
+        return [
+            Gauge(f"{prefix}:{name}", text, list(labels), registry=self.registry).labels(**labels)
+            for prefix in _PREFIXES
+        ]
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tokenyard:{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
+        return Histogram(f"tokenyard:{name}", text, buckets=buckets, registry=self.registry)
+
+
+def _set_all(gauges: list[Gauge], value: float) -> None:
+    for gauge in gauges:
+        gauge.set(value)
+
+
+_NOTHING = SchedulerStats(
+    num_running=0,
+    num_waiting=0,
+    num_used_blocks=0,
+    num_blocks=1,
+    num_steps=0,
+    num_preemptions=0,
+    num_prefix_queries=0,
+    num_prefix_hits=0,
+    num_recomputed_tokens=0,
+)

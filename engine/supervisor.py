@@ -1,0 +1,85 @@
+"""One life of the engine process: born with its own directory, gone without a trace.
+
+Owns: the child process, its environment, and the directory with its sockets and configuration.
+Never: interprets messages; never decides whether there is a next life (client.py does).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.process import CONFIG_FILE
+from engine.transport import ClientSide
+
+_ENVIRONMENT = {
+    # With the default, a thread that waits spins: one busy neighbour (our own API process) then makes
+    # a decode step 30 times slower; passive waiting costs 13 % on an idle machine. Measured on 2 cores,
+    # docs/decisions/0005-openmp-wait-policy.md.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Nothing is fetched after start: checkpoints are folders, or in the local cache already.
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class EngineProcess:
+    """Use `start`; then `side` carries messages until `wait` returns."""
+
+    def __init__(self, child: asyncio.subprocess.Process, directory: Path, side: ClientSide) -> None:
+        self._child = child
+        self._directory = directory
+        self.side = side
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> "EngineProcess":
+        directory = Path(tempfile.mkdtemp(prefix="tokenyard-"))  # mode 0700
+        side = ClientSide(directory)
+        try:
+            (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "engine.process",
+                str(directory),
+                str(os.getpid()),
+                str(logging.getLogger().getEffectiveLevel()),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**_ENVIRONMENT, **os.environ},
+            )
+        except BaseException:
+            side.close()
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return cls(child, directory, side)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def wait(self) -> int:
+        """The exit code; negative for a signal."""
+        return await self._child.wait()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Wait so long for it to leave by itself, then kill it."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._child.wait(), grace_s)
+        self.kill()
+        await self._child.wait()
+
+    def kill(self) -> None:
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
+
+    def clean_up(self) -> None:
+        self.side.close()
+        shutil.rmtree(self._directory, ignore_errors=True)

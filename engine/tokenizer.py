@@ -1,0 +1,302 @@
+"""Text to token ids and back, as the checkpoint's own tokenizer.json says.
+
+Owns: the tokenizer, the names of its special tokens, and the exact bytes of each token.
+Never: chat templates (chat_template.py), text made piece by piece (detokenizer.py), torch or transformers.
+Source: the file formats of the `tokenizers` library; the byte alphabet is that of GPT-2's byte-level BPE.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tokenizers
+
+from engine.errors import RequestRejected
+
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+_BYTE_FALLBACK_TOKEN_LENGTH = len("<0x00>")
+
+
+class TokenizerError(Exception):
+    """The checkpoint's text files are unusable; the server cannot start. Fit for the operator's eyes."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what = what
+        self.fix = fix
+
+
+class SpecialTokens(StrEnum):
+    """Whether decoded text shows special tokens such as `<|im_end|>`."""
+
+    KEEP = "keep"
+    SKIP = "skip"
+
+
+class DecoderKind(StrEnum):
+    """What is known about the step from tokens to text."""
+
+    BYTE_LEVEL = "byte-level"  # tokens are bytes in disguise; the text is their concatenation
+    BYTE_FALLBACK = "byte-fallback"  # tokens are text with a mark for the space; <0xNN> is one byte
+    OPAQUE = "opaque"  # depends on neighbours: only whole decodes are right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderRule:
+    """The decoder of tokenizer.json, as far as it can be understood token by token."""
+
+    kind: DecoderKind
+    replaced: tuple[tuple[str, str], ...] = ()
+    """(mark, text) pairs applied to each token, such as ("▁", " ")."""
+    num_stripped_spaces: int = 0
+    """So many leading spaces of the whole text are dropped."""
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. All methods may be called from several threads at once."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, rule: DecoderRule, special_tokens: Mapping[str, str]
+    ) -> None:
+        # A tokenizer.json saved in training may cut or pad every prompt silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.rule = rule
+        self.special_tokens = dict(special_tokens)
+        """By name: `bos_token`, `eos_token` and so on; only those that the checkpoint sets."""
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes = {
+            SpecialTokens.KEEP: _TokenBytes(backend, rule, hidden=frozenset()),
+            SpecialTokens.SKIP: _TokenBytes(backend, rule, hidden=self._special_ids),
+        }
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json. Raises TokenizerError."""
+        path = folder / "tokenizer.json"
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise TokenizerError(
+                f"no readable tokenizer.json in {folder} ({error.strerror})",
+                "serve a checkpoint that brings one; sentencepiece's tokenizer.model alone is not enough",
+            ) from error
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(raw)
+            decoder = orjson.loads(raw).get("decoder")
+        except ValueError as error:
+            raise TokenizerError(
+                f"{path} is not a valid tokenizer: {error}",
+                "download it again, or upgrade the tokenizers library",
+            ) from error
+        return cls(backend, rule=decoder_rule(decoder), special_tokens=_read_special_tokens(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's embedding may have more rows."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Plain text, with the special tokens that the checkpoint puts around it (a leading BOS, say).
+
+        Raises RequestRejected if the text holds half of a surrogate pair, which no UTF-8 can express.
+        """
+        _check_encodable(text, param="prompt")
+        return tuple(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def encode_rendered_chat(self, text: str) -> tuple[int, ...]:
+        """A rendered chat, which brings its own special tokens. Raises as encode_prompt does."""
+        _check_encodable(text, param="messages")
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Iterable[int], *, special: SpecialTokens) -> str:
+        """The text of whole sequences; ids without a token are left out, broken bytes become U+FFFD."""
+        skip = special is SpecialTokens.SKIP
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds in the middle of a text; b"" for ids without a token."""
+        return self._bytes[SpecialTokens.KEEP][token_id]
+
+    def token_string(self, token_id: int) -> str:
+        """`token_bytes` as text, U+FFFD where it is not whole characters."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def bytes_by_id(self, special: SpecialTokens) -> Mapping[int, bytes]:
+        """`token_bytes` as a lookup for hot loops: total, and b"" for tokens that `special` hides.
+
+        Their concatenation is the text, less `rule.num_stripped_spaces`, unless the rule is OPAQUE.
+        """
+        return self._bytes[special]
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Token id -> bytes, filled as ids come up: a full table of 150,000 tokens would delay every start."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, rule: DecoderRule, *, hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._rule = rule
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        # Two threads may compute the same entry; both write the same value.
+        self[token_id] = found = b"" if token_id in self._hidden else self._compute(token_id)
+        return found
+
+    def _compute(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._rule.kind is DecoderKind.BYTE_LEVEL:
+            return _byte_level_bytes(token)
+        for mark, text in self._rule.replaced:
+            token = token.replace(mark, text)
+        byte = _fallback_byte(token)
+        if byte is not None:
+            return byte
+        if self._rule.kind is DecoderKind.OPAQUE:
+            token = self._text_in_the_middle(token_id)
+        return str(token).encode()
+
+    def _text_in_the_middle(self, token_id: int) -> str:
+        """What the token adds after another one, since many decoders treat the first token differently."""
+        alone = str(self._backend.decode([token_id], skip_special_tokens=False))
+        twice = str(self._backend.decode([token_id, token_id], skip_special_tokens=False))
+        return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
+def decoder_rule(decoder: Any) -> DecoderRule:
+    """Read the `decoder` entry of tokenizer.json; what is not understood for certain is OPAQUE."""
+    steps = _flatten(decoder)
+    names = [step.get("type") for step in steps]
+    if names == ["ByteLevel"]:
+        return DecoderRule(kind=DecoderKind.BYTE_LEVEL)
+    replaced = tuple(_as_replacement(step) for step in steps if step.get("type") == "Replace")
+    rest = [name for name in names if name != "Replace"]
+    in_order = names == ["Replace"] * len(replaced) + rest
+    if (
+        not in_order
+        or None in replaced
+        or rest not in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"])
+    ):
+        return DecoderRule(kind=DecoderKind.OPAQUE)
+    num_stripped_spaces = 0
+    if rest[-1] == "Strip":
+        strip = steps[-1]
+        if strip.get("content") != " " or strip.get("stop") != 0:
+            return DecoderRule(kind=DecoderKind.OPAQUE)
+        num_stripped_spaces = int(strip["start"])
+    return DecoderRule(
+        kind=DecoderKind.BYTE_FALLBACK,
+        replaced=tuple(pair for pair in replaced if pair is not None),
+        num_stripped_spaces=num_stripped_spaces,
+    )
+
+
+def _flatten(decoder: Any) -> list[dict[str, Any]]:
+    if not isinstance(decoder, dict):
+        return []
+    if decoder.get("type") == "Sequence":
+        return [step for part in decoder["decoders"] for step in _flatten(part)]
+    return [decoder]
+
+
+def _as_replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    mark = step.get("pattern", {}).get("String")
+    return (mark, step["content"]) if isinstance(mark, str) and mark else None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte: itself if printable, else one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update((chr(0x100 + place), byte) for place, byte in enumerate(others))
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[char] for char in token])
+    except KeyError:
+        # An added token written in plain text; the library takes the whole of it literally too.
+        return token.encode()
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    if len(token) != _BYTE_FALLBACK_TOKEN_LENGTH or not (token.startswith("<0x") and token.endswith(">")):
+        return None
+    try:
+        return bytes([int(token[3:5], 16)])
+    except ValueError:
+        return None
+
+
+def _check_encodable(text: str, *, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X} at character {error.start}"
+        raise RequestRejected(
+            f"{param} holds half of a surrogate pair ({found}), which is not text; send whole characters",
+            param=param,
+        ) from error
+
+
+def _read_special_tokens(folder: Path) -> dict[str, str]:
+    """tokenizer_config.json first; special_tokens_map.json, its older form, for what it leaves open."""
+    config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+    found = {}
+    for name in NAMED_SPECIAL_TOKENS:
+        value = config.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the checkpoint; empty if there is no such file. Raises TokenizerError if broken."""
+    try:
+        content = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}", "download it again") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} is not a JSON object", "download it again")
+    return content

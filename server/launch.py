@@ -1,0 +1,168 @@
+"""From a checked configuration to the exit code: engine, HTTP server, signals.
+
+Owns: the order of start and of end. On the first SIGTERM or SIGINT readiness ends, accepted requests are
+finished, and the code is 0; a second signal ends everything at once.
+Never: options (cli.py) or routes (app.py).
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.client import AsyncEngine
+from engine.config import EngineConfig, ServerConfig
+from engine.errors import EngineUnavailable
+from engine.lives import GaveUp
+from engine.tokenizer import TokenizerError
+from server.app import build_app
+from server.banner import LoadingDisplay, render_banner
+from server.listening import url_of
+
+log = logging.getLogger(__name__)
+
+EXIT_BAD_MODEL = 78
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MAX_HEADER_BYTES = 64 * 1024
+_KEEP_ALIVE_S = 75
+_PROGRESS_EVERY_S = 0.25
+# After the drain every reply has been made; this is for carrying it out.
+_GOODBYE_S = 3
+
+
+def run(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+    """Serve until a signal, or until there can be no engine; returns the exit code."""
+    logging.basicConfig(
+        level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(engine_config, server_config, listener))
+
+
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+    try:
+        engine = AsyncEngine(engine_config)
+    except TokenizerError as error:
+        return _complain(error.what, error.fix, EXIT_BAD_MODEL)
+    http = _HttpServer(_uvicorn_config(build_app(engine, server_config)))
+    url = url_of(listener)
+    signals = _Signals()
+    engine.start()
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    announcing = asyncio.create_task(_announce(engine, engine_config, server_config, url))
+    try:
+        return await _until_the_end(engine, signals, server_config.shutdown_timeout_s)
+    finally:
+        announcing.cancel()
+        http.should_exit = True
+        http.force_exit = signals.second.is_set()
+        await serving
+        await engine.close()
+        signals.restore()
+
+
+async def _until_the_end(engine: AsyncEngine, signals: "_Signals", timeout_s: float) -> int:
+    gave_up = asyncio.create_task(engine.gave_up())
+    stopped = asyncio.create_task(signals.first.wait())
+    await asyncio.wait([gave_up, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if gave_up.done():
+        stopped.cancel()
+        return _report(gave_up.result())
+    gave_up.cancel()
+    log.info("stopping: accepted requests have %.0f s to finish; a second signal ends them", timeout_s)
+    drained = asyncio.create_task(engine.drain(timeout_s=timeout_s))
+    insisted = asyncio.create_task(signals.second.wait())
+    await asyncio.wait([drained, insisted], return_when=asyncio.FIRST_COMPLETED)
+    if drained.done():
+        insisted.cancel()
+        if not drained.result():
+            log.warning("requests were cut off after %.0f s", timeout_s)
+    else:
+        drained.cancel()
+    return 0
+
+
+async def _announce(
+    engine: AsyncEngine, engine_config: EngineConfig, server_config: ServerConfig, url: str
+) -> None:
+    """Progress while the model loads, then what was loaded."""
+    display = LoadingDisplay(sys.stderr)
+    ready = asyncio.create_task(engine.ready())
+    try:
+        while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
+            health = engine.health()
+            display.update(health.progress, health.detail)
+    finally:
+        ready.cancel()
+        display.close()
+    with contextlib.suppress(EngineUnavailable):  # said by whoever waits for the end
+        banner = render_banner(ready.result(), engine_config, server_config, url=url)
+        print(banner, file=sys.stderr, flush=True)
+
+
+def _report(gave_up: GaveUp | None) -> int:
+    return 0 if gave_up is None else _complain(gave_up.what, gave_up.fix, gave_up.exit_code)
+
+
+def _complain(what: str, fix: str, exit_code: int) -> int:
+    print(f"tokenyard: {what}; {fix}", file=sys.stderr)
+    return exit_code
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn with our signals: its own would close the port before the requests are finished."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Signals:
+    """The first asks for an orderly end, the second for an end."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            self._loop.add_signal_handler(number, self._take)
+
+    def restore(self) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+    def _take(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",  # httptools would ignore the limit on headers
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GOODBYE_S,
+        backlog=2048,
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Uvloop where the `fast` extra installed it."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

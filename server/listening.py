@@ -1,0 +1,95 @@
+"""The port, taken before anything slow happens.
+
+Owns: the listening socket, and what to say when the port cannot be had.
+Never: serves (launch.py).
+"""
+
+import errno
+import socket
+from pathlib import Path
+
+_BACKLOG = 2048
+
+
+class PortInUse(Exception):
+    """Another program listens there. One line for the operator; the command ends with code 98, EADDRINUSE."""
+
+
+class CannotListen(Exception):
+    """The address is not this machine's, or not allowed. One line for the operator."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens already, so that the port stays ours while the model loads.
+
+    Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        raise CannotListen(
+            f"--host {host}: it is not an address ({error}); "
+            "use 127.0.0.1 for this machine alone, 0.0.0.0 for all"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # A port whose last connections linger may be taken; one that is listened on may not.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(_in_use(port)) from error
+        raise CannotListen(_why_not(host, port, error)) from error
+    listener.setblocking(False)  # noqa: FBT003 (the standard library's own signature)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where to reach it from this machine: the wildcard addresses become the loopback address."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _in_use(port: int) -> str:
+    owner = _owner_of(port)
+    who = f"process {owner}" if owner else "another program"
+    return (
+        f"--port {port}: {who} listens there already; stop it, or choose another port (0 takes any free one)"
+    )
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EACCES:
+        return f"--port {port}: this user may not open it; use a port from 1024 on"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host}: this machine has no such address; use one of its own, or 0.0.0.0 for all"
+    return f"--host {host} --port {port}: {error.strerror}; choose another address"
+
+
+def _owner_of(port: int) -> str | None:
+    """`4711 (python)`: found where /proc shows it, which it does for processes of the same user."""
+    inodes = {
+        inode for table in ("tcp", "tcp6") for inode in _listening_inodes(Path("/proc/net") / table, port)
+    }
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(link.readlink()) in wanted for link in (process / "fd").iterdir()):
+                return f"{process.name} ({(process / 'comm').read_text(encoding='utf-8').strip()})"
+        except OSError:
+            continue  # gone meanwhile, or somebody else's
+    return None
+
+
+def _listening_inodes(table: Path, port: int) -> list[str]:
+    try:
+        lines = table.read_text(encoding="ascii").splitlines()[1:]
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    is_listening = "0A"
+    return [row[9] for row in rows if row[3] == is_listening and row[1].endswith(f":{port:04X}")]

@@ -1,0 +1,287 @@
+"""Rendered chats equal those of transformers, and every failure has an owner."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from engine.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, FinalMessage
+from engine.errors import NoChatTemplate, RequestRejected
+from engine.tokenizer import TokenizerError
+from tests.engine import small_tokenizers
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+        {{- '\\n' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+LLAMA_3 = """\
+{% set loop_messages = messages %}
+{% for message in loop_messages %}
+    {% set header = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' %}
+    {% set content = header + message['content'] | trim + '<|eot_id|>' %}
+    {% if loop.index0 == 0 %}
+        {% set content = bos_token + content %}
+    {% endif %}
+{{ content }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{% endif %}
+"""
+
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/user/assistant') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {%- if loop.last and system is defined %}
+            {{- '[INST] ' + system + '\\n\\n' + message.content + ' [/INST]' }}
+        {%- else %}
+            {{- '[INST] ' + message.content + ' [/INST]' }}
+        {%- endif %}
+    {%- else %}
+        {{- ' ' + message.content | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+GEMMA = """\
+{{ bos_token }}
+{%- macro body(content) -%}
+    {%- if content is string -%}
+        {{ content | trim }}
+    {%- else -%}
+        {%- for part in content if part.type == 'text' -%}{{ part.text | trim }}{%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(turns=0) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' %}{% continue %}{% endif -%}
+    {%- set role = 'model' if message.role == 'assistant' else message.role -%}
+    {%- set ns.turns = ns.turns + 1 -%}
+    {{ '<start_of_turn>' + role + '\n' }}{{ body(message.content) }}{{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\n' }}
+{%- endif -%}
+"""
+
+TEMPLATES = {"chatml": CHATML, "llama_3": LLAMA_3, "mistral": MISTRAL, "gemma": GEMMA}
+
+QUESTION = {"role": "user", "content": "What is <b>2 & 2</b>? 日本 😀 "}
+ANSWER = {"role": "assistant", "content": "It is four. \n"}
+CHATS = [
+    [QUESTION],
+    [QUESTION, ANSWER],
+    [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER, {"role": "user", "content": "Why?\n\n"}],
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Sieh <hier> & da", "parameters": {"type": "object"}},
+    }
+]
+
+
+def ours(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, special_tokens=SPECIAL_TOKENS)
+
+
+def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    backend = small_tokenizers.byte_level_backend()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source, **SPECIAL_TOKENS)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("chat", CHATS, ids=["question", "answered", "with_system"])
+def test_a_chat_renders_as_transformers_renders_it(name, chat) -> None:
+    source = TEMPLATES[name]
+    assert ours(source).render(chat) == theirs(source, chat, add_generation_prompt=True)
+    assert ours(source).render(chat, final=FinalMessage.NOTHING) == theirs(source, chat)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("content", ["It is", "It is ", "  It", "It\n\n", "<|im_end|> is"])
+def test_a_message_to_continue_is_left_open_as_transformers_leaves_it(name, content) -> None:
+    chat = [QUESTION, {"role": "assistant", "content": content}]
+    rendered = ours(TEMPLATES[name]).render(chat, final=FinalMessage.CONTINUE)
+    assert rendered == theirs(TEMPLATES[name], chat, continue_final_message=True)
+    assert rendered.endswith((content, content.strip()))
+    assert chat[1]["content"] == content
+
+
+def test_content_in_parts_is_continued_after_its_last_text() -> None:
+    parts = [{"type": "text", "text": "One,"}, {"type": "text", "text": "two,"}, {"type": "image"}]
+    chat = [QUESTION, {"role": "assistant", "content": parts}]
+    rendered = ours(GEMMA).render(chat, final=FinalMessage.CONTINUE)
+    assert rendered == theirs(GEMMA, chat, continue_final_message=True)
+    assert rendered.endswith("One,two,")
+
+
+@pytest.mark.parametrize(
+    ("source", "chat"),
+    [
+        (CHATML, []),
+        (CHATML, [{"role": "assistant", "content": None}]),
+        (GEMMA, [{"role": "assistant", "content": [{"type": "image"}]}]),
+        ("{{ messages[0].role }}", [ANSWER]),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_the_callers_fault(source, chat) -> None:
+    with pytest.raises(RequestRejected, match="continue_final_message") as caught:
+        ours(source).render(chat, final=FinalMessage.CONTINUE)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_tools_render_as_plain_json_and_choose_their_own_template() -> None:
+    rendered = ours(CHATML).render([QUESTION], tools=TOOLS)
+    assert rendered == theirs(CHATML, [QUESTION], tools=TOOLS, add_generation_prompt=True)
+    assert "Sieh <hier> & da" in rendered
+    both = ChatTemplate({"default": "plain", "tool_use": "with tools"}, special_tokens={})
+    assert [both.render([QUESTION]), both.render([QUESTION], tools=TOOLS)] == ["plain", "with tools"]
+
+
+def test_tojson_indents_and_sorts_as_templates_ask() -> None:
+    source = "{{ messages | tojson(indent=2) }}{{ messages | tojson(sort_keys=true, separators=(',', ':')) }}"
+    assert ours(source).render([QUESTION]) == theirs(source, [QUESTION])
+
+
+def test_a_key_that_is_none_counts_as_absent() -> None:
+    source = "{% if messages[0].tool_calls is defined %}calls{% else %}none{% endif %}"
+    assert ours(source).render([{**QUESTION, "tool_calls": None}]) == "none"
+
+
+def test_strftime_now_gives_this_year() -> None:
+    assert ours("{{ strftime_now('%Y') }}").render([QUESTION]).startswith("20")
+
+
+def test_a_template_argument_reaches_the_template() -> None:
+    rendered = ours(CHATML).render([QUESTION], template_kwargs={"enable_thinking": False})
+    assert rendered == theirs(CHATML, [QUESTION], add_generation_prompt=True, enable_thinking=False)
+    assert rendered.endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "bos_token",
+        "raise_exception",
+        "range",
+        "unheard_of",
+        "__class__",
+    ],
+)
+def test_a_template_argument_never_replaces_our_own(name) -> None:
+    source = CHATML + LLAMA_3 + "{{ range(1) }}"
+    with pytest.raises(RequestRejected, match="enable_thinking") as caught:
+        ours(source).render([QUESTION], template_kwargs={name: "x"})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_the_templates_own_refusal_reaches_the_caller() -> None:
+    with pytest.raises(RequestRejected, match="roles must alternate") as caught:
+        ours(MISTRAL).render([ANSWER])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' + messages[0].content[0] }}{{ 1 // 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[9].content }}",
+        "{{ nothing.at.all }}",
+        "{{ messages[0].pop('content') }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{% include '/etc/passwd' %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% for i in range(10000000000) %}{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_or_steps_out_of_its_sandbox_fails_the_request_alone(source) -> None:
+    with pytest.raises(RequestRejected) as caught:
+        ours(source).render([QUESTION])
+    assert caught.value.param == "messages"
+    assert len(str(caught.value)) < 700
+
+
+def test_a_rendered_chat_is_bounded() -> None:
+    with pytest.raises(RequestRejected, match="characters"):
+        ours("{% for i in range(40000) %}{{ messages[0].content }}{% endfor %}").render(
+            [{"role": "user", "content": "x" * 1000}]
+        )
+
+
+def test_without_a_template_chats_are_refused_by_name(tmp_path: Path) -> None:
+    template = ChatTemplate.load(tmp_path, special_tokens={})
+    assert not template.is_present
+    with pytest.raises(NoChatTemplate):
+        template.render([QUESTION])
+
+
+def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: Path) -> None:
+    def load() -> str:
+        return ChatTemplate.load(tmp_path, special_tokens={}).render([QUESTION])
+
+    config = tmp_path / "tokenizer_config.json"
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "named"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert load() == "named"
+    config.write_text(json.dumps({"chat_template": "configured"}))
+    assert load() == "configured"
+    (tmp_path / "chat_template.jinja").write_text("filed", encoding="utf-8")
+    assert load() == "filed"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ("{% for %}", "broken at line 1"),
+        ("x" * (MAX_TEMPLATE_BYTES + 1), "bytes"),
+        ([{"name": "rag", "template": "x"}], "none named default"),
+        ([1], "neither"),
+    ],
+)
+def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, found, words) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
+    with pytest.raises(TokenizerError, match=words):
+        ChatTemplate.load(tmp_path, special_tokens={})

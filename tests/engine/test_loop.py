@@ -1,0 +1,191 @@
+"""The step loop over a fake worker, with messages put in by hand."""
+
+from collections import deque
+
+import pytest
+
+from engine.loop import EngineLoop, WorkerBroken
+from engine.messages import (
+    AddRequest,
+    Beat,
+    EndSequences,
+    Outputs,
+    Shutdown,
+    ToClient,
+    ToEngine,
+    decode_to_client,
+    decode_to_engine,
+    encode,
+)
+from scheduler.messages import (
+    FinishReason,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceId,
+    SequenceOutput,
+    SequenceStart,
+    TokenLogprobs,
+)
+from scheduler.scheduler import Scheduler
+from tests.fakes import FakeWorker, continuation
+from tests.world import small_config
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class Desk:
+    """A mailbox that is filled and read by the test; everything takes the way over the wire form."""
+
+    def __init__(self) -> None:
+        self.letters: deque[list[ToEngine]] = deque()
+        self.sent: list[ToClient] = []
+        self.now_s = 0.0
+
+    def receive(self, *, wait_s: float) -> list[ToEngine]:
+        if self.letters:
+            return [decode_to_engine(encode(letter)) for letter in self.letters.popleft()]
+        self.now_s += wait_s
+        return []
+
+    def send(self, message: ToClient) -> None:
+        self.sent.append(decode_to_client(encode(message)))
+
+    def news(self) -> list[SequenceOutput]:
+        return [output for message in self.sent if isinstance(message, Outputs) for output in message.outputs]
+
+    def beats(self) -> list[Beat]:
+        return [message for message in self.sent if isinstance(message, Beat)]
+
+
+def request(*ids: int, max_tokens: int = 3, prompt: list[int] = PROMPT) -> AddRequest:
+    return AddRequest(
+        sequence_ids=tuple(SequenceId(i) for i in ids),
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=max_tokens),
+        priority=0,
+        cache_salt="",
+    )
+
+
+def make_loop(desk: Desk, worker: object = None, **changes: object) -> EngineLoop:
+    scheduler = Scheduler(small_config(**changes))
+    return EngineLoop(scheduler, worker or FakeWorker(4), desk, lambda: desk.now_s)  # type: ignore[arg-type]
+
+
+def test_a_request_goes_in_and_its_tokens_come_out_in_order() -> None:
+    desk = Desk()
+    desk.letters.append([request(1)])
+    loop = make_loop(desk)
+    for _ in range(5):
+        loop.turn()
+    news = desk.news()
+    assert [token for output in news for token in output.token_ids] == continuation(PROMPT, 3)
+    assert [output.finish_reason for output in news] == [None, None, FinishReason.LENGTH]
+    assert news[0].start == SequenceStart(queue_s=0.0, num_cached_tokens=0)
+
+
+def test_n_sequences_of_one_request_draw_with_different_seeds() -> None:
+    seeds: list[int] = []
+
+    class SeedReader(FakeWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            seeds.extend(new.params.seed for new in plan.new_sequences)
+            return super().execute(plan)
+
+    desk = Desk()
+    desk.letters.append([request(1, 2, 3)])
+    make_loop(desk, SeedReader(4)).turn()
+    assert seeds == [0, 1, 2]
+
+
+def test_an_abort_that_arrives_while_the_worker_computes_wins_over_the_result() -> None:
+    desk = Desk()
+    desk.letters.append([request(1, 2)])
+    desk.letters.append([EndSequences(sequence_ids=(SequenceId(1),), reason=FinishReason.ABORTED)])
+    make_loop(desk).turn()
+    assert {output.sequence_id: output.finish_reason for output in desk.news()} == {
+        1: FinishReason.ABORTED,
+        2: None,
+    }
+
+
+def test_what_can_never_fit_is_rejected_and_the_next_request_runs() -> None:
+    desk = Desk()
+    desk.letters.append([request(1, prompt=list(range(40))), request(2)])
+    loop = make_loop(desk)
+    loop.turn()
+    rejected, served = desk.news()
+    assert rejected.finish_reason is FinishReason.REJECTED
+    assert "the KV cache holds 32" in rejected.message
+    assert served.sequence_id == 2
+
+
+def test_one_failed_step_fails_its_requests_and_the_loop_goes_on() -> None:
+    desk, worker = Desk(), FakeWorker(4)
+    worker.explode_next = True
+    loop = make_loop(desk, worker)
+    desk.letters.append([request(1)])
+    loop.turn()
+    desk.letters.append([request(2, max_tokens=1)])
+    loop.turn()
+    assert [output.finish_reason for output in desk.news()] == [FinishReason.FAILED, FinishReason.LENGTH]
+
+
+def test_a_worker_that_fails_three_steps_in_a_row_is_given_up_after_everybody_was_told() -> None:
+    desk, worker = Desk(), FakeWorker(4)
+    loop = make_loop(desk, worker)
+
+    def fail_a_step(sequence_id: int) -> None:
+        worker.explode_next = True
+        desk.letters.append([request(sequence_id)])
+        loop.turn()
+
+    fail_a_step(1)
+    fail_a_step(2)
+    with pytest.raises(WorkerBroken):
+        fail_a_step(3)
+    assert [output.finish_reason for output in desk.news()] == [FinishReason.FAILED] * 3
+
+
+def test_an_idle_loop_beats_once_a_second_and_says_that_nothing_is_left() -> None:
+    desk = Desk()
+    loop = make_loop(desk)
+    for _ in range(4):
+        loop.turn()
+    assert desk.now_s == pytest.approx(3.0)
+    assert [beat.num_turns for beat in desk.beats()] == [1, 2, 3, 4]
+    assert desk.beats()[-1].stats.num_running == 0
+
+
+def test_a_busy_loop_beats_a_few_times_a_second_only_and_at_its_end() -> None:
+    desk = Desk()
+    desk.letters.append([request(1, max_tokens=20)])
+    loop = make_loop(desk)
+    for _ in range(20):
+        loop.turn()
+        desk.now_s += 0.01
+    assert len(desk.beats()) < 8
+    assert desk.beats()[-1].stats.num_used_blocks == 0
+
+
+def test_shutdown_ends_the_loop() -> None:
+    desk = Desk()
+    desk.letters.append([Shutdown()])
+    make_loop(desk).run()
+
+
+def test_the_wire_form_keeps_every_field() -> None:
+    logprobs = TokenLogprobs(7, -0.5, 1, ((7, -0.5), (3, -1.25)))
+    start = SequenceStart(queue_s=0.25, num_cached_tokens=8)
+    sent = Outputs([SequenceOutput(SequenceId(5), (7,), FinishReason.STOP, (logprobs,), start, "text")])
+    assert decode_to_client(encode(sent)) == sent
+    asked = AddRequest(
+        sequence_ids=(SequenceId(2**40 + 1),),
+        prompt_token_ids=(0, 2**31),
+        params=SamplingParams(seed=2**64 - 1, logit_bias=((3, -1.5),), num_logprobs=0),
+        priority=-5,
+        cache_salt="é",
+        client_index=3,
+    )
+    assert decode_to_engine(encode(asked)) == asked

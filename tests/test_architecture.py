@@ -1,0 +1,148 @@
+"""The rules that keep the parts apart, and the pages short. They are checked, because prose decays."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("server", "engine", "scheduler", "worker", "bench")
+
+MAY_IMPORT = {
+    "server": {"server", "engine"},
+    "engine": {"engine", "scheduler", "worker"},
+    "scheduler": {"scheduler"},
+    "worker": {"worker"},
+    "bench": {"bench"},
+}
+# Single doors through which a wall may be passed.
+DOORS = {
+    ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
+}
+ALSO_ALLOWED_FILES = {("server/cli.py", "bench")}  # one command, `tokenyard`, for both
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 50
+
+# What would make a decision depend on anything but its arguments, or reach beyond this machine.
+FORBIDDEN_IN_SCHEDULER = {
+    "torch",
+    "asyncio",
+    "time",
+    "random",
+    "threading",
+    "socket",
+    "os",
+    "logging",
+    "datetime",
+}
+FORBIDDEN_ANYWHERE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+FORBIDDEN_WEB_IN_ENGINE = {"fastapi", "starlette", "uvicorn"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.lineno, node.module or ""
+
+
+def import_faults(source: str, file: str) -> list[str]:
+    """Every import in `source`, which stands in `file`, that breaks a rule."""
+    package = file.split("/")[0]
+    faults = []
+    for line, module in imports(ast.parse(source)):
+        top = module.split(".")[0]
+        is_ours = top in PACKAGES
+        is_wrong = (
+            is_ours
+            and top not in MAY_IMPORT[package]
+            and (package, module) not in DOORS
+            and (file, top) not in ALSO_ALLOWED_FILES
+        )
+        is_wrong |= top in FORBIDDEN_ANYWHERE
+        if package == "scheduler":
+            is_wrong |= top in FORBIDDEN_IN_SCHEDULER
+            is_wrong |= not is_ours and top not in sys.stdlib_module_names
+        if package == "engine":
+            is_wrong |= top in FORBIDDEN_WEB_IN_ENGINE
+        if is_wrong:
+            faults.append(f"{file}:{line} imports {module}")
+    return faults
+
+
+def length_faults(source: str, file: str) -> list[str]:
+    faults = []
+    num_lines = source.count("\n")
+    if num_lines > MAX_FILE_LINES:
+        faults.append(f"{file} has {num_lines} lines")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                faults.append(f"{file}:{node.lineno} {node.name} has {length} lines")
+    return faults
+
+
+def danger_faults(source: str, file: str) -> list[str]:
+    """Calls that could run what a file or a client brings."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name in {"eval", "exec", "torch.load", "os.system"}:
+            faults.append(f"{file}:{node.lineno} calls {name}")
+        if arguments.get("shell") == "True" or arguments.get("trust_remote_code") == "True":
+            faults.append(f"{file}:{node.lineno} trusts too much in {name}")
+    return faults
+
+
+@pytest.mark.parametrize("path", python_files(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_keeps_to_its_side_of_the_walls(path: Path) -> None:
+    source, file = path.read_text(), path.relative_to(ROOT).as_posix()
+    assert not import_faults(source, file) + danger_faults(source, file)
+
+
+@pytest.mark.parametrize(
+    "path", python_files(*PACKAGES, "tests", "scripts"), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_a_file_and_its_functions_fit_on_a_page(path: Path) -> None:
+    assert not length_faults(path.read_text(), path.relative_to(ROOT).as_posix())
+
+
+def test_the_rules_notice_what_is_planted() -> None:
+    assert import_faults("import torch", "scheduler/policy.py")
+    assert import_faults("from time import monotonic", "scheduler/policy.py")
+    assert import_faults("import msgspec", "scheduler/policy.py")
+    assert import_faults("from engine.types import Health", "scheduler/policy.py")
+    assert import_faults("from scheduler.messages import BlockId", "server/sse.py")
+    assert import_faults("from worker.worker import Worker", "server/sse.py")
+    assert import_faults("from scheduler.scheduler import Scheduler", "worker/worker.py")
+    assert import_faults("import fastapi", "engine/client.py")
+    assert import_faults("import pickle", "engine/transport.py")
+    assert not import_faults("from scheduler.messages import SchedulerOutput", "worker/worker.py")
+    assert length_faults("def f():\n" + "    pass\n" * 60, "a.py")
+    assert length_faults("\n" * 501, "a.py")
+    assert danger_faults("AutoModel.from_pretrained(x, trust_remote_code=True)", "a.py")
+    assert danger_faults("eval(text)", "a.py")
+
+
+def test_the_api_process_loads_neither_torch_nor_transformers() -> None:
+    """They would cost seconds at start, and memory in a process that never multiplies a matrix."""
+    code = (
+        "import sys, server.launch, server.cli, engine.client\n"
+        "found = {'torch', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {found}' if found else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
