@@ -199,6 +199,8 @@ class AsyncEngine:
             case Loading():
                 self._health.loading(message.progress)
             case Ready():
+                if self._info is not None:
+                    self.metrics.engine_restarted()
                 self._info = self._describe(message.facts)
                 self.metrics.model_is_ready(self._info)
                 self._health.ready(now_s=time.monotonic())

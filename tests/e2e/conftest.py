@@ -1,0 +1,16 @@
+"""Servers that several tests share: starting one takes seconds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.serving import RunningServer, running_server
+
+
+@pytest.fixture(scope="session")
+def crowded_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Room for a few sequences only: whoever sends many gets preemptions."""
+    options = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64")
+    with running_server(tmp_path_factory.mktemp("crowded"), str(tiny_model), *options) as server:
+        yield server

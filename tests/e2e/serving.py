@@ -1,0 +1,92 @@
+"""A real server in its own process, for tests that speak HTTP to it and send it signals."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+_URL = re.compile(r"listens on +(http://\S+)")
+
+
+@dataclass
+class RunningServer:
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str = ""
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine process: the only child. None while there is none."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def metrics(self) -> dict[str, float]:
+        """By name and labels, as they stand on the page."""
+        page = httpx.get(f"{self.url}/metrics").text
+        lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        return {name.replace(',model_name="tiny"', ""): float(value) for name, value in lines}
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
+
+    def wait_until_idle(self, within_s: float) -> None:
+        """Nothing runs, nothing waits, no block is in use. Raises AssertionError."""
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_for(lambda: not any(self.metric(f"tokenyard:{name}") for name in gauges), within_s)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        return self.process.wait(timeout_s)
+
+
+def wait_for(condition: object, within_s: float) -> None:
+    """Ask again until it is true. Raises AssertionError."""
+    deadline = time.monotonic() + within_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"still not true after {within_s} s"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running_server(folder: Path, *arguments: str, ready_within_s: float = 90.0) -> Iterator[RunningServer]:
+    """`tokenyard serve` on a free port; ready when this yields, and gone without a trace afterwards."""
+    log = folder / "server.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server", "serve", "--port", "0", *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+    server = RunningServer(process, log)
+    try:
+        wait_for(lambda: process.poll() is not None or _URL.search(server.text()), ready_within_s)
+        found = _URL.search(server.text())
+        assert found, f"it did not start:\n{server.text()}"
+        server.url = found[1]
+        yield server
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            process.terminate()
+            process.wait(10)
+        process.kill()
+        process.wait()
+        assert not list(folder.glob("tokenyard-*")), "the engine's directory was left behind"

@@ -1,0 +1,118 @@
+"""The engine process dies or stands still while requests are in flight."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import APIError, AsyncOpenAI
+
+from tests.e2e.serving import RunningServer, running_server, wait_for
+
+
+def is_ready(server: RunningServer) -> bool:
+    return httpx.get(f"{server.url}/health/ready").status_code == 200
+
+
+async def test_kill_9_of_the_engine_fails_what_is_in_flight_at_once_and_a_new_one_takes_over(
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    with running_server(tmp_path, str(tiny_model)) as server:
+        url = f"{server.url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+
+            async def wait_for_end(*, stream: bool) -> tuple[float, Exception]:
+                try:
+                    answer = await client.completions.create(
+                        model="tiny",
+                        prompt="Once upon",
+                        max_tokens=480,
+                        stream=stream,
+                        extra_body={"ignore_eos": True},
+                    )
+                    if stream:
+                        async for _ in answer:
+                            pass
+                except APIError as error:
+                    return time.monotonic(), error
+                raise AssertionError("it ended as if nothing had happened")
+
+            waiting = [asyncio.create_task(wait_for_end(stream=i % 2 == 0)) for i in range(24)]
+            await asyncio.sleep(0.3)
+            first_pid = server.engine_pid
+            assert first_pid is not None
+            killed_s = time.monotonic()
+            os.kill(first_pid, signal.SIGKILL)
+            for ended_s, error in await asyncio.gather(*waiting):
+                assert ended_s - killed_s < 1.0
+                assert "engine stopped" in str(error)
+            ready = httpx.get(f"{server.url}/health/ready")
+            assert ready.status_code == 503
+            assert "SIGKILL" in ready.json()["detail"]
+            refused = httpx.post(f"{url}/completions", json={"prompt": "x"})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+
+            wait_for(lambda: is_ready(server), within_s=60)
+            assert server.engine_pid not in (None, first_pid)
+            answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
+            assert answer.usage
+            assert answer.usage.completion_tokens <= 3
+        assert server.metric("tokenyard:engine_restarts_total") == 1
+        server.wait_until_idle(within_s=2)
+        assert "was killed by signal SIGKILL" in server.text()
+        pids = [server.process.pid, server.engine_pid]
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_engine_that_stands_still_is_reported_and_one_that_moves_again_is_trusted_again(
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    with running_server(tmp_path, str(tiny_model), "--heartbeat-timeout", "2") as server:
+        pid = server.engine_pid
+        assert pid is not None
+        assert httpx.get(f"{server.url}/health/live").status_code == 200
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: httpx.get(f"{server.url}/health/live").status_code == 503, within_s=5)
+            assert not is_ready(server)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: is_ready(server), within_s=3)
+
+
+def test_the_engine_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
+    with running_server(tmp_path, str(tiny_model)) as server:
+        pid = server.engine_pid
+        server.send(signal.SIGKILL)
+        server.wait()
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), within_s=3)
+        for left in tmp_path.glob("tokenyard-*"):  # nobody was left to remove it
+            for file in left.iterdir():
+                file.unlink()
+            left.rmdir()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(AssertionError, match="it did not start"), running_server(tmp_path, str(broken)):
+        pass
+    log = (tmp_path / "server.log").read_text()
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("tokenyard: ")
+    assert "Traceback" not in log
