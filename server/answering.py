@@ -1,0 +1,78 @@
+"""From engine outputs to an HTTP response, whichever endpoint asked.
+
+Owns: ids and times of replies, the choice between a stream and a whole reply.
+Never: shapes (chat_replies.py, completion_replies.py), framing (sse.py).
+"""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.types import GenerationRequest, ModelInfo
+from server.disconnect import while_connected
+from server.edge import Edge, edge_of
+from server.merging import NumberedOutputs, merged
+from server.protocol import GenerationFields
+from server.replies import FullReply, ReplyHead, StreamReply, UsageReport
+from server.sse import EventStream
+from server.translate import Origin
+
+VERSION = version("tokenyard")
+
+
+def new_origin(kind: str) -> Origin:
+    """Draw a reply id, `kind` being OpenAI's prefix for it. The client's own request id is not unique."""
+    return Origin(reply_id=f"{kind}-{secrets.token_hex(16)}", draw_seed=lambda: secrets.randbits(64))
+
+
+def new_head(origin: Origin, info: ModelInfo) -> ReplyHead:
+    return ReplyHead(
+        id=origin.reply_id,
+        created_s=int(time.time()),
+        model=info.served_names[0],
+        system_fingerprint=_fingerprint(info),
+    )
+
+
+def _fingerprint(info: ModelInfo) -> str:
+    computed_by = (VERSION, info.model_type, info.num_parameters, info.dtype, info.device)
+    return "fp_" + hashlib.sha256(repr(computed_by).encode()).hexdigest()[:12]
+
+
+def usage_report(body: GenerationFields) -> UsageReport:
+    options = body.stream_options
+    if options is None:
+        return UsageReport()
+    return UsageReport(
+        at_end=bool(options.include_usage), in_every_chunk=bool(options.continuous_usage_stats)
+    )
+
+
+def start(edge: Edge, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
+    """Nothing runs until the first output is asked for."""
+    return merged([edge.engine.generate(request) for request in requests])
+
+
+def stream(request: Request, outputs: NumberedOutputs, reply: StreamReply) -> Response:
+    return EventStream(outputs, reply, edge_of(request))
+
+
+async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) -> Response:
+    """Raises what the engine raises, and ClientDisconnect."""
+    body = await while_connected(request.receive, _collect(outputs, reply))
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def _collect(outputs: NumberedOutputs, reply: FullReply) -> dict[str, Any]:
+    async with aclosing(outputs):
+        async for prompt_index, output in outputs:
+            reply.update(prompt_index, output)
+    return reply.finish()

@@ -1,0 +1,89 @@
+"""How many bytes a request may send, and how long it may pause, before anybody parses them.
+
+Owns: the byte count of the body: declared, chunked or lied about.
+Never: what the bytes mean (json_body.py).
+"""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import BodyTimeout, BodyTooLarge
+
+BODY_IDLE_S = 30.0
+"""A body that stands still for so long is given up: a trickle must not hold a connection for ever."""
+
+
+_DRAIN_BYTES = 32 * 1024 * 1024
+_DRAIN_S = 2.0
+_DRAIN_PAUSE_S = 0.25
+"""How much of a body that is too large is still taken off the wire, and how long. A client that is cut off
+while it sends sees a reset connection instead of the reason."""
+
+
+class BodyLimit:
+    """ASGI middleware. Its errors surface where the body is read."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, idle_s: float = BODY_IDLE_S) -> None:
+        self._app = app
+        self._max_bytes = max_body_bytes
+        self._idle_s = idle_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if _declared_bytes(scope) > self._max_bytes:
+            # Reading would be the go-ahead for a client that waits for one.
+            if _header(scope, b"expect") is None:
+                await _drain(receive)
+            raise self._too_large()
+        num_bytes = 0
+        is_complete = False
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes, is_complete
+            if is_complete:  # what follows can only be the hang-up, which may take its time
+                return await receive()
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyTimeout(f"the request body stood still for {self._idle_s:g} s") from None
+            num_bytes += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                if not is_complete:
+                    await _drain(receive)
+                raise self._too_large()
+            return message
+
+        await self._app(scope, counted_receive, send)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the request body is larger than the {self._max_bytes} bytes allowed here")
+
+
+async def _drain(receive: Receive) -> None:
+    """Drop what still comes, within limits of bytes and time."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while num_bytes < _DRAIN_BYTES:
+                async with asyncio.timeout(_DRAIN_PAUSE_S):
+                    message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """Read Content-Length; 0 where it is absent or no number: the bytes are counted anyway."""
+    value = _header(scope, b"content-length") or b""
+    return int(value) if value.isdigit() and len(value) <= 20 else 0
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)

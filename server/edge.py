@@ -1,0 +1,86 @@
+"""What every route holds: the engine's face, the counters, the patience with clients.
+
+Owns: the names under which server/ sees the rest of the program. engine.client.AsyncEngine and the fake
+engine of the tests both fit `Engine`.
+Never: behaviour.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+
+from engine.types import ChatOptions, GenerationRequest, Health, ModelInfo, TokenOutput
+from server.http_metrics import HttpMetrics
+
+
+class HasRegistry(Protocol):
+    """The engine's metrics, as far as the edge cares."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
+class Engine(Protocol):
+    """The face of the engine in the API process."""
+
+    @property
+    def metrics(self) -> HasRegistry: ...
+
+    @property
+    def info(self) -> ModelInfo:
+        """Raises EngineUnavailable until the model is loaded."""
+        ...
+
+    def health(self) -> Health:
+        """Never blocks."""
+        ...
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Tokenize a plain prompt off the event loop. Raises RequestRejected."""
+        ...
+
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
+        """Render the chat template and tokenize. Raises RequestRejected, NoChatTemplate."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Admit at the first step of the iteration; closing the iterator aborts the request."""
+        ...
+
+
+class EdgeSettings(Protocol):
+    """What the operator decides about the edge; engine.config.ServerConfig fits."""
+
+    @property
+    def api_keys(self) -> Sequence[str]:
+        """Empty: everybody may ask."""
+        ...
+
+    @property
+    def max_body_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a stream waits, and for whom."""
+
+    keep_alive_s: float = 15.0
+    """Silence after which a comment line is sent, so that no proxy takes the stream for dead."""
+    send_timeout_s: float = 30.0
+    """How long a client may leave its socket full before its request is aborted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """Kept in the state of the application."""
+
+    engine: Engine
+    metrics: HttpMetrics
+    patience: Patience
+
+
+def edge_of(request: Request) -> Edge:
+    return cast(Edge, request.app.state.edge)

@@ -1,0 +1,72 @@
+"""What the edge counts: replies by route and status, ignored fields, readers who stopped reading.
+
+Owns: counters with labels from fixed sets only; no client can make a new series.
+Never: the engine's own metrics; both live in the engine's registry and appear on one page.
+"""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_CLIENT_LEFT = 499
+"""As in nginx's log: the client hung up before a status was sent."""
+
+
+class HttpMetrics:
+    """The counters, created once per engine registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "tokenyard:http_requests",
+            "HTTP requests answered, by method, route and status; 499: the client left first.",
+            ("method", "route", "status"),
+            registry=registry,
+        )
+        self.unknown_fields = Counter(
+            "tokenyard:unknown_request_fields",
+            "Fields in request bodies that this server does not know and ignored.",
+            registry=registry,
+        )
+        self.slow_client_aborts = Counter(
+            "tokenyard:slow_client_aborts",
+            "Streams given up because the client stopped reading.",
+            registry=registry,
+        )
+
+
+class RequestCounter:
+    """ASGI middleware: one count per request, when it is over."""
+
+    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, routes: Iterable[str]) -> None:
+        self._app = app
+        self._requests = metrics.requests
+        self._exact = frozenset(route for route in routes if "{" not in route)
+        self._prefixes = {route[: route.index("{")]: route for route in routes if "{" in route}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = _CLIENT_LEFT
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        finally:
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._requests.labels(method, self._route_of(scope["path"]), str(status)).inc()
+
+    def _route_of(self, path: str) -> str:
+        """Map a path to the route that serves it; the router is not asked, so that refusals count as well."""
+        if path in self._exact:
+            return path
+        return next(
+            (route for prefix, route in self._prefixes.items() if path.startswith(prefix)), "unmatched"
+        )

@@ -1,0 +1,112 @@
+"""The document at /openapi.json: what each route takes and gives, errors and streams included.
+
+Owns: the documentation of routes that read their bodies themselves, for the sake of speed and of our own
+error replies.
+Never: validation: the request schemas are those of protocol.py, the models that validate.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from server.auth import OPEN_PATHS
+from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
+from server.reply_models import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorReplyBody,
+    HealthPage,
+    Model,
+    ModelList,
+    Version,
+)
+
+_REF = "#/components/schemas/{model}"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReplyBody, "description": "The caller's mistake, or too much work (429)."},
+    "5XX": {"model": ErrorReplyBody, "description": "The server's failure, or not ready (503)."},
+}
+_STREAM_NOTE = (
+    "With `stream`: server-sent events, each `data: ` and a chunk; comments keep the connection alive;"
+    ' a failure under way is an event `{"error": ...}`; the last event is `data: [DONE]`.'
+)
+
+
+def _documentation(
+    model: type[BaseModel], *, request: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for the decorator of a route."""
+    success: dict[str, Any] = {"model": model, "description": "Success."}
+    if chunk is not None:
+        event = {"oneOf": [_reference(chunk), _reference(ErrorReplyBody)]}
+        success["description"] = _STREAM_NOTE
+        success["content"] = {"text/event-stream": {"schema": event}}
+    documentation: dict[str, Any] = {"responses": {200: success, **_ERRORS}}
+    if request is not None:
+        body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
+        documentation["openapi_extra"] = {"requestBody": body}
+    return documentation
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+COMPLETION_DOCUMENTATION = _documentation(Completion, request=CompletionRequest, chunk=Completion)
+CHAT_DOCUMENTATION = _documentation(ChatCompletion, request=ChatCompletionRequest, chunk=ChatCompletionChunk)
+MODELS_DOCUMENTATION = _documentation(ModelList)
+MODEL_DOCUMENTATION: dict[str, Any] = {
+    **_documentation(Model),
+    "openapi_extra": {
+        "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    },
+}
+VERSION_DOCUMENTATION = _documentation(Version)
+HEALTH_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"model": HealthPage}, 503: {"model": HealthPage}},
+}
+METRICS_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},
+}
+
+
+def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
+    """Build the whole document; the application keeps it."""
+    page = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.summary,
+        description=app.description,
+        routes=app.routes,
+    )
+    schemas = page.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(_schemas([(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")]))
+    schemas.update(_schemas([(ChatCompletionChunk, "serialization")]))
+    _name_refusals(schemas["CompletionRequest"], list(COMPLETION_REFUSALS))
+    _name_refusals(schemas["ChatCompletionRequest"], list(CHAT_REFUSALS))
+    if needs_key:
+        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["security"] = [{"key": []}]
+        for path in OPEN_PATHS:
+            for operation in page["paths"][path].values():
+                operation["security"] = []
+    return page
+
+
+def _schemas(models: list[tuple[type[BaseModel], Any]]) -> dict[str, Any]:
+    _, definitions = models_json_schema(models, ref_template=_REF)
+    found: dict[str, Any] = definitions["$defs"]
+    return found
+
+
+def _name_refusals(schema: dict[str, Any], names: list[str]) -> None:
+    listed = ", ".join(f"`{name}`" for name in sorted(names))
+    schema["description"] += (
+        f"\n\nRefused by name, unless set to a value that asks for nothing: {listed}."
+        " Other unknown fields are ignored."
+    )

@@ -1,0 +1,85 @@
+"""What machines ask about the server: health, version, metrics.
+
+Owns: the probes' status codes and the cached metrics page.
+Never: a judgement of health: the engine's step counter gives it.
+"""
+
+import asyncio
+
+import orjson
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.types import Health
+from server.answering import VERSION
+from server.edge import edge_of
+from server.openapi import HEALTH_DOCUMENTATION, METRICS_DOCUMENTATION, VERSION_DOCUMENTATION
+
+router = APIRouter()
+
+METRICS_TTL_S = 0.1
+"""Some routers scrape every 50 ms; rendering costs milliseconds."""
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NO_STORE = {"cache-control": "no-store"}
+
+
+@router.get("/health", **HEALTH_DOCUMENTATION)
+@router.head("/health", include_in_schema=False)
+@router.get("/health/ready", **HEALTH_DOCUMENTATION)
+@router.head("/health/ready", include_in_schema=False)
+async def is_ready(request: Request) -> Response:
+    """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
+    health = edge_of(request).engine.health()
+    return _health_page(health, 200 if health.is_ready else 503)
+
+
+@router.get("/health/live", **HEALTH_DOCUMENTATION)
+@router.head("/health/live", include_in_schema=False)
+async def is_live(request: Request) -> Response:
+    """503 only where a restart is the cure: the engine is dead or stands still."""
+    health = edge_of(request).engine.health()
+    return _health_page(health, 200 if health.is_live else 503)
+
+
+def _health_page(health: Health, status: int) -> Response:
+    body = {
+        "status": "ok" if status == 200 else "unavailable",
+        "state": health.state.value,
+        "detail": health.detail,
+        "progress": round(health.progress, 4),
+        "num_steps": health.num_steps,
+    }
+    return Response(orjson.dumps(body), status, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/version", **VERSION_DOCUMENTATION)
+async def show_version() -> Response:
+    """The version of the server."""
+    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
+
+
+@router.get("/metrics", **METRICS_DOCUMENTATION)
+async def show_metrics(request: Request) -> Response:
+    """Everything counted, in Prometheus' text format."""
+    page: MetricsPage = request.app.state.metrics_page
+    return Response(await page.render(), media_type=_METRICS_TYPE)
+
+
+class MetricsPage:
+    """The rendered registry, at most METRICS_TTL_S old. Rendered in a thread, once for all who wait."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._rendering = asyncio.Lock()
+        self._body = b""
+        self._expires_s = 0.0
+
+    async def render(self) -> bytes:
+        clock = asyncio.get_running_loop().time
+        async with self._rendering:
+            if clock() >= self._expires_s:
+                self._body = await asyncio.to_thread(generate_latest, self._registry)
+                self._expires_s = clock() + METRICS_TTL_S
+        return self._body

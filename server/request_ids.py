@@ -1,0 +1,48 @@
+"""One id per HTTP request: taken from x-request-id where it is harmless, drawn otherwise, always returned.
+
+Owns: the name that connects a client's complaint with our log.
+Never: the engine's request ids: two clients may send the same x-request-id.
+"""
+
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HEADER = b"x-request-id"
+_SCOPE_KEY = "tokenyard.request_id"
+_HARMLESS = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+
+
+class RequestIds:
+    """ASGI middleware; must stand outside of everything that answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _asked_id(scope) or f"req_{secrets.token_hex(16)}".encode()
+        scope[_SCOPE_KEY] = request_id.decode("ascii")
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _asked_id(scope: Scope) -> bytes | None:
+    """Return the client's id, unless it could break a log line or a header."""
+    for name, value in scope["headers"]:
+        if name == _HEADER:
+            return value if _HARMLESS.fullmatch(value) else None
+    return None
+
+
+def request_id_of(scope: Scope) -> str:
+    request_id: str = scope.get(_SCOPE_KEY, "")
+    return request_id

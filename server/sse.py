@@ -1,0 +1,128 @@
+"""Chunks to bytes on the wire, as server-sent events.
+
+Owns: framing, the moment the reply starts, keep-alive comments, the error event, [DONE], and the patience
+with a client that has stopped reading.
+Never: what is in a chunk (chat_replies.py, completion_replies.py).
+Source: the event stream format of the HTML standard, section 9.2; OpenAI's [DONE].
+"""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.disconnect import while_connected
+from server.edge import Edge
+from server.errors import describe, log_failure
+from server.merging import NumberedOutputs
+from server.replies import StreamReply
+from server.request_ids import request_id_of
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect the events otherwise
+}
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    """One event. JSON has no raw line break, so that one line is enough."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def events(payloads: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(map(event, payloads))
+
+
+class SlowClient(ClientDisconnect):
+    """The client is still there, but its socket has been full for too long."""
+
+
+class EventStream(Response):
+    """Streams a reply. Starts it with the first output, so that a refusal still gets its own status.
+
+    A request that waits longer than the keep-alive interval is started by a comment; what goes wrong from
+    then on is told in an error event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge) -> None:
+        # Response.__init__ would declare an empty body and its length.
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+        self._outputs = outputs
+        self._reply = reply
+        self._patience = edge.patience
+        self._slow_client_aborts = edge.metrics.slow_client_aborts
+        self._sending = asyncio.Lock()
+        self._has_started = False
+        self._last_sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        keeping_alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            await while_connected(receive, self._write(scope, send))
+        except SlowClient:
+            self._slow_client_aborts.inc()
+        except ClientDisconnect:
+            if not self._has_started:
+                raise
+        finally:
+            keeping_alive.cancel()
+            await asyncio.gather(keeping_alive, return_exceptions=True)
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        try:
+            async with aclosing(self._outputs) as outputs:
+                async for prompt_index, output in outputs:
+                    chunks = self._reply.update(prompt_index, output)
+                    if chunks:
+                        await self._send(send, events(chunks))
+            last = events(self._reply.finish())
+        except SlowClient:
+            raise
+        except Exception as error:
+            if not self._has_started:
+                raise
+            last = _error_event(error, request_id_of(scope))
+        await self._send(send, last + DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, body: bytes) -> None:
+        async with self._sending:
+            try:
+                async with asyncio.timeout(self._patience.send_timeout_s):
+                    if not self._has_started:
+                        self._has_started = True
+                        headers = self.raw_headers
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except TimeoutError:
+                raise SlowClient from None
+            self._last_sent_s = asyncio.get_running_loop().time()
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Break every silence. Ends when a send is stuck: the next chunk will find that out as well."""
+        clock = asyncio.get_running_loop().time
+        self._last_sent_s = clock()
+        while True:
+            silence_s = clock() - self._last_sent_s
+            if silence_s >= self._patience.keep_alive_s:
+                await self._send(send, KEEP_ALIVE)
+            else:
+                await asyncio.sleep(self._patience.keep_alive_s - silence_s)
+
+
+def _error_event(error: Exception, request_id: str) -> bytes:
+    """The status line is gone; OpenAI's clients raise on an event that has an `error`."""
+    reply = describe(error, request_id)
+    log_failure(error, reply, request_id)
+    return event(reply.body())

@@ -1,0 +1,319 @@
+"""Tiny checkpoints with random weights, complete enough to be served: weights, tokenizer, chat template.
+
+Owns: one configuration per family, small enough to build in milliseconds, with an initial scale
+large enough that the two best tokens are well apart and greedy decoding is the same in any order of sums.
+Never: the network, or a random number that differs between two runs.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+EOS_TOKEN = "<|im_end|>"
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", EOS_TOKEN)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Merged left to right, so that every one of these becomes a single token ("Ġ" is the space before a word).
+_MERGED_WORDS = [
+    "Ġthe",
+    "Ġa",
+    "Ġof",
+    "Ġto",
+    "Ġand",
+    "Ġin",
+    "Ġis",
+    "Ġit",
+    "Ġyou",
+    "Ġthat",
+    "Ġfor",
+    "Ġon",
+    "Ġwith",
+    "Ġtoken",
+    "Ġyard",
+    "Ġtrain",
+    "er",
+    "ing",
+    "user",
+    "assistant",
+    "system",
+    "hello",
+    "Ġworld",
+    "The",
+    "Once",
+    "upon",
+    "Ġtime",
+    "Ã©",
+    "Ã¼",
+]
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + 0.5 * i for i in range(8)],
+}
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# family -> (model_type, what differs from _BASE; None removes a key)
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3_rope": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
+    "dynamic_rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "qwen2": ("qwen2", {"head_dim": None}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": 12}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 12,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "sliding_window": 12,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": ("phi3", {"head_dim": None, "pad_token_id": 0}),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "head_dim": None,
+            "pad_token_id": 0,
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 12,
+            "layer_types": _ALTERNATING,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "gpt2": (
+        "gpt2",
+        {
+            "head_dim": None,
+            "intermediate_size": None,
+            "hidden_size": None,
+            "num_hidden_layers": None,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
+            "max_position_embeddings": None,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 512,
+        },
+    ),
+    # Families that the worker must refuse, each for another reason.
+    "llama4_text": (
+        "llama4_text",
+        {
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 16,
+            "pad_token_id": 0,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "head_dim": None,
+            "block_ff_dim": 96,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+        },
+    ),
+    "bloom": ("bloom", {"head_dim": None, "n_layer": 2, "n_head": 4}),
+    "bert": ("bert", {"head_dim": None}),
+}
+
+FAMILIES = (
+    *("llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2"),
+)
+"""Those that the worker serves; the rest of what make_checkpoint builds is for tests of one case each."""
+
+
+def make_checkpoint(family: str, folder: Path, **overrides: Any) -> Path:
+    """Write a checkpoint of `family` into `folder` and return the folder. The same bytes every time.
+
+    `overrides` are configuration keys. Kept as it is when the folder already holds one.
+    """
+    if (folder / "model.safetensors").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(folder)
+    _write_model(family, folder, {"vocab_size": vocab_size, **overrides})
+    return folder
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Write tokenizer.json, tokenizer_config.json and the chat template; returns the number of tokens."""
+    vocab, merges = _byte_level_bpe()
+    added = [
+        {
+            "id": len(vocab) + index,
+            "content": content,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for index, content in enumerate(SPECIAL_TOKENS)
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+    _write_json(folder / "tokenizer.json", tokenizer)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS_TOKEN,
+        "pad_token": SPECIAL_TOKENS[0],
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    return len(vocab) + len(SPECIAL_TOKENS)
+
+
+def _write_model(family: str, folder: Path, overrides: dict[str, Any]) -> None:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+    model_type, differences = _FAMILIES[family]
+    eos_token_id = overrides["vocab_size"] - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index(EOS_TOKEN)
+    ids = {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
+    settings = {**_BASE, **ids, **differences, **overrides}
+    always_there = {"bos_token_id", "pad_token_id"}  # some families' defaults lie outside this vocabulary
+    settings = {key: value for key, value in settings.items() if value is not None or key in always_there}
+    config = CONFIG_MAPPING[model_type](**settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20260101)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _fill_what_is_left_uniform(model, torch)
+    model.generation_config = GenerationConfig(eos_token_id=eos_token_id)
+    model.save_pretrained(folder)
+
+
+def _fill_what_is_left_uniform(model: Any, torch: Any) -> None:
+    """Give biases, sinks and norms a value each: a constant would hide that a path ignores them."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and parameter.std() == 0:
+            scale = 0.1 if "norm" in name or "ln_" in name else 0.3
+            with torch.no_grad():
+                parameter.add_(torch.randn_like(parameter) * scale)
+
+
+def _byte_level_bpe() -> tuple[dict[str, int], list[list[str]]]:
+    tokens = list(_byte_characters())
+    merges: list[list[str]] = []
+    known = set(tokens)
+    for word in _MERGED_WORDS:
+        for left, right in pairwise([word[:end] for end in range(1, len(word) + 1)]):
+            if right not in known:
+                known.add(right)
+                tokens.append(right)
+                merges.append([left, right[-1]])
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def _byte_characters() -> Iterator[str]:
+    """Yield the printable character that stands for each byte in GPT-2's byte-level BPE, bytes 0 to 255."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    num_moved = 0
+    for byte in range(256):
+        if byte in printable:
+            yield chr(byte)
+        else:
+            yield chr(256 + num_moved)
+            num_moved += 1
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -1,0 +1,78 @@
+"""One engine, one application; in-process or behind a real socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from server.app import build_app
+from server.edge import Patience
+from tests.server.fake_engine import FakeEngine
+
+
+@dataclass(frozen=True)
+class Settings:
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 1024
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> FastAPI:
+    return build_app(engine, Settings())
+
+
+def connect(app: FastAPI) -> httpx.AsyncClient:
+    """In-process: no socket, no server."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with connect(app) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    """Behind the real server on a free port; yields the base URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task
+        listening.close()
+
+
+@pytest.fixture
+async def url(app: FastAPI) -> AsyncIterator[str]:
+    async with serving(app) as base_url:
+        yield base_url
+
+
+async def eventually(condition, timeout_s: float = 2.0) -> None:
+    """Wait for something that another task is about to do."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def impatient(engine: FakeEngine, **patience: float) -> FastAPI:
+    return build_app(engine, Settings(), patience=Patience(**patience))

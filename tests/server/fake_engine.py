@@ -1,0 +1,151 @@
+"""An engine without a model: the same face as engine.client.AsyncEngine, predictable text, faults on demand.
+
+A token is one byte; the reply repeats the prompt's letters in capitals, one token per output.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
+from engine.types import (
+    ChatOptions,
+    EngineState,
+    FinishReason,
+    GenerationRequest,
+    Health,
+    LogprobEntry,
+    ModelInfo,
+    TokenLogprob,
+    TokenOutput,
+)
+
+EOS = 256
+INFO = ModelInfo(
+    served_names=("fake", "org/fake-alias"),
+    model_type="fake",
+    num_parameters=1,
+    dtype="float32",
+    device="cpu",
+    vocab_size=300,
+    max_model_len=128,
+    block_size=4,
+    num_blocks=64,
+    kv_cache_bytes=1024,
+    eos_token_ids=(EOS,),
+    default_sampling={"temperature": 0.5, "top_k": 40.0},
+    created_s=1_700_000_000,
+    has_chat_template=True,
+)
+READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=7, progress=1.0)
+
+
+@dataclass
+class FakeMetrics:
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+
+@dataclass
+class FakeEngine:
+    model_info: ModelInfo = INFO
+    state: Health = READY
+    metrics: FakeMetrics = field(default_factory=FakeMetrics)
+    admission_error: Exception | None = None
+    """Raised before the first output."""
+    error_after: int | None = None
+    error: Exception | None = None
+    """Raised after so many outputs of a request."""
+    pause_s: float = 0.0
+    """Before every output."""
+    stall_after: int | None = None
+    """Never goes on after so many outputs."""
+    end_as: FinishReason | None = None
+    """How choices end; None: as they really do."""
+    is_without_end: bool = False
+    texts: tuple[str, ...] | None = None
+    """What a choice says, one token each; None: the prompt in capitals."""
+    requests: list[GenerationRequest] = field(default_factory=list)
+    chats: list[tuple[list[dict[str, Any]], ChatOptions]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    num_running: int = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        if self.state.state is not EngineState.READY:
+            raise EngineUnavailable("the model is loading", retry_after_s=2.5)
+        return self.model_info
+
+    def health(self) -> Health:
+        return self.state
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        if "\0" in text:
+            raise RequestRejected("the prompt has a null character", param="prompt")
+        return tuple(text.encode())
+
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
+        if not self.model_info.has_chat_template:
+            raise NoChatTemplate
+        self.chats.append((messages, options))
+        return tuple("".join(message["content"] for message in messages).encode()) or (10,)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
+        self.requests.append(request)
+        if self.admission_error is not None:
+            raise self.admission_error
+        self.num_running += 1
+        is_over = False
+        try:
+            outputs = self.outputs(request)
+            for number, output in enumerate(outputs):
+                if number == self.stall_after:
+                    await asyncio.Event().wait()
+                if number == self.error_after:
+                    assert self.error is not None
+                    raise self.error
+                await asyncio.sleep(self.pause_s)
+                yield output
+            is_over = True
+        finally:
+            self.num_running -= 1
+            if not is_over:
+                self.aborted.append(request.request_id)
+
+    def outputs(self, request: GenerationRequest) -> list[TokenOutput]:
+        """Choices take turns, as they do in a batch."""
+        prompt = bytes(token_id % 256 for token_id in request.prompt_token_ids).decode(errors="replace")
+        said = self.texts if self.texts is not None else tuple(prompt.upper() or "?")
+        said = tuple(said[place % len(said)] for place in range(request.params.max_tokens))
+        outputs = [
+            self._output(request, index, place, text)
+            for place, text in enumerate(said)
+            for index in range(request.n)
+        ]
+        for index in range(request.n):
+            last = max(place for place, output in enumerate(outputs) if output.index == index)
+            if not self.is_without_end:
+                outputs[last] = replace(outputs[last], finish_reason=self.end_as or FinishReason.LENGTH)
+        return outputs
+
+    def _output(self, request: GenerationRequest, index: int, place: int, text: str) -> TokenOutput:
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if request.params.num_logprobs is not None:
+            chosen = entry(text)
+            top = tuple(
+                entry(other, -1.0) for other in "ABCDEFGHIJKLMNOPQRSTU"[: request.params.num_logprobs]
+            )
+            logprobs = (TokenLogprob(chosen=chosen, top=top),)
+        return TokenOutput(
+            index=index,
+            text=text,
+            token_ids=(place,),
+            logprobs=logprobs,
+            num_cached_tokens=4 if index == 0 else 8,
+        )
+
+
+def entry(text: str, logprob: float = -0.5) -> LogprobEntry:
+    return LogprobEntry(token_id=ord(text[:1] or "?"), token=text, token_bytes=text.encode(), logprob=logprob)

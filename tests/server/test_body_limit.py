@@ -1,0 +1,89 @@
+"""How much may be sent. Over real sockets, since Content-Length may lie there."""
+
+import asyncio
+import json
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from server.body_limit import BodyLimit
+from server.errors import BodyTimeout
+
+LIMIT = 64 * 1024
+
+
+async def raw(url: str, *pieces: bytes) -> bytes:
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        async with asyncio.timeout(2):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def body_of(num_bytes: int) -> bytes:
+    frame = len(json.dumps({"prompt": ""}))
+    return json.dumps({"prompt": "x" * (num_bytes - frame)}).encode()
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(LIMIT, 400), (LIMIT + 1, 413), (8 * 1024 * 1024, 413)])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_the_limit_is_exact_whether_declared_or_chunked(url, num_bytes, status, is_chunked):
+    body = body_of(num_bytes)
+
+    async def pieces():
+        for start in range(0, len(body), 16 * 1024):
+            yield body[start : start + 16 * 1024]
+
+    async with httpx.AsyncClient() as client:
+        response = await client.post(f"{url}/v1/completions", content=pieces() if is_chunked else body)
+    assert response.status_code == status
+    code = {400: "context_length_exceeded", 413: "request_too_large"}[status]
+    assert response.json()["error"]["code"] == code
+
+
+async def test_a_large_promise_is_refused_before_anything_is_sent(url):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 99999999999\r\n\r\n"
+    reply = await raw(url, head)
+    assert reply.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in reply.lower()
+
+
+async def test_a_body_longer_than_its_promise_does_not_get_in(url, engine):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: 15\r\n\r\n"
+    reply = await raw(url, head + b'{"prompt": "x"}' + b"x" * 1000)
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert len(engine.requests) == 1
+
+
+async def test_a_body_that_stands_still_is_given_up():
+    async def app(scope, receive, send):
+        await receive()
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    limit = BodyLimit(app, max_body_bytes=10, idle_s=0.01)
+    with pytest.raises(BodyTimeout):
+        await limit({"type": "http", "headers": []}, receive, None)
+
+
+async def test_waiting_for_the_hang_up_after_the_body_has_no_limit():
+    messages = [{"type": "http.request", "body": b"x", "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.sleep(0.03)
+        return {"type": "http.disconnect"}
+
+    async def app(scope, receive, send):
+        assert (await receive())["type"] == "http.request"
+        assert (await receive())["type"] == "http.disconnect"
+
+    await BodyLimit(app, max_body_bytes=10, idle_s=0.01)({"type": "http", "headers": []}, receive, None)

@@ -1,0 +1,151 @@
+"""The table from error type to reply."""
+
+import logging
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from engine import errors as engine_errors
+from engine.errors import (
+    EngineDied,
+    EngineError,
+    EngineUnavailable,
+    Overloaded,
+    RequestFailed,
+    RequestRejected,
+)
+from server import errors
+from server.errors import MAX_MESSAGE_CHARS, ErrorBoundary, describe
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "headers"),
+    [
+        (RequestRejected("no", code="x"), 400, "x", {"x-should-retry": "false"}),
+        (engine_errors.ContextLengthExceeded("no", param="p"), 400, "context_length_exceeded", {}),
+        (engine_errors.NoChatTemplate(), 400, "no_chat_template", {}),
+        (
+            errors.InvalidApiKey("no"),
+            401,
+            "invalid_api_key",
+            {"www-authenticate": 'Bearer realm="tokenyard"'},
+        ),
+        (errors.ModelNotFound("no"), 404, "model_not_found", {"x-should-retry": "false"}),
+        (HTTPException(404), 404, "not_found", {"x-should-retry": "false"}),
+        (HTTPException(405, headers={"Allow": "GET"}), 405, "method_not_allowed", {"allow": "GET"}),
+        (HTTPException(400), 400, "invalid_request", {}),
+        (
+            errors.BodyTimeout("slow"),
+            408,
+            "request_timeout",
+            {"x-should-retry": "true", "connection": "close"},
+        ),
+        (errors.BodyTooLarge("big"), 413, "request_too_large", {"connection": "close"}),
+        (errors.UnsupportedMediaType("xml"), 415, "unsupported_media_type", {}),
+        (Overloaded("busy", retry_after_s=1.2), 429, "server_overloaded", {"retry-after": "2"}),
+        (
+            Overloaded("busy", retry_after_s=0.01),
+            429,
+            "server_overloaded",
+            {"retry-after": "1", "retry-after-ms": "10"},
+        ),
+        (Overloaded("busy", retry_after_s=0), 429, "server_overloaded", {"retry-after": "1"}),
+        (RequestFailed("nan"), 500, "model_error", {"x-should-retry": "false"}),
+        (EngineDied("gone"), 500, "engine_restarted", {"x-should-retry": "true"}),
+        (EngineError("?"), 500, "engine_error", {}),
+        (ZeroDivisionError("a/b"), 500, "internal_error", {"x-should-retry": "false"}),
+        (EngineUnavailable("loading"), 503, "not_ready", {"retry-after": "1", "retry-after-ms": "1000"}),
+        (EngineUnavailable("bye", code="shutting_down"), 503, "shutting_down", {"retry-after": "1"}),
+        (errors.ReplyAborted("bye"), 503, "shutting_down", {"retry-after": "1"}),
+    ],
+)
+def test_each_error_has_its_row(error, status, code, headers):
+    reply = describe(error, "req_1")
+    assert (reply.status, reply.code) == (status, code)
+    assert headers.items() <= reply.headers.items()
+    assert ("retry-after" in reply.headers) != ("x-should-retry" in reply.headers)
+
+
+def test_every_error_of_the_engine_has_a_row_of_its_own_or_of_its_parent():
+    kinds = [
+        kind
+        for kind in vars(engine_errors).values()
+        if isinstance(kind, type) and issubclass(kind, EngineError)
+    ]
+    rows = set(errors._SHAPES) - {EngineError, Exception}
+    for kind in set(kinds) - {EngineError}:
+        assert any(parent in rows for parent in kind.__mro__), kind
+
+
+def test_a_message_does_not_grow_with_the_input():
+    assert len(describe(RequestRejected("x" * 10_000), "req_1").message) == MAX_MESSAGE_CHARS
+
+
+async def test_an_unexpected_failure_tells_the_client_nothing_and_the_log_everything(client, engine, caplog):
+    engine.admission_error = ZeroDivisionError("at /root/secret.py")
+    with caplog.at_level(logging.ERROR):
+        response = await client.post(
+            "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"}
+        )
+    assert response.status_code == 500
+    assert response.json()["error"] == {
+        "message": "the server failed on this request; quote request id mine when you report it",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+    (record,) = caplog.records
+    assert "mine" in record.getMessage()
+    assert "secret" in record.getMessage()
+    assert record.exc_info is not None
+
+
+async def test_a_reply_that_fails_half_way_is_cut_off_rather_than_finished(caplog):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    with pytest.raises(ZeroDivisionError):
+        await ErrorBoundary(app)({"type": "http"}, None, send)
+    assert [message["type"] for message in sent] == ["http.response.start"]
+
+
+async def test_a_callers_mistake_is_not_logged(client, caplog):
+    with caplog.at_level(logging.DEBUG, logger="server"):
+        await client.post("/v1/completions", json={"prompt": "secret words", "n": 0})
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/", "/v1/models/", "/v1/completions/", "/docs", "/redoc", "/v1/../x"]
+)
+async def test_an_unknown_path_is_not_found_in_openais_shape(client, path):
+    response = await client.get(path)
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] in ("not_found", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/completions"),
+        ("DELETE", "/v1/chat/completions"),
+        ("POST", "/health"),
+        ("OPTIONS", "/v1/models"),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_one(client, method, path):
+    response = await client.request(method, path)
+    assert response.status_code == 405
+    assert response.json()["error"]["code"] == "method_not_allowed"
+    assert response.headers["allow"]
+
+
+async def test_no_reply_carries_cors_headers(client):
+    response = await client.get("/v1/models", headers={"origin": "http://evil.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]

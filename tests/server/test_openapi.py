@@ -1,0 +1,47 @@
+"""The document describes what is really there."""
+
+import json
+
+from server.app import build_app
+from server.auth import OPEN_PATHS
+from tests.server.conftest import Settings, connect
+
+
+async def test_it_describes_requests_replies_streams_and_errors(client):
+    document = (await client.get("/openapi.json")).json()
+    for path, request, chunk in (
+        ("/v1/completions", "CompletionRequest", "Completion"),
+        ("/v1/chat/completions", "ChatCompletionRequest", "ChatCompletionChunk"),
+    ):
+        operation = document["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{request}"}
+        events = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]["oneOf"]
+        assert events[0] == {"$ref": f"#/components/schemas/{chunk}"}
+        assert "suffix" in json.dumps(document["components"]["schemas"]) or path != "/v1/completions"
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert "422" not in operation["responses"], path
+            assert path.startswith(("/health", "/metrics")) or "4XX" in operation["responses"], path
+
+
+async def test_every_reference_leads_somewhere(client):
+    text = (await client.get("/openapi.json")).text
+    document = json.loads(text)
+    references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert references
+    assert references <= set(document["components"]["schemas"])
+
+
+async def test_a_guarded_server_documents_its_key(engine):
+    app = build_app(engine, Settings(api_keys=("k",)))
+    async with connect(app) as client:
+        assert (await client.get("/openapi.json")).status_code == 401
+        document = (await client.get("/openapi.json", headers={"authorization": "Bearer k"})).json()
+    assert document["security"] == [{"key": []}]
+    opened = {
+        path
+        for path, operations in document["paths"].items()
+        if operations.get("get", {}).get("security") == []
+    }
+    assert opened == OPEN_PATHS

@@ -1,0 +1,96 @@
+"""No field is parsed and ignored: each has an effect, or is refused by name, or is listed as without one."""
+
+import ast
+import typing
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+import server
+from server import refusals
+from server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, ContentPart, StreamOptions
+
+READERS = ("translate.py", "answering.py", "completions.py", "chat.py")
+
+
+def fields_read() -> set[str]:
+    """Attribute names, and names asked for by getattr in a loop, in the modules that read requests."""
+    names = set()
+    for module in READERS:
+        for node in ast.walk(ast.parse((Path(server.__file__).parent / module).read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+                names |= {name.value for name in node.iter.elts if isinstance(name, ast.Constant)}
+    return names
+
+
+@pytest.mark.parametrize(
+    "model", [CompletionRequest, ChatCompletionRequest, ChatMessage, ContentPart, StreamOptions]
+)
+def test_every_declared_field_is_read(model):
+    unread = set(model.model_fields) - fields_read()
+    expected = (
+        refusals.ACCEPTED_WITHOUT_EFFECT
+        if issubclass(model, CompletionRequest | ChatCompletionRequest)
+        else set()
+    )
+    assert unread == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "refused", "documented"),
+    [
+        (
+            CompletionRequest,
+            refusals.COMPLETION_REFUSALS,
+            [
+                completion_create_params.CompletionCreateParamsNonStreaming,
+                completion_create_params.CompletionCreateParamsStreaming,
+            ],
+        ),
+        (
+            ChatCompletionRequest,
+            refusals.CHAT_REFUSALS,
+            [
+                chat_create_params.CompletionCreateParamsNonStreaming,
+                chat_create_params.CompletionCreateParamsStreaming,
+            ],
+        ),
+    ],
+)
+def test_every_field_that_openai_documents_is_supported_or_refused_by_name(model, refused, documented):
+    names = {name for params in documented for name in typing.get_type_hints(params)}
+    assert names - set(model.model_fields) - set(refused) == set()
+    assert set(model.model_fields) & set(refused) == set()
+
+
+def unbounded(schema: dict, where: str) -> list[str]:
+    """Where in a schema a string has no length, a number no range, an array or an object no size."""
+    options = schema.get("anyOf", ())
+    found = [place for option in options for place in unbounded(option, where)]
+    bound = {
+        "string": {"maxLength"},
+        "integer": {"maximum", "exclusiveMaximum"},
+        "number": {"maximum", "exclusiveMaximum"},
+        "array": {"maxItems"},
+        "object": {"maxProperties"},
+    }.get(schema.get("type"), set())
+    if bound and not bound & set(schema) and "enum" not in schema:
+        found.append(where)
+    if "items" in schema:
+        found += unbounded(schema["items"], f"{where}[]")
+    return found
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+def test_every_field_is_bounded(model):
+    document = model.model_json_schema()
+    fields = dict(document["properties"])
+    for title, definition in document["$defs"].items():
+        fields |= {f"{title}.{name}": schema for name, schema in definition["properties"].items()}
+    places = {place for name, schema in fields.items() for place in unbounded(schema, name)}
+    # Token ids are compared with the vocabulary; the other two are refused whatever they hold.
+    assert places <= {"prompt[]", "prompt[][]", "ChatMessage.audio", "ChatMessage.function_call"}
