@@ -17,6 +17,29 @@ def is_ready(server: RunningServer) -> bool:
     return httpx.get(f"{server.url}/health/ready").status_code == 200
 
 
+async def error_of(client: AsyncOpenAI, *, stream: bool) -> tuple[float, Exception]:
+    """When and with what a long request ended."""
+    try:
+        answer = await client.completions.create(
+            model="tiny", prompt="Once upon", max_tokens=480, stream=stream, extra_body={"ignore_eos": True}
+        )
+        if stream:
+            async for _ in answer:
+                pass
+    except APIError as error:
+        return time.monotonic(), error
+    raise AssertionError("it ended as if nothing had happened")
+
+
+def check_refusal_while_dead(server: RunningServer) -> None:
+    ready = httpx.get(f"{server.url}/health/ready")
+    assert ready.status_code == 503
+    assert "SIGKILL" in ready.json()["detail"]
+    refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+
+
 async def test_kill_9_of_the_engine_fails_what_is_in_flight_at_once_and_a_new_one_takes_over(
     tiny_model: Path,
     tmp_path: Path,
@@ -24,24 +47,7 @@ async def test_kill_9_of_the_engine_fails_what_is_in_flight_at_once_and_a_new_on
     with running_server(tmp_path, str(tiny_model)) as server:
         url = f"{server.url}/v1"
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
-
-            async def wait_for_end(*, stream: bool) -> tuple[float, Exception]:
-                try:
-                    answer = await client.completions.create(
-                        model="tiny",
-                        prompt="Once upon",
-                        max_tokens=480,
-                        stream=stream,
-                        extra_body={"ignore_eos": True},
-                    )
-                    if stream:
-                        async for _ in answer:
-                            pass
-                except APIError as error:
-                    return time.monotonic(), error
-                raise AssertionError("it ended as if nothing had happened")
-
-            waiting = [asyncio.create_task(wait_for_end(stream=i % 2 == 0)) for i in range(24)]
+            waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(24)]
             await asyncio.sleep(0.3)
             first_pid = server.engine_pid
             assert first_pid is not None
@@ -50,13 +56,7 @@ async def test_kill_9_of_the_engine_fails_what_is_in_flight_at_once_and_a_new_on
             for ended_s, error in await asyncio.gather(*waiting):
                 assert ended_s - killed_s < 1.0
                 assert "engine stopped" in str(error)
-            ready = httpx.get(f"{server.url}/health/ready")
-            assert ready.status_code == 503
-            assert "SIGKILL" in ready.json()["detail"]
-            refused = httpx.post(f"{url}/completions", json={"prompt": "x"})
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"]
-
+            check_refusal_while_dead(server)
             wait_for(lambda: is_ready(server), within_s=60)
             assert server.engine_pid not in (None, first_pid)
             answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
