@@ -1,0 +1,94 @@
+"""What a request asks to be done to its logits before a token is drawn, and what is reported of them.
+
+Owns: logit bias, the ban on stopping early, the penalties, log-probabilities.
+Never: temperature, truncation or the draw (draw.py), nor the state of rows (sampling_state.py).
+Source: repetition penalty, CTRL, arXiv:1909.05858, section 4.1, over prompt and output; presence and
+frequency penalty as OpenAI's API reference defines them, over the output.
+
+Shapes: N rows, W logits of a row: the vocabulary, padded with -inf.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from scheduler.messages import TokenLogprobs
+from worker.sampling_state import SamplingRow, TokenIds
+
+
+def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply bias, bans and penalties of `rows` in place, in this order; they do not commute.
+
+    logits_NW is float32 and contiguous, one line for each of `rows`.
+    """
+    flat = logits_NW.view(-1)
+    biased = [n for n, row in enumerate(rows) if len(row.bias_ids)]
+    if biased:
+        where = _flat_index(logits_NW, biased, [rows[n].bias_ids for n in biased])
+        values = np.concatenate([rows[n].bias_values for n in biased])
+        flat.index_add_(0, where, torch.from_numpy(values).to(flat.device))
+    banned = [n for n, row in enumerate(rows) if row.must_not_stop]
+    if banned:
+        where = _flat_index(logits_NW, banned, [rows[n].stop_ids for n in banned])
+        flat.index_fill_(0, where, -torch.inf)
+    penalized = [n for n, row in enumerate(rows) if row.counts is not None]
+    if penalized:
+        _penalize(logits_NW, penalized, [rows[n] for n in penalized])
+
+
+def _flat_index(logits_NW: torch.Tensor, lines: Sequence[int], ids: Sequence[TokenIds]) -> torch.Tensor:
+    """Index into the flattened logits of `ids[i]` in line `lines[i]`, for all i."""
+    width = logits_NW.shape[1]
+    index = np.concatenate([n * width + some for n, some in zip(lines, ids, strict=True)])
+    return torch.from_numpy(index).to(logits_NW.device)
+
+
+def _penalize(logits_NW: torch.Tensor, lines: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+    ids, amounts = [], []
+    for row in rows:
+        assert row.counts is not None
+        counts = row.counts.num_generated
+        ids.append(row.counts.ids)
+        penalty = np.empty((2, len(counts)), np.float32)
+        penalty[0] = row.params.repetition_penalty
+        penalty[1] = row.params.frequency_penalty * counts + row.params.presence_penalty * (counts > 0)
+        amounts.append(penalty)
+    where = _flat_index(logits_NW, lines, ids)
+    flat = logits_NW.view(-1)
+    repetition, subtracted = torch.from_numpy(np.concatenate(amounts, axis=1)).to(flat.device)
+    seen = flat[where]
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition) - subtracted
+    flat[where] = seen
+
+
+def report_logprobs(
+    logits_NW: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-softmax of untouched logits at each chosen token, with its rank and the `num_top` best.
+
+    Tokens of probability zero are left out of the best. Equal tokens share a rank, and are listed by
+    id; the chosen one is never cut off by its equals.
+    """
+    chosen_N1 = torch.tensor(token_ids, device=logits_NW.device).unsqueeze(1)
+    log_sum_N1 = logits_NW.logsumexp(-1, keepdim=True)
+    chosen_logit_N1 = logits_NW.gather(1, chosen_N1)
+    ranks = ((logits_NW > chosen_logit_N1).sum(-1) + 1).tolist()
+    logprobs = (chosen_logit_N1 - log_sum_N1).squeeze(1).tolist()
+    values_NK, ids_NK = logits_NW.topk(min(max(num_top), logits_NW.shape[1]), dim=-1)
+    best = zip((values_NK - log_sum_N1).tolist(), ids_NK.tolist(), strict=True)
+    report = []
+    for n, (values, ids) in enumerate(best):
+        top = dict(zip(ids[: num_top[n]], values[: num_top[n]], strict=True))
+        if top and ranks[n] <= num_top[n] and token_ids[n] not in top:
+            # Its equals took the last places: among equals the chosen one is worth showing.
+            top.popitem()
+            top[token_ids[n]] = logprobs[n]
+        listed = sorted((item for item in top.items() if item[1] != -torch.inf), key=_best_first)
+        report.append(TokenLogprobs(token_ids[n], logprobs[n], ranks[n], tuple(listed)))
+    return report
+
+
+def _best_first(entry: tuple[int, float]) -> tuple[float, int]:
+    token_id, logprob = entry
+    return -logprob, token_id

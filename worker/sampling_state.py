@@ -1,0 +1,111 @@
+"""What the sampler remembers of one row between steps.
+
+Owns: the counter-based source of uniform numbers, token counts for the penalties, and the count of
+generated tokens.
+Never: tensors; a row is host data, so that adding and removing one costs no device work.
+Source: SplitMix64, G. L. Steele, D. Lea, C. H. Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.messages import SamplingParams
+
+TokenIds = NDArray[np.int64]
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_INITIAL_CAPACITY = 64
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finalizer: every bit of the result depends on every bit of `value`."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of the stream of `seed`, in [0, 1) with 53 random bits; it needs no other before it."""
+    return (mix64((seed + (index + 1) * _GOLDEN_GAMMA) & _MASK_64) >> 11) * 2.0**-53
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, and how often each was generated.
+
+    A list of the tokens that occur, not a row of the whole vocabulary: the penalties then touch a
+    few hundred logits of a sequence instead of 150,000.
+    """
+
+    def __init__(self, prompt: TokenIds, generated: TokenIds) -> None:
+        ids, counts = np.unique(generated, return_counts=True)
+        ids = np.concatenate((ids, np.setdiff1d(prompt, ids)))
+        self._size = len(ids)
+        self._ids: TokenIds = np.empty(len(ids) + _INITIAL_CAPACITY, np.int64)
+        self._counts = np.zeros(len(self._ids), np.float32)
+        self._ids[: self._size] = ids
+        self._counts[: len(counts)] = counts
+        self._place = {int(token_id): place for place, token_id in enumerate(ids)}
+
+    @property
+    def ids(self) -> TokenIds:
+        """Each token of prompt and output once; good until the next `add`."""
+        return self._ids[: self._size]
+
+    @property
+    def num_generated(self) -> NDArray[np.float32]:
+        """Occurrences in the output, aligned with `ids`; 0 for a token of the prompt alone."""
+        return self._counts[: self._size]
+
+    def add(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = self._size
+            if place == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._ids[place] = token_id
+            self._size += 1
+        self._counts[place] += 1
+
+
+class SamplingRow:
+    """Parameters and progress of the sequence that holds a row."""
+
+    def __init__(
+        self, params: SamplingParams, token_ids: Sequence[int], *, num_prompt_tokens: int, vocab_size: int
+    ) -> None:
+        self.params = params
+        self.num_generated = len(token_ids) - num_prompt_tokens
+        # An id outside the vocabulary can never be drawn, so it needs neither bias nor ban.
+        bias = [entry for entry in params.logit_bias if 0 <= entry[0] < vocab_size]
+        self.bias_ids: TokenIds = np.array([token_id for token_id, _ in bias], np.int64)
+        self.bias_values = np.array([value for _, value in bias], np.float32)
+        stop = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
+        self.stop_ids: TokenIds = np.array(stop, np.int64)
+        self.counts: TokenCounts | None = None
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            history = np.asarray(token_ids, np.int64)
+            self.counts = TokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
+        # top_k=1 leaves one candidate, whatever the draw: the cheap way comes to the same token.
+        self.is_greedy = params.temperature == 0.0 or params.top_k == 1
+
+    @property
+    def must_not_stop(self) -> bool:
+        return self.num_generated < self.params.min_tokens and len(self.stop_ids) > 0
+
+    @property
+    def edits_logits(self) -> bool:
+        return len(self.bias_ids) > 0 or self.counts is not None or self.must_not_stop
+
+    def next_uniform(self) -> float:
+        """The uniform for the token to be drawn now: a function of seed and number generated alone."""
+        return uniform(self.params.seed, self.num_generated)
+
+    def record(self, token_id: int) -> None:
+        self.num_generated += 1
+        if self.counts is not None:
+            self.counts.add(token_id)
