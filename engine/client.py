@@ -162,8 +162,7 @@ class AsyncEngine:
                 sequence_ids=ids,
                 prompt_token_ids=request.prompt_token_ids,
                 params=request.params,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
+                terms=request.terms,
             )
         )
         return live

@@ -100,8 +100,7 @@ class EngineLoop:
                 sequence_id,
                 request.prompt_token_ids,
                 _with_own_seed(request.params, index),
-                priority=request.priority,
-                cache_salt=request.cache_salt,
+                request.terms,
                 client_index=request.client_index,
             )
             try:

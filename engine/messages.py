@@ -11,6 +11,7 @@ from scheduler.messages import (
     SchedulerStats,
     SequenceId,
     SequenceOutput,
+    ServiceTerms,
 )
 from worker.config import LoadProgress, ModelFacts
 
@@ -24,8 +25,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     """Sequence i draws with seed + i."""
-    priority: int
-    cache_salt: str
+    terms: ServiceTerms
     client_index: int = 0
     """Which API process wants the outputs."""
 

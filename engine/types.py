@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from scheduler.messages import FinishReason, SamplingParams
+from scheduler.messages import FinishReason, SamplingParams, ServiceTerms, TimeLimits
 
 __all__ = [
     "ChatOptions",
@@ -18,6 +18,8 @@ __all__ = [
     "LogprobEntry",
     "ModelInfo",
     "SamplingParams",
+    "ServiceTerms",
+    "TimeLimits",
     "TokenLogprob",
     "TokenOutput",
 ]
@@ -36,10 +38,7 @@ class GenerationRequest:
     """The text ends before the first of these strings, wherever token borders fall."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    priority: int = 0
-    """Lower is more urgent, as in nice(1). Read under the priority policy."""
-    cache_salt: str = ""
-    """Prompts share cached prefixes only with prompts of the same salt."""
+    terms: ServiceTerms = field(default_factory=ServiceTerms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 
 class SchedulingPolicy(StrEnum):
@@ -13,6 +14,13 @@ class SchedulingPolicy(StrEnum):
 
 class PrefixCaching(StrEnum):
     """Whether full blocks are kept and found again by their content."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class Displacement(StrEnum):
+    """Whether a waiting sequence may take the place of a less urgent running one."""
 
     ON = "on"
     OFF = "off"
@@ -38,6 +46,15 @@ class SchedulerConfig:
     """Share of the blocks that an admission leaves free while others run, so that those can grow
     before somebody has to be preempted."""
 
+    priority_aging_s: float = inf
+    """Under the priority policy: so many seconds of waiting make up for one level of priority, and so
+    nobody waits for ever. inf is strict priority."""
+    displacement: Displacement = Displacement.ON
+    """Under the priority policy only."""
+    max_bypasses: int = 0
+    """How many later sequences may be admitted before a head of the queue for which there are too few
+    free blocks; then blocks are kept for it. 0 keeps the order strictly."""
+
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
@@ -47,5 +64,9 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs a token of each step"
             )
+        if self.priority_aging_s <= 0:
+            raise ValueError(f"priority_aging_s must be above 0, not {self.priority_aging_s}")
+        if self.max_bypasses < 0:
+            raise ValueError(f"max_bypasses must be at least 0, not {self.max_bypasses}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, not {self.watermark}")

@@ -25,8 +25,8 @@ class Fit(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Need:
-    """What admitting a sequence would take out of the pool."""
+class Need:
+    """What admitting a sequence would take out of the pool; it changes nothing."""
 
     hits: list[BlockId]
     num_fresh: int
@@ -59,7 +59,18 @@ class KVCacheManager:
         if self.blocks_for(seq.num_tokens) > self.pool.num_blocks:
             return Fit.NEVER
         reserve = self._watermark_blocks if num_running else 0
-        return Fit.OK if self._need(seq).num_from_free + reserve <= self.pool.num_free else Fit.LATER
+        return Fit.OK if self.need(seq).num_from_free + reserve <= self.pool.num_free else Fit.LATER
+
+    def need(self, seq: Sequence) -> Need:
+        hits: list[BlockId] = []
+        if self._caching:
+            num_findable = (seq.num_tokens - 1) // self.block_size
+            hits = self.prefix_cache.find(self._keys(seq, num_findable)[:num_findable])
+        return Need(
+            hits=hits,
+            num_fresh=self.blocks_for(seq.num_tokens) - len(hits),
+            num_free_hits=sum(1 for block in hits if self.pool.is_free(block)),
+        )
 
     def allocate(self, seq: Sequence) -> None:
         """Blocks for all known tokens of a sequence that has none, cached ones first.
@@ -68,7 +79,7 @@ class KVCacheManager:
         something must be computed to draw the next one. Only after `can_allocate` said OK.
         """
         assert not seq.block_ids, f"{seq} has blocks already"
-        need = self._need(seq)
+        need = self.need(seq)
         for block in need.hits:
             self.pool.share(block)
         seq.block_ids = need.hits
@@ -114,17 +125,6 @@ class KVCacheManager:
         """Nobody may find this sequence's blocks any more: what they hold cannot be trusted."""
         for block in seq.block_ids:
             self.prefix_cache.forget(block)
-
-    def _need(self, seq: Sequence) -> _Need:
-        hits: list[BlockId] = []
-        if self._caching:
-            num_findable = (seq.num_tokens - 1) // self.block_size
-            hits = self.prefix_cache.find(self._keys(seq, num_findable)[:num_findable])
-        return _Need(
-            hits=hits,
-            num_fresh=self.blocks_for(seq.num_tokens) - len(hits),
-            num_free_hits=sum(1 for block in hits if self.pool.is_free(block)),
-        )
 
     def _extend(self, seq: Sequence, num_blocks: int) -> tuple[BlockId, ...]:
         fresh = tuple(self._pop() for _ in range(num_blocks))

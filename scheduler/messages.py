@@ -7,6 +7,7 @@ Never: behaviour beyond arithmetic on itself.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple, NewType
 
 SequenceId = NewType("SequenceId", int)
@@ -23,6 +24,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, the context window, or alone in a pool that is too small for more
     ABORTED = "abort"  # the client left, or said so
     REJECTED = "rejected"  # never admitted: it can never fit
+    EXPIRED = "timeout"  # one of its time limits ran out
     FAILED = "error"  # the model or the worker failed on it
 
 
@@ -54,6 +56,27 @@ class SamplingParams:
     """Until so many tokens were generated, no token of `stop_token_ids` can be drawn."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends the sequence; holds the model's end-of-sequence tokens unless the caller ignores them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """Seconds from add_request on; inf is no limit. What has expired costs no further step."""
+
+    queue_s: float = inf
+    """To the first step that it is part of."""
+    first_token_s: float = inf
+    total_s: float = inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTerms:
+    """On what terms a request is served; the same for all of its sequences."""
+
+    priority: int = 0
+    """Lower is more urgent, as in nice(1). Read under the priority policy."""
+    cache_salt: str = ""
+    """Prefixes are shared only with requests of the same salt."""
+    time_limits: TimeLimits = TimeLimits()
 
 
 class TokenLogprobs(NamedTuple):
@@ -171,6 +194,9 @@ class SchedulerStats:
     num_blocks: int
     num_steps: int
     num_preemptions: int
+    """Running sequences that gave up their blocks, for whatever reason."""
+    num_displacements: int
+    """Those of them that made way for a more urgent waiting one."""
     num_prefix_queries: int
     """Prompt tokens looked up in the prefix cache, at first admissions."""
     num_prefix_hits: int

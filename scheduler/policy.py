@@ -4,13 +4,15 @@ Never: sees blocks, mutates anything, or reads a clock. A rank is computed once,
 added, and does not change while it waits; so a heap stays a heap, and a preempted sequence returns to
 the place that it had.
 
-Time-dependent fairness fits the same mould: a virtual deadline `added_s + priority * aging_s` grows with
-arrival and is constant for one sequence, so that nobody waits for ever behind later, more urgent ones.
+Aging fits the same mould: a virtual deadline `added_s + priority * aging_s` is constant for one sequence
+and grows with arrival. So a sequence of priority p waits behind newcomers of priority q < p for at most
+(p - q) * aging_s; those that arrive later have a later deadline than its own.
 """
 
 from collections.abc import Callable
+from math import isinf
 
-from scheduler.config import SchedulingPolicy
+from scheduler.config import SchedulerConfig, SchedulingPolicy
 from scheduler.sequence import Rank, Sequence
 
 
@@ -24,7 +26,16 @@ def by_priority(seq: Sequence) -> Rank:
     return (seq.priority, seq.admission)
 
 
-RANKS: dict[SchedulingPolicy, Callable[[Sequence], Rank]] = {
-    SchedulingPolicy.FCFS: by_admission,
-    SchedulingPolicy.PRIORITY: by_priority,
-}
+def by_virtual_deadline(aging_s: float) -> Callable[[Sequence], Rank]:
+    """Priority counts as a head start of so many seconds a level."""
+
+    def rank(seq: Sequence) -> Rank:
+        return (seq.admitted_s + seq.priority * aging_s, seq.admission)
+
+    return rank
+
+
+def rank_of(config: SchedulerConfig) -> Callable[[Sequence], Rank]:
+    if config.policy is SchedulingPolicy.FCFS:
+        return by_admission
+    return by_priority if isinf(config.priority_aging_s) else by_virtual_deadline(config.priority_aging_s)

@@ -11,9 +11,11 @@ the back. So the worst pays first, and nothing that was already planned in this 
     served -->                               <-- preempted
     [ best, ..., here, ........, worse, worst ]
 
+A waiting sequence that is strictly more urgent than a running one does not queue behind it: before the
+line is served it may send some of its back away (displacement.py), if that is enough.
+
 What is not here yet has its place: a swapped queue beside waiting (another state in sequence.py, another
-way to pay in `_preempt`); displacement of running sequences by a more urgent waiting one (before
-`_schedule_running`, while nothing is planned yet); fairness, aging and deadlines (ranks, policy.py).
+way to pay in `_preempt`), and fairness between tenants (another waiting queue).
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +23,9 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from scheduler.budget import SchedulingBudget
-from scheduler.config import SchedulerConfig
+from scheduler.config import Displacement, SchedulerConfig, SchedulingPolicy
+from scheduler.deadlines import Deadlines
+from scheduler.displacement import PROTECTED_TOKENS, choose_victims, stands_before_some
 from scheduler.kv_cache_manager import Fit, KVCacheManager
 from scheduler.messages import (
     BlockId,
@@ -36,11 +40,14 @@ from scheduler.messages import (
     SequenceOutput,
     SequenceStart,
 )
-from scheduler.policy import RANKS
+from scheduler.policy import rank_of
 from scheduler.sequence import Sequence, Status
 from scheduler.waiting_queue import WaitingQueue
 
 _rank_of = attrgetter("rank")
+
+# How far behind a head that does not fit it is looked for one that does.
+_BYPASS_WINDOW = 8
 
 Outputs = dict[int, list[SequenceOutput]]
 """By client_index."""
@@ -53,9 +60,21 @@ class NeverFits(Exception):
 class _Plan:
     """A step while it is being planned."""
 
-    __slots__ = ("chunks", "decodes", "new_blocks", "new_sequences", "num_preempted")
+    __slots__ = (
+        "budget",
+        "chunks",
+        "decodes",
+        "new_blocks",
+        "new_sequences",
+        "now_s",
+        "num_preempted",
+        "urgent",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, budget: SchedulingBudget, now_s: float) -> None:
+        self.budget = budget
+        self.now_s = now_s
+        self.urgent: set[SequenceId] = set()  # admitted before the line was served: they have their share
         self.decodes: list[ScheduledSequence] = []
         self.chunks: list[ScheduledSequence] = []
         self.new_sequences: list[NewSequence] = []
@@ -72,15 +91,20 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVCacheManager(config)
-        self._rank = RANKS[config.policy]
+        self._rank = rank_of(config)
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._released: list[SequenceId] = []  # rows that the worker may free, told with the next plan
         self._outputs: Outputs = {}
+        self._deadlines = Deadlines()
+        self._may_displace = (
+            config.policy is SchedulingPolicy.PRIORITY and config.displacement is Displacement.ON
+        )
         self._num_added = 0
         self._num_steps = 0
         self._num_preemptions = 0
+        self._num_displacements = 0
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
         self._num_recomputed_tokens = 0
@@ -102,20 +126,24 @@ class Scheduler:
         seq.rank = self._rank(seq)
         self._sequences[seq.sequence_id] = seq
         self._waiting.push(seq)
+        self._deadlines.add(seq)
 
     def schedule(self, *, now_s: float) -> SchedulerOutput:
         """Plan the next step. The plan counts as computed from now on; results only add tokens."""
-        plan = _Plan()
-        num_decodes = sum(1 for seq in self._running if seq.num_uncomputed_tokens == 1)
+        for seq, limit in self._deadlines.expired(now_s=now_s):
+            self._finish(seq, FinishReason.EXPIRED, message=limit.value)
         budget = SchedulingBudget(
             max_tokens=self.config.max_num_batched_tokens,
             free_seqs=self.config.max_num_seqs - len(self._running),
-            num_decodes=num_decodes,
+            num_decodes=sum(1 for seq in self._running if seq.num_uncomputed_tokens == 1),
         )
-        self._schedule_running(plan, budget)
-        if not plan.num_preempted:  # who was just sent away must not be passed by a newcomer
-            self._schedule_waiting(plan, budget, now_s)
-        return self._close(plan, budget)
+        plan = _Plan(budget, now_s)
+        if self._may_displace:
+            self._admit_urgent(plan)
+        self._serve_running(plan)
+        if not plan.num_preempted:  # who was just sent away must not be passed by a newcomer, nor come back
+            self._admit_waiting(plan)
+        return self._close(plan)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Take in what the worker drew. Sequences that ended while it ran are passed over."""
@@ -177,6 +205,7 @@ class Scheduler:
             num_blocks=self.kv.pool.num_blocks,
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
+            num_displacements=self._num_displacements,
             num_prefix_queries=self._num_prefix_queries,
             num_prefix_hits=self._num_prefix_hits,
             num_recomputed_tokens=self._num_recomputed_tokens,
@@ -184,26 +213,28 @@ class Scheduler:
 
     # Planning: the running line, from the front.
 
-    def _schedule_running(self, plan: _Plan, budget: SchedulingBudget) -> None:
+    def _serve_running(self, plan: _Plan) -> None:
         place = 0
-        while place < len(self._running) and budget.remaining_tokens > 0:
+        while place < len(self._running) and plan.budget.remaining_tokens > 0:
             seq = self._running[place]
-            if seq.num_tokens > seq.num_slots and not self._grow(seq, place, plan, budget):
-                break
-            self._schedule_share(seq, plan, budget)
             place += 1
+            if plan.urgent and seq.sequence_id in plan.urgent:
+                continue
+            if seq.num_tokens > seq.num_slots and not self._grow(seq, plan):
+                break
+            self._schedule_share(seq, plan)
 
-    def _schedule_share(self, seq: Sequence, plan: _Plan, budget: SchedulingBudget) -> None:
+    def _schedule_share(self, seq: Sequence, plan: _Plan) -> None:
         start = seq.num_computed_tokens
         num_left = seq.num_tokens - start
         if num_left == 1:
-            budget.take_decode()
+            plan.budget.take_decode()
             seq.num_computed_tokens = start + 1
             if seq.num_computed_tokens % self.config.block_size == 0:
                 self.kv.publish(seq, start, start + 1)
             plan.decodes.append(ScheduledSequence(seq.sequence_id, start, 1, samples=True))
             return
-        share = budget.take_chunk(num_left)
+        share = plan.budget.take_chunk(num_left)
         if share:
             self._schedule_chunk(seq, share, plan)
 
@@ -213,17 +244,17 @@ class Scheduler:
         self.kv.publish(seq, start, start + share)
         plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, seq.num_uncomputed_tokens == 0))
 
-    def _grow(self, seq: Sequence, place: int, plan: _Plan, budget: SchedulingBudget) -> bool:
+    def _grow(self, seq: Sequence, plan: _Plan) -> bool:
         """Blocks for `seq`, at the expense of the back of the line if need be; False if it had to go."""
         while (fresh := self.kv.append(seq)) is None:
             victim = self._running[-1]
-            if victim.num_uncomputed_tokens == 1:
-                budget.give_up_decode()
-            if place == 0 and victim is seq:
+            if victim is seq and len(self._running) == 1:
                 # Everybody else is gone and it still does not fit: more memory will never come.
+                plan.budget.give_up_decode()
+                plan.budget.give_back_slot()
                 self._finish(seq, FinishReason.LENGTH)
-                budget.give_back_slot()
                 return False
+            assert victim.sequence_id not in plan.urgent, "the urgent left room for everybody's growth"
             self._preempt(victim, plan)
             if victim is seq:
                 return False
@@ -231,49 +262,90 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence, plan: _Plan) -> None:
-        """Take the blocks of the last in line; it returns to its old place among the waiting."""
-        assert self._running[-1] is victim, "victims are taken from the back"
-        self._running.pop()
+        """Take its blocks; it returns to its old place among the waiting."""
+        if victim.num_uncomputed_tokens == 1:
+            plan.budget.give_up_decode()
+        plan.num_preempted += 1
         victim.num_preemptions += 1
         self._num_preemptions += 1
         self._num_recomputed_tokens += victim.num_computed_tokens
-        plan.num_preempted += 1
-        self._release(victim)
+        self._leave_line(victim)
         victim.become(Status.WAITING)
         self._waiting.push(victim)
 
     # Planning: the waiting queue.
 
-    def _schedule_waiting(self, plan: _Plan, budget: SchedulingBudget, now_s: float) -> None:
+    def _admit_urgent(self, plan: _Plan) -> None:
+        """Whoever is strictly more urgent than some who run does not queue behind them."""
+        budget = plan.budget
+        while len(self._waiting) and stands_before_some(seq := self._waiting.peek(), self._running):
+            victims = choose_victims(
+                seq,
+                self.kv.need(seq),
+                self._running,
+                pool=self.kv.pool,
+                num_free_slots=budget.remaining_seqs,
+            )
+            if victims is None:
+                return
+            num_decodes = budget.num_decodes_ahead - sum(v.num_uncomputed_tokens == 1 for v in victims)
+            if budget.remaining_tokens <= num_decodes:
+                return
+            for victim in victims:
+                self._num_displacements += 1
+                budget.give_back_slot()
+                self._preempt(victim, plan)
+            self._admit(seq, plan)
+            plan.urgent.add(seq.sequence_id)
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        budget = plan.budget
         while len(self._waiting) and budget.remaining_seqs > 0 and budget.remaining_tokens > 0:
             seq = self._waiting.peek()
             fit = self.kv.can_allocate(seq, num_running=len(self._running))
-            if fit is Fit.LATER:
-                break
             if fit is Fit.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
                 self._finish(seq, FinishReason.LENGTH)
                 continue
-            self._admit(seq, now_s)
-            budget.take_slot()
-            share = budget.take_chunk(seq.num_uncomputed_tokens)
-            plan.new_sequences.append(seq.as_new())
-            self._schedule_chunk(seq, share, plan)
+            if fit is Fit.LATER:
+                passing = self._passing(seq)
+                if passing is None:
+                    return
+                seq.num_bypasses += 1
+                seq = passing
+            self._admit(seq, plan)
 
-    def _admit(self, seq: Sequence, now_s: float) -> None:
-        self._waiting.pop()
+    def _passing(self, head: Sequence) -> Sequence | None:
+        """One behind a head that does not fit yet, which does; None once enough have passed it."""
+        if head.num_bypasses >= self.config.max_bypasses:
+            return None
+        for seq in self._waiting.after_first(_BYPASS_WINDOW):
+            if self.kv.can_allocate(seq, num_running=len(self._running)) is Fit.OK:
+                return seq
+        return None
+
+    def _admit(self, seq: Sequence, plan: _Plan) -> None:
+        self._waiting.take(seq)
         self.kv.allocate(seq)
         seq.become(Status.RUNNING)
         insort(self._running, seq, key=_rank_of)
-        if seq.num_preemptions == 0:
-            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-            self._num_prefix_queries += seq.num_prompt_tokens
-            self._num_prefix_hits += seq.num_cached_tokens
-            seq.pending_start = SequenceStart(
-                queue_s=now_s - seq.admitted_s, num_cached_tokens=seq.num_cached_tokens
-            )
+        plan.budget.take_slot()
+        if seq.num_preemptions:
+            seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
+        else:
+            self._note_start(seq, plan.now_s)
+        plan.new_sequences.append(seq.as_new())
+        self._schedule_chunk(seq, plan.budget.take_chunk(seq.num_uncomputed_tokens), plan)
 
-    def _close(self, plan: _Plan, budget: SchedulingBudget) -> SchedulerOutput:
+    def _note_start(self, seq: Sequence, now_s: float) -> None:
+        seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        self._num_prefix_queries += seq.num_prompt_tokens
+        self._num_prefix_hits += seq.num_cached_tokens
+        seq.pending_start = SequenceStart(
+            queue_s=now_s - seq.admitted_s, num_cached_tokens=seq.num_cached_tokens
+        )
+
+    def _close(self, plan: _Plan) -> SchedulerOutput:
         scheduled = tuple(plan.decodes + plan.chunks)
         released: tuple[SequenceId, ...] = ()
         if scheduled:
@@ -285,7 +357,7 @@ class Scheduler:
             new_sequences=tuple(plan.new_sequences),
             new_blocks=plan.new_blocks,
             scheduled=scheduled,
-            num_scheduled_tokens=self.config.max_num_batched_tokens - budget.remaining_tokens,
+            num_scheduled_tokens=self.config.max_num_batched_tokens - plan.budget.remaining_tokens,
         )
 
     # Learning what came of it.
@@ -323,16 +395,16 @@ class Scheduler:
         seq.become(Status.FINISHED)
         seq.finish_reason = reason
         if was_running:
-            place = bisect_left(self._running, seq.rank, key=_rank_of)
-            assert self._running[place] is seq
-            del self._running[place]
-            self._release(seq)
+            self._leave_line(seq)
         else:
             self._waiting.discard(seq)
         del self._sequences[seq.sequence_id]
         self._outputs.setdefault(seq.client_index, []).append(output)
 
-    def _release(self, seq: Sequence) -> None:
+    def _leave_line(self, seq: Sequence) -> None:
+        place = bisect_left(self._running, seq.rank, key=_rank_of)
+        assert self._running[place] is seq
+        del self._running[place]
         self.kv.free(seq)
         self._released.append(seq.sequence_id)
 

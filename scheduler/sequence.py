@@ -13,9 +13,10 @@ from scheduler.messages import (
     SamplingParams,
     SequenceId,
     SequenceStart,
+    ServiceTerms,
 )
 
-Rank = tuple[int, ...]
+Rank = tuple[float, ...]
 """Where a sequence stands in the one line: the smallest is served first and preempted last."""
 
 
@@ -33,6 +34,8 @@ _MAY_BECOME = {
     Status.FINISHED: frozenset[Status](),
 }
 
+_DEFAULT_TERMS = ServiceTerms()
+
 
 class Sequence:
     """There is no prefill and no decode phase: `num_computed_tokens` runs after `num_tokens`.
@@ -49,6 +52,7 @@ class Sequence:
         "cache_salt",
         "client_index",
         "finish_reason",
+        "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -58,9 +62,11 @@ class Sequence:
         "params",
         "pending_start",
         "priority",
+        "protected_until",
         "rank",
         "sequence_id",
         "status",
+        "time_limits",
         "token_ids",
     )
 
@@ -69,9 +75,8 @@ class Sequence:
         sequence_id: SequenceId,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
+        terms: ServiceTerms = _DEFAULT_TERMS,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
         client_index: int = 0,
     ) -> None:
         self.sequence_id = sequence_id
@@ -81,8 +86,9 @@ class Sequence:
             prompt_token_ids
         )  # kept beside token_ids: read for every sequence of every step
         self.params = params
-        self.priority = priority
-        self.cache_salt = cache_salt
+        self.priority = terms.priority
+        self.cache_salt = terms.cache_salt
+        self.time_limits = terms.time_limits
         self.client_index = client_index
 
         self.status = Status.WAITING
@@ -91,6 +97,8 @@ class Sequence:
         self.admitted_s = 0.0
         self.rank: Rank = ()
         self.num_preemptions = 0
+        self.num_bypasses = 0  # later sequences that were admitted while this one was first in line
+        self.protected_until = 0  # number of tokens below which it cannot be displaced again
         self.pending_start: SequenceStart | None = None  # to be told with the first output
 
         self.num_computed_tokens = 0
@@ -102,6 +110,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def is_protected(self) -> bool:
+        """It was preempted, and has not made enough progress since to be sent away again."""
+        return self.num_tokens < self.protected_until
 
     @property
     def num_uncomputed_tokens(self) -> int:

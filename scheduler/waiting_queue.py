@@ -36,14 +36,28 @@ class WaitingQueue:
             heappop(self._heap)
         return self._heap[0][1]
 
-    def pop(self) -> Sequence:
-        seq = self.peek()
-        heappop(self._heap)
+    def take(self, seq: Sequence) -> None:
+        """Remove one that stands near the front: O(place * log(waiting))."""
+        passed: list[tuple[Rank, Sequence]] = []
+        while (entry := heappop(self._heap))[1] is not seq:
+            passed.append(entry)
+        for entry in passed:
+            heappush(self._heap, entry)
         self._num_waiting -= 1
-        return seq
+
+    def after_first(self, num: int) -> list[Sequence]:
+        """Those who stand behind the first one, in order, so many at most. O(num * log(waiting))."""
+        entries: list[tuple[Rank, Sequence]] = []
+        while self._heap and len(entries) <= num:
+            entry = heappop(self._heap)
+            if entry[1].status is Status.WAITING:
+                entries.append(entry)
+        for entry in entries:
+            heappush(self._heap, entry)
+        return [seq for _, seq in entries[1:]]
 
     def discard(self, seq: Sequence) -> None:
-        """Called after `seq` left the WAITING state other than by `pop`."""
+        """Called after `seq` ended while it waited."""
         assert seq.status is not Status.WAITING
         self._num_waiting -= 1
         if len(self._heap) > _COMPACT_ABOVE and len(self._heap) > 2 * self._num_waiting:

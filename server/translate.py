@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ContextLengthExceeded, RequestRejected
-from engine.types import ChatOptions, GenerationRequest, ModelInfo, SamplingParams
+from engine.types import ChatOptions, GenerationRequest, ModelInfo, SamplingParams, ServiceTerms
 from server.errors import ModelNotFound
 from server.protocol import (
     ChatCompletionRequest,
@@ -276,6 +276,5 @@ def _generation_request(
         stop=tuple(body.stop or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        terms=ServiceTerms(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
     )

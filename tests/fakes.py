@@ -9,6 +9,7 @@ from scheduler.messages import (
     SamplingParams,
     SchedulerOutput,
     SequenceId,
+    ServiceTerms,
 )
 from scheduler.sequence import Sequence
 
@@ -105,11 +106,11 @@ class FakeWorker:
         return row.block_ids[position // self.block_size], position % self.block_size
 
 
-def make_sequence(sequence_id: int, prompt: list[int], *, max_tokens: int = 4, **kwargs: object) -> Sequence:
-    params = {name: kwargs.pop(name) for name in ("stop_token_ids",) if name in kwargs}
-    return Sequence(
-        SequenceId(sequence_id),
-        tuple(prompt),
-        SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
-        **kwargs,
-    )
+def make_sequence(
+    sequence_id: int, prompt: list[int], *, max_tokens: int = 4, client_index: int = 0, **changes: object
+) -> Sequence:
+    """`changes` are fields of SamplingParams or of ServiceTerms."""
+    sampling = {name: changes.pop(name) for name in list(changes) if name in SamplingParams.__slots__}
+    params = SamplingParams(**({"max_tokens": max_tokens, "temperature": 0.0} | sampling))
+    terms = ServiceTerms(**changes)
+    return Sequence(SequenceId(sequence_id), tuple(prompt), params, terms, client_index=client_index)

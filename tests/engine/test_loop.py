@@ -25,6 +25,8 @@ from scheduler.messages import (
     SequenceId,
     SequenceOutput,
     SequenceStart,
+    ServiceTerms,
+    TimeLimits,
     TokenLogprobs,
 )
 from scheduler.scheduler import Scheduler
@@ -63,8 +65,7 @@ def request(*ids: int, max_tokens: int = 3, prompt: list[int] = PROMPT) -> AddRe
         sequence_ids=tuple(SequenceId(i) for i in ids),
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(max_tokens=max_tokens),
-        priority=0,
-        cache_salt="",
+        terms=ServiceTerms(),
     )
 
 
@@ -184,8 +185,7 @@ def test_the_wire_form_keeps_every_field() -> None:
         sequence_ids=(SequenceId(2**40 + 1),),
         prompt_token_ids=(0, 2**31),
         params=SamplingParams(seed=2**64 - 1, logit_bias=((3, -1.5),), num_logprobs=0),
-        priority=-5,
-        cache_salt="é",
+        terms=ServiceTerms(priority=-5, cache_salt="é", time_limits=TimeLimits(queue_s=1.5)),
         client_index=3,
     )
     assert decode_to_engine(encode(asked)) == asked

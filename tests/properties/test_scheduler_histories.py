@@ -4,14 +4,15 @@ Invariants are checked after every step (tests/world.py), and the fake worker no
 does not hold what it should.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.config import PrefixCaching, SchedulerConfig, SchedulingPolicy
+from scheduler.config import Displacement, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
@@ -85,12 +86,13 @@ CONFIGS = st.builds(
     max_num_batched_tokens=st.integers(5, 20),
     max_model_len=st.sampled_from([20, 64]),
     watermark=st.sampled_from([0.0, 0.2]),
+    priority_aging_s=st.sampled_from([inf, 3.0]),
+    max_bypasses=st.sampled_from([0, 2]),
 )
 
 
 def with_modes(config: SchedulerConfig, policy: SchedulingPolicy, caching: PrefixCaching) -> SchedulerConfig:
-    fields = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
-    return SchedulerConfig(**(fields | {"policy": policy, "prefix_caching": caching}))
+    return replace(config, policy=policy, prefix_caching=caching)
 
 
 def play(world: World, history: list[Event]) -> dict[int, Arrive]:
@@ -163,7 +165,12 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
     @HISTORIES
     @given(CONFIGS, st.lists(st.one_of(ARRIVALS, STEPS), min_size=6, max_size=30))
     def check(config: SchedulerConfig, history: list[Arrive | Step]) -> None:
-        config = with_modes(config, policy, PrefixCaching.OFF)
+        config = replace(
+            with_modes(config, policy, PrefixCaching.OFF),
+            displacement=Displacement.OFF,
+            priority_aging_s=inf,
+            max_bypasses=0,
+        )
         world, oracle = World(config), Oracle(config)
         for number, event in enumerate([*history, Step(200)], start=1):
             if isinstance(event, Arrive):
@@ -215,7 +222,10 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     for seed in range(250):
         random = Random(seed)
         config = small_config(
-            num_blocks=random.randint(6, 12), max_num_seqs=random.randint(2, 6), policy=policy
+            num_blocks=random.randint(6, 12),
+            max_num_seqs=random.randint(2, 6),
+            priority_aging_s=random.choice([inf, 5.0]),
+            max_bypasses=random.choice([0, 3]),
         )
         world = World(with_modes(config, policy, caching))
         accepted = play(world, _random_history(random))

@@ -102,7 +102,8 @@ async def test_every_field_reaches_the_engine(client, engine):
     )
     (request,) = engine.requests
     params = request.params
-    assert (request.n, request.stop, request.priority, request.cache_salt) == (3, ("a", "b"), -3, "salt")
+    assert (request.n, request.stop) == (3, ("a", "b"))
+    assert (request.terms.priority, request.terms.cache_salt) == (-3, "salt")
     assert (request.include_stop_str_in_output, request.skip_special_tokens) == (True, False)
     assert (params.max_tokens, params.min_tokens, params.num_logprobs) == (9, 2, 2)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 5, 0.1)

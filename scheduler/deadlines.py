@@ -1,0 +1,77 @@
+"""Who has run out of time.
+
+Owns: a heap of the moments at which a time limit of a sequence runs out.
+Never: a clock; the step's time is an argument. So there is one clock, and one place that decides.
+"""
+
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from math import isinf
+
+from scheduler.sequence import Sequence, Status
+
+_COMPACT_ABOVE = 256
+
+
+class Limit(Enum):
+    """What had to happen in time. The value is said to the caller."""
+
+    QUEUE = "it waited longer than its queue limit"
+    FIRST_TOKEN = "it had no token within its limit for the first one"
+    TOTAL = "it took longer than its total limit"
+
+
+class Deadlines:
+    """Adding costs O(log n), a step without an expiry O(1)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Limit, Sequence]] = []
+        self._compact_above = _COMPACT_ABOVE
+
+    def add(self, seq: Sequence) -> None:
+        """Called once, when the sequence is added."""
+        limits = seq.time_limits
+        for limit, seconds in (
+            (Limit.QUEUE, limits.queue_s),
+            (Limit.FIRST_TOKEN, limits.first_token_s),
+            (Limit.TOTAL, limits.total_s),
+        ):
+            if not isinf(seconds):
+                # Three entries of one sequence may fall on one moment: the place in the heap decides then.
+                entry = (seq.admitted_s + seconds, 3 * seq.admission + _ORDER[limit], limit, seq)
+                heappush(self._heap, entry)
+        self._compact()
+
+    def expired(self, *, now_s: float) -> list[tuple[Sequence, Limit]]:
+        """Each sequence at most once, in the order of the deadlines."""
+        found: dict[int, tuple[Sequence, Limit]] = {}
+        while self._heap and self._heap[0][0] <= now_s:
+            _, _, limit, seq = heappop(self._heap)
+            if _still_applies(limit, seq):
+                found.setdefault(seq.admission, (seq, limit))
+        return list(found.values())
+
+    @property
+    def num_entries(self) -> int:
+        """Also of sequences that have ended, until they are swept out."""
+        return len(self._heap)
+
+    def _compact(self) -> None:
+        """Most requests end before their deadline; their entries must not pile up until then."""
+        if len(self._heap) > self._compact_above:
+            self._heap = [entry for entry in self._heap if entry[3].status is not Status.FINISHED]
+            heapify(self._heap)
+            self._compact_above = max(2 * len(self._heap), _COMPACT_ABOVE)
+
+
+_ORDER = {limit: place for place, limit in enumerate(Limit)}
+
+
+def _still_applies(limit: Limit, seq: Sequence) -> bool:
+    if seq.status is Status.FINISHED:
+        return False
+    if limit is Limit.QUEUE:
+        return seq.num_preemptions == 0 and seq.status is Status.WAITING
+    if limit is Limit.FIRST_TOKEN:
+        return seq.num_output_tokens == 0
+    return True
