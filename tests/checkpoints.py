@@ -263,9 +263,12 @@ def write_tokenizer(folder: Path) -> int:
 
 
 def _write_model(family: str, folder: Path, overrides: dict[str, Any]) -> None:
+    # Here, because importing these takes seconds and many tests only read a checkpoint's tokenizer.
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model_type, differences = _FAMILIES[family]
     eos_token_id = overrides["vocab_size"] - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index(EOS_TOKEN)
     ids = {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}

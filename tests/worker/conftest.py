@@ -1,0 +1,46 @@
+"""Workers over tiny checkpoints, each loaded once per module and given back empty after each test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.worker.plan_driver import PlanDriver
+from worker.config import ModelFacts, WorkerConfig
+from worker.worker import Worker
+
+BLOCK_SIZE = 4
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Build a family's checkpoint on first use."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return lambda family: make_checkpoint(family, root / family)
+
+
+def load_worker(folder: Path, **options: object) -> tuple[Worker, ModelFacts]:
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "num_threads": 1,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 8,
+    }
+    worker = Worker(WorkerConfig(model_path=str(folder), **{**settings, **options}))  # type: ignore[arg-type]
+    return worker, worker.load(lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def llama_worker(checkpoints: MakeCheckpoint) -> Worker:
+    return load_worker(checkpoints("llama"))[0]
+
+
+@pytest.fixture
+def llama(llama_worker: Worker) -> Iterator[PlanDriver]:
+    driver = PlanDriver(llama_worker, BLOCK_SIZE)
+    yield driver
+    driver.release_all()

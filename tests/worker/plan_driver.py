@@ -1,0 +1,140 @@
+"""Plans written by hand: a scheduler without any policy, so that a test says exactly what a step computes."""
+
+from dataclasses import dataclass, field
+
+from scheduler.messages import (
+    BlockId,
+    ModelRunnerOutput,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceId,
+)
+from worker.worker import Worker
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class _Sequence:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    num_computed: int = 0
+    block_ids: list[BlockId] = field(default_factory=list)
+    is_new: bool = True
+
+
+class PlanDriver:
+    """Keeps the books of a few sequences over one worker; every block is used once and never given back."""
+
+    def __init__(self, worker: Worker, block_size: int) -> None:
+        self._worker = worker
+        self._block_size = block_size
+        self._next_block = 1
+        self._step = 0
+        self._released: list[SequenceId] = []
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._next_id = 0
+
+    def add(
+        self, prompt: list[int], params: SamplingParams = GREEDY, *, shares_with: int | None = None
+    ) -> int:
+        """Take in a prompt. With `shares_with`, its first blocks are those of that sequence."""
+        sequence_id = self._next_id
+        self._next_id += 1
+        sequence = _Sequence(list(prompt), len(prompt), params)
+        self._grow(sequence, 0 if shares_with is not None else len(prompt))
+        if shares_with is not None:
+            owner = self._sequences[SequenceId(shares_with)]
+            same = [a == b for a, b in zip(prompt, owner.token_ids, strict=False)]
+            num_same = same.index(False) if False in same else len(same)
+            num_shared = min(num_same, len(prompt) - 1) // self._block_size
+            sequence.block_ids = owner.block_ids[:num_shared]
+            sequence.num_computed = num_shared * self._block_size
+            assert num_shared > 0, "nothing to share: the test would show nothing"
+        self._sequences[SequenceId(sequence_id)] = sequence
+        return sequence_id
+
+    def preempt(self, sequence_id: int) -> None:
+        """Forget what was computed; the sequence comes back whole with its next share."""
+        sequence = self._sequences[SequenceId(sequence_id)]
+        sequence.num_computed, sequence.block_ids, sequence.is_new = 0, [], True
+        self._released.append(SequenceId(sequence_id))
+
+    def step(self, shares: dict[int, int | None]) -> ModelRunnerOutput:
+        """Compute so many more tokens of each sequence; None computes all that are known."""
+        new_sequences, new_blocks, scheduled = [], {}, []
+        for key, asked in shares.items():
+            sequence_id, sequence = SequenceId(key), self._sequences[SequenceId(key)]
+            known = len(sequence.token_ids)
+            num_tokens = known - sequence.num_computed if asked is None else asked
+            end = sequence.num_computed + num_tokens
+            grown = self._grow(sequence, end)
+            if sequence.is_new:
+                new_sequences.append(
+                    NewSequence(
+                        sequence_id=sequence_id,
+                        token_ids=tuple(sequence.token_ids),
+                        num_prompt_tokens=sequence.num_prompt_tokens,
+                        params=sequence.params,
+                        block_ids=tuple(sequence.block_ids),
+                    )
+                )
+            elif grown:
+                new_blocks[sequence_id] = grown
+            sequence.is_new = False
+            scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
+            sequence.num_computed = end
+        output = self._worker.execute(self._plan(tuple(new_sequences), new_blocks, tuple(scheduled)))
+        for sequence_id, token_ids in output.token_ids.items():
+            self._sequences[sequence_id].token_ids += token_ids
+        return output
+
+    def generate(self, sequence_ids: list[int], num_tokens: int) -> None:
+        """Step all of them together until each has so many tokens beyond its prompt."""
+        while waiting := [each for each in sequence_ids if len(self.generated(each)) < num_tokens]:
+            output = self.step({each: None for each in waiting})
+            assert not output.failures
+
+    def generated(self, sequence_id: int) -> list[int]:
+        sequence = self._sequences[SequenceId(sequence_id)]
+        return sequence.token_ids[sequence.num_prompt_tokens :]
+
+    def blocks(self, sequence_id: int) -> list[BlockId]:
+        return list(self._sequences[SequenceId(sequence_id)].block_ids)
+
+    def release_all(self) -> None:
+        """Free every row, with a plan that computes nothing."""
+        self._released += self._sequences
+        self._worker.execute(self._plan((), {}, ()))
+        self._sequences.clear()
+
+    def restart_blocks(self) -> None:
+        """Hand out blocks from the first one again: what follows finds what earlier owners left in them."""
+        self._next_block = 1
+
+    def _grow(self, sequence: _Sequence, num_tokens: int) -> tuple[BlockId, ...]:
+        missing = -(-num_tokens // self._block_size) - len(sequence.block_ids)
+        grown = tuple(BlockId(self._next_block + index) for index in range(max(missing, 0)))
+        self._next_block += len(grown)
+        sequence.block_ids += grown
+        return grown
+
+    def _plan(
+        self,
+        new_sequences: tuple[NewSequence, ...],
+        new_blocks: dict[SequenceId, tuple[BlockId, ...]],
+        scheduled: tuple[ScheduledSequence, ...],
+    ) -> SchedulerOutput:
+        self._step += 1
+        released, self._released = tuple(self._released), []
+        return SchedulerOutput(
+            step=self._step,
+            released=released,
+            new_sequences=new_sequences,
+            new_blocks=new_blocks,
+            scheduled=scheduled,
+            num_scheduled_tokens=sum(share.num_tokens for share in scheduled),
+        )

@@ -1,0 +1,200 @@
+"""The attention call's border, and the reference backend against the plainest possible attention."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from worker.attention import dense, ref
+from worker.attention.interface import AttentionMetadata, AttentionOptions, active, attention_forward
+from worker.attention.probe import ProbeAttention
+from worker.attention.ref import RefAttention
+from worker.config import WorkerConfig
+from worker.device import CpuDevice
+from worker.errors import UnsupportedAttention
+from worker.kv_cache import BlockLayout, KVCache, LayerShape
+
+HEADS, GROUPS, KEY_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 8, 4, 128
+
+
+class AttentionModule(nn.Module):
+    layer_idx = 0
+    is_causal = True
+
+
+def call(module: nn.Module | None = None, **kwargs: object) -> torch.Tensor:
+    query, key = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8)
+    arguments = {"attention_mask": None, "scaling": 0.3, **kwargs}
+    return attention_forward(module or AttentionModule(), query, key, key, **arguments)[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"position_bias": torch.zeros(1)},
+        {"block_indices": torch.zeros(1)},
+        {"sinks": torch.zeros(6)},
+        {"something_new": 1},
+        {"dropout": 0.1},
+        {"is_causal": False},
+        {"attention_mask": torch.zeros(5, 5)},
+    ],
+)
+def test_an_argument_that_would_change_the_result_is_an_error(arguments: dict[str, object]) -> None:
+    with active(ProbeAttention()), pytest.raises(UnsupportedAttention):
+        call(**arguments)
+
+
+def test_arguments_that_change_nothing_are_let_through() -> None:
+    with active(ProbeAttention()):
+        shape = call(dropout=0.0, something_new=None, use_cache=False, output_router_logits=True).shape
+    assert shape == (1, 5, 6, 8)
+
+
+def test_a_module_that_looks_ahead_or_has_no_index_is_an_error() -> None:
+    encoder, nameless = AttentionModule(), nn.Identity()
+    encoder.is_causal = False
+    for module in (encoder, nameless):
+        with active(ProbeAttention()), pytest.raises(UnsupportedAttention):
+            call(module)
+
+
+def test_one_index_called_twice_is_an_error() -> None:
+    with active(ProbeAttention()):
+        call()
+        with pytest.raises(UnsupportedAttention, match="called twice"):
+            call()
+
+
+def test_a_call_outside_of_a_step_is_an_error() -> None:
+    with pytest.raises(UnsupportedAttention, match="outside"):
+        call()
+
+
+@dataclass
+class Case:
+    """Sequences of (length before the step, tokens in the step), decodes first."""
+
+    shares: list[tuple[int, int]]
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    value_dim: int = KEY_DIM
+    dtype: torch.dtype = torch.float32
+
+
+DECODES = [(0, 1), (3, 1), (30, 1), (7, 1), (12, 1)]
+CHUNKS = [(0, 9), (5, 7), (16, 8), (40, 3)]
+CASES = {
+    "decodes of many lengths": Case(DECODES),
+    "prefill chunks": Case(CHUNKS),
+    "both": Case(DECODES + CHUNKS),
+    "window": Case(DECODES + CHUNKS, window=5),
+    "window of one block": Case(DECODES + CHUNKS, window=4),
+    "window of one token": Case(DECODES + CHUNKS, window=1),
+    "softcap": Case(DECODES + CHUNKS, softcap=2.0),
+    "sinks and window": Case(DECODES + CHUNKS, has_sinks=True, window=6),
+    "small values": Case(DECODES + CHUNKS, value_dim=4),
+    "bfloat16": Case(DECODES + CHUNKS, dtype=torch.bfloat16),
+    "float16": Case(DECODES + CHUNKS, dtype=torch.float16),
+    "one decode": Case([(0, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tiles", ["whole", "small"])
+def test_paged_attention_is_plain_attention(name: str, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles and groups cut everywhere; results must not depend on it."""
+    if tiles == "small":
+        monkeypatch.setattr(dense, "_MOST_IN_TILE", 8)
+        monkeypatch.setattr(dense, "_SMALLEST_TILE", 2)
+        monkeypatch.setattr(ref, "_MOST_IN_GROUP", 150)
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(3)
+    options = AttentionOptions(
+        scaling=0.4,
+        sliding_window=case.window,
+        softcap=case.softcap,
+        sinks=torch.randn(HEADS * GROUPS, generator=generator) if case.has_sinks else None,
+    )
+    sequences = [
+        tuple(
+            torch.randn(heads, before + now, dim, generator=generator).to(case.dtype)
+            for heads, dim in ((HEADS * GROUPS, KEY_DIM), (HEADS, KEY_DIM), (HEADS, case.value_dim))
+        )
+        for before, now in case.shares
+    ]
+    ours = run_paged(case, sequences, options)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
+    for (before, _), (query, key, value), out in zip(case.shares, sequences, ours, strict=True):
+        expected = attend_plainly(query.double(), key.double(), value.double(), options)[before:]
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def run_paged(
+    case: Case, sequences: list[tuple[torch.Tensor, ...]], options: AttentionOptions
+) -> list[torch.Tensor]:
+    """Write what lies before the step in one step, then run the step itself; [tokens, heads, V] each."""
+    layer = LayerShape(HEADS, KEY_DIM, case.value_dim)
+    layout = BlockLayout(layers={0: LayerShape(1, 12, 12), 7: layer}, block_size=BLOCK_SIZE, dtype=case.dtype)
+    # Earlier owners may have left anything in a block; only the padding block is always clean.
+    memory = torch.full(((NUM_BLOCKS + 1) * layout.block_numel,), torch.nan, dtype=case.dtype)
+    memory[: layout.block_numel] = 0
+    backend = RefAttention(
+        KVCache(layout, NUM_BLOCKS, memory), CpuDevice(WorkerConfig(model_path="", num_threads=1))
+    )
+    tables = np.random.default_rng(5).permutation(NUM_BLOCKS)[: len(sequences) * 12].reshape(-1, 12) + 1
+    befores = [(0, before) for before, _ in case.shares]
+    out = torch.empty(0)
+    for spans in (befores, [(before, before + now) for before, now in case.shares]):
+        chosen = [index for index, (start, end) in enumerate(spans) if end > start]
+        if not chosen:
+            continue
+        spans = [spans[index] for index in chosen]
+        backend.begin_step(make_metadata(spans, tables[chosen].astype(np.int32)))
+        query, key, value = (
+            torch.cat(
+                [sequences[index][part][:, slice(*span)] for index, span in zip(chosen, spans, strict=True)],
+                1,
+            )
+            for part in range(3)
+        )
+        out = backend.attend(7, query, key, value, options)
+    return list(out.split([now for _, now in case.shares]))
+
+
+def make_metadata(spans: list[tuple[int, int]], tables: np.ndarray) -> AttentionMetadata:
+    # Only leading shares of one token count as decodes; one among the chunks is a chunk.
+    num_decodes = next((index for index, (start, end) in enumerate(spans) if end - start > 1), len(spans))
+    positions = [np.arange(*span) for span in spans]
+    blocks = [table[position // BLOCK_SIZE] for table, position in zip(tables, positions, strict=True)]
+    return AttentionMetadata(
+        num_decodes=num_decodes,
+        query_starts=np.cumsum([0, *(end - start for start, end in spans)]),
+        seq_lens=np.array([end for _, end in spans]),
+        block_tables=tables,
+        token_blocks=np.concatenate(blocks).astype(np.int64),
+        token_offsets=np.concatenate(positions) % BLOCK_SIZE,
+    )
+
+
+def attend_plainly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Whole sequence, one query and head at a time; [tokens, heads, V]."""
+    num_heads, num_tokens, _ = query.shape
+    out = torch.zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float64)
+    for head in range(num_heads):
+        kv_head = head // GROUPS
+        for position in range(num_tokens):
+            first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+            scores = key[kv_head, first : position + 1] @ query[head, position] * options.scaling
+            if options.softcap is not None:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            if options.sinks is not None:
+                scores = torch.cat([scores, options.sinks[head, None].double()])
+            weights = torch.softmax(scores, 0)[: position + 1 - first]
+            out[position, head] = weights @ value[kv_head, first : position + 1]
+    return out

@@ -1,0 +1,75 @@
+"""Memory and cores as /proc and control groups tell them, on machines made of files."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from worker.host import available_memory_bytes, usable_cores
+
+MIB = 1 << 20
+
+
+class Machine:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/meminfo", "MemTotal: 9999999 kB\nMemAvailable: 102400 kB\n")
+
+    def write(self, name: str, content: object) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_without_a_control_group_free_memory_counts(machine: Machine) -> None:
+    assert available_memory_bytes(machine.root) == 100 * MIB
+
+
+def test_a_version_2_limit_counts_and_page_cache_gives_way(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/pod/container")
+    group = "sys/fs/cgroup/pod/container"
+    machine.write(f"{group}/memory.max", 60 * MIB)
+    machine.write(f"{group}/memory.current", 50 * MIB)
+    machine.write(f"{group}/memory.stat", f"anon 1\ninactive_file {30 * MIB}")
+    assert available_memory_bytes(machine.root) == 40 * MIB
+    machine.write(f"{group}/memory.max", "max")
+    assert available_memory_bytes(machine.root) == 100 * MIB
+
+
+def test_a_limit_of_an_ancestor_counts(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/pod/container")
+    machine.write("sys/fs/cgroup/pod/memory.max", 20 * MIB)
+    machine.write("sys/fs/cgroup/pod/memory.current", 15 * MIB)
+    assert available_memory_bytes(machine.root) == 5 * MIB
+
+
+def test_a_version_1_limit_counts_at_the_mount_point_of_a_container(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "7:cpu,cpuacct:/x\n4:memory:/path/on/the/host")
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", 64 * MIB)
+    machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", 80 * MIB)
+    machine.write("sys/fs/cgroup/memory/memory.stat", f"total_inactive_file {20 * MIB}")
+    assert available_memory_bytes(machine.root) == 4 * MIB
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
+    assert available_memory_bytes(machine.root) == 100 * MIB
+
+
+def test_hyper_threads_are_one_core_and_a_quota_cuts(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for cpu in range(8):
+        siblings = f"{cpu % 4},{cpu % 4 + 4}"
+        machine.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
+    assert usable_cores(machine.root) == 4
+    machine.write("proc/self/cgroup", "0::/")
+    machine.write("sys/fs/cgroup/cpu.max", "250000 100000")
+    assert usable_cores(machine.root) == 2
+    machine.write("sys/fs/cgroup/cpu.max", "50000 100000")
+    assert usable_cores(machine.root) == 1
+    machine.write("sys/fs/cgroup/cpu.max", "max 100000")
+    assert usable_cores(machine.root) == 4

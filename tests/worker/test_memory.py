@@ -1,0 +1,71 @@
+"""Bytes to blocks: every number by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from worker.errors import StartupError
+from worker.memory import CacheRequest, cpu_budget_bytes, cuda_budget_bytes, size_cache
+
+GIB = 1 << 30
+REQUEST = CacheRequest(
+    block_bytes=1000,
+    block_size=16,
+    budget_bytes=101_000,
+    num_blocks=None,
+    max_model_len=None,
+    checkpoint_len=4096,
+    max_num_seqs=64,
+)
+
+
+def test_the_budget_pays_for_the_padding_block_too() -> None:
+    assert size_cache(REQUEST).num_blocks == 100
+
+
+def test_a_sequence_may_grow_to_what_the_cache_holds() -> None:
+    assert size_cache(REQUEST).max_model_len == 1600
+    assert size_cache(replace(REQUEST, checkpoint_len=512)).max_model_len == 512
+
+
+def test_more_blocks_than_all_sequences_could_fill_twice_are_not_taken() -> None:
+    small = replace(REQUEST, checkpoint_len=40, max_num_seqs=4)
+    assert size_cache(small).num_blocks == 2 * 4 * 3
+
+
+def test_asked_blocks_override_the_budget() -> None:
+    assert size_cache(replace(REQUEST, num_blocks=7)).num_blocks == 7
+
+
+def test_an_asked_length_must_fit_and_the_error_says_what_would() -> None:
+    assert size_cache(replace(REQUEST, max_model_len=1600)).max_model_len == 1600
+    with pytest.raises(StartupError, match=r"--max-model-len 1600 or less, or give the cache 102000 bytes"):
+        size_cache(replace(REQUEST, max_model_len=1601))
+
+
+def test_an_asked_length_beyond_the_models_own_is_refused() -> None:
+    with pytest.raises(StartupError, match="context window of 4096"):
+        size_cache(replace(REQUEST, max_model_len=4097))
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 1999])
+def test_a_budget_below_two_blocks_is_refused(budget_bytes: int) -> None:
+    with pytest.raises(StartupError, match="at least 2000 bytes"):
+        size_cache(replace(REQUEST, budget_bytes=budget_bytes))
+
+
+def test_the_cpu_gives_a_quarter_of_what_is_free_up_to_a_limit() -> None:
+    assert cpu_budget_bytes(8 * GIB, None) == 2 * GIB
+    assert cpu_budget_bytes(100 * GIB, None) == 4 * GIB
+    assert cpu_budget_bytes(8 * GIB, 6 * GIB) == 6 * GIB
+    with pytest.raises(StartupError, match=r"9.00 GiB does not fit into the 8.00 GiB"):
+        cpu_budget_bytes(8 * GIB, 9 * GIB)
+
+
+def test_the_gpu_gives_what_utilization_leaves_after_weights_and_activations() -> None:
+    budget = cuda_budget_bytes(
+        total_bytes=80 * GIB, free_bytes=60 * GIB, activation_bytes=4 * GIB, utilization=0.9
+    )
+    assert budget == 72 * GIB - 20 * GIB - 4 * GIB
+    nothing = cuda_budget_bytes(total_bytes=80 * GIB, free_bytes=1 * GIB, activation_bytes=0, utilization=0.9)
+    assert nothing == 0

@@ -1,0 +1,66 @@
+"""Frequencies are chosen once, so that a neighbour's length changes nobody's tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
+from tests.worker.plan_driver import PlanDriver
+from worker.errors import StartupError
+
+PROMPT = [10, 20, 30, 40, 50, 60, 70]
+
+
+def generate(folder: Path, num_tokens: int, **options: object) -> list[int]:
+    worker, _ = load_worker(folder, **options)
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    sequence = driver.add(PROMPT)
+    driver.generate([sequence], num_tokens)
+    return driver.generated(sequence)
+
+
+def reference(folder: Path, num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = torch.tensor([PROMPT])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(PROMPT) :].tolist()
+
+
+def test_longrope_below_the_short_window_is_what_transformers_computes(checkpoints: MakeCheckpoint) -> None:
+    folder = checkpoints("phi3_longrope")
+    assert generate(folder, 12, max_model_len=64) == reference(folder, 12)
+
+
+def test_longrope_uses_long_factors_throughout_when_sequences_may_outgrow_the_short_window(
+    checkpoints: MakeCheckpoint,
+) -> None:
+    folder = checkpoints("phi3_longrope")
+    worker, facts = load_worker(folder)
+    assert facts.max_model_len > 64
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    short = driver.add(PROMPT)
+    driver.generate([short], 4)
+    long = driver.add([5] * 70)
+    driver.generate([short, long], 12)
+    assert driver.generated(short) == generate(folder, 12), "a long neighbour changed a short sequence"
+    assert driver.generated(short) != generate(folder, 12, max_model_len=64), "the factors make a difference"
+    longer = driver.add([5] * 70 + driver.generated(long)[:5])
+    driver.generate([longer], 7)
+    assert driver.generated(longer) == driver.generated(long)[5:12], "prefill and decode rotate alike"
+
+
+def test_dynamic_rope_is_served_up_to_the_trained_window_only(checkpoints: MakeCheckpoint) -> None:
+    folder = checkpoints("dynamic_rope")
+    assert load_worker(folder)[1].max_model_len == 512
+    assert generate(folder, 12) == reference(folder, 12)
+    with pytest.raises(StartupError, match="dynamic rope"):
+        load_worker(folder, max_model_len=600)

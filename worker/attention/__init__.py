@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: interface.py, then one backend per file."""

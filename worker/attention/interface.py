@@ -1,0 +1,158 @@
+"""The one attention function that every model calls, and what a backend must do for it.
+
+Owns: the name under which transformers' models find us, the check of what they ask for, and the
+hand-over of a step's metadata: some families drop keyword arguments on the way to attention, so it
+travels beside the call, in one module-level place that only `active` sets.
+Never: computes (ref.py and its siblings), or chooses blocks.
+Source: transformers' AttentionInterface. A name without a mask function makes its models build no
+mask at all; causality and windows are the backend's.
+
+Shapes: T tokens of the step, R sequences (decodes first), G query heads per KV head,
+Hq and Hk query and KV heads, D key size, V value size.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from worker.errors import UnsupportedAttention
+
+ATTENTION_NAME = "tokenyard_paged"
+
+_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout"})
+# Arguments that say nothing new here: what they describe comes with the step's metadata, or belongs
+# to training and to outputs that nobody asks for.
+_MEANINGLESS = frozenset(
+    {
+        *("position_ids", "cache_position", "use_cache", "past_key_values", "past_key_value"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("num_items_in_batch", "labels", "head_mask", "position_embeddings", "input_shape"),
+    }
+)
+
+
+class AttentionOptions(NamedTuple):
+    """How one layer attends."""
+
+    scaling: float
+    sliding_window: int | None
+    """A token sees itself and the sliding_window - 1 tokens before it; None sees all."""
+    softcap: float | None
+    """Scores are squeezed into (-softcap, softcap) by tanh."""
+    sinks: Tensor | None
+    """[Hq]: one more score per head that takes its part of the softmax and has no value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """One step as attention sees it, on the host. Sequences stand in the order of the flattened batch."""
+
+    num_decodes: int
+    """The first so many sequences have one query token each."""
+    query_starts: NDArray[np.int64]
+    """[R + 1]: the tokens of sequence r are query_starts[r] to query_starts[r + 1]."""
+    seq_lens: NDArray[np.int64]
+    """[R], after this step."""
+    block_tables: NDArray[np.int32]
+    """[R, longest table], padded with block 0."""
+    token_blocks: NDArray[np.int64]
+    """[T]: the block that each token's key and value go to."""
+    token_offsets: NDArray[np.int64]
+    """[T]: the place within that block."""
+
+
+class LayerExecutor(Protocol):
+    """Computes attention for the layers of a model, one call per layer and step."""
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Write keys and values of all tokens to the cache, then attend.
+
+        query [Hq, T, D], key [Hk, T, D], value [Hk, T, V], rotated and normed; returns [T, Hq, V].
+        """
+
+
+class AttentionBackend(LayerExecutor, Protocol):
+    """A LayerExecutor over the paged cache."""
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Prepare what all layers of the step share."""
+
+
+_active: LayerExecutor | None = None
+
+
+@contextmanager
+def active(executor: LayerExecutor) -> Iterator[None]:
+    """Let attention calls of the models go to `executor`. One at a time: the worker has one thread."""
+    global _active
+    previous, _active = _active, executor
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend, called by transformers' attention modules with a batch of 1.
+
+    query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, V]; returns [1, T, Hq, V] and no weights.
+    Raises UnsupportedAttention for an argument that would change the result and is not known here.
+    """
+    if _active is None:
+        raise UnsupportedAttention(f"{ATTENTION_NAME} attention was called outside of a step")
+    if attention_mask is not None:
+        raise UnsupportedAttention("attention over a mask of the model's own making")
+    options = _read_options(module, query, kwargs)
+    layer_idx = getattr(module, "layer_idx", None)
+    if not isinstance(layer_idx, int):
+        raise UnsupportedAttention(f"attention module {type(module).__name__} without a layer_idx")
+    return _active.attend(layer_idx, query[0], key[0], value[0], options).unsqueeze(0), None
+
+
+def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionOptions:
+    for name, value in kwargs.items():
+        if name not in _UNDERSTOOD and name not in _MEANINGLESS and value is not None:
+            raise UnsupportedAttention(f"attention with {name}")
+    if kwargs.get("dropout"):
+        raise UnsupportedAttention("attention with dropout")
+    is_causal = kwargs.get("is_causal")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
+        raise UnsupportedAttention("attention to later tokens, as an encoder does")
+    scaling = kwargs.get("scaling")
+    return AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+
+
+def is_plain(options: AttentionOptions) -> bool:
+    """Scaled dot products and nothing else, so that torch's fused kernels apply."""
+    return options.softcap is None and options.sinks is None
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension in float32, back in the scores' dtype.
+
+    scores [..., K]; sinks broadcasts to [..., 1] and takes its share of the sum, or None.
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+    extended = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(extended, dim=-1, dtype=torch.float32)[..., :-1].to(scores.dtype)

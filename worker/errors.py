@@ -1,0 +1,36 @@
+"""What can go wrong in the worker, by who can do something about it.
+
+WorkerError
+├── StartupError           the operator's: says what is wrong, and what to do about it
+│   └── FamilyRefused      no option helps: this family cannot be served
+├── UnsupportedAttention   a model asks attention for something that the backend would get wrong
+└── SequenceRefused        one sequence of a plan cannot be computed; the others can
+"""
+
+
+class WorkerError(Exception):
+    """The root. Its text is for the log."""
+
+
+class StartupError(WorkerError):
+    """The model cannot be served as configured. One line: what is wrong; what to do."""
+
+    def __init__(self, what: str, *, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what = what
+        self.fix = fix
+
+
+class FamilyRefused(StartupError):
+    """A model family that would come out wrong, or not at all, through a paged KV cache."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, fix="serve a model of another family")
+
+
+class UnsupportedAttention(WorkerError):
+    """Raised while a model is tried at load; the loader turns it into a StartupError."""
+
+
+class SequenceRefused(WorkerError):
+    """Ends as an entry in ModelRunnerOutput.failures."""

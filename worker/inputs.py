@@ -1,0 +1,113 @@
+"""A plan and the rows -> the tensors of one step. The only place that builds them.
+
+Owns: the flattened batch (one token after another, sequences side by side, decodes first), and the
+checks that keep a wrong plan from writing outside of its blocks or reading outside of the vocabulary.
+Never: changes a row.
+
+Shapes: R sequences, T tokens, N logits wanted.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
+from worker.attention.interface import AttentionMetadata
+from worker.device import Device
+from worker.errors import SequenceRefused
+from worker.rows import RowTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What one forward pass takes, and whom its logits belong to."""
+
+    input_ids_1T: Tensor
+    position_ids_1T: Tensor
+    logits_indices_N: Tensor
+    """Which tokens' logits are wanted: the last one of each share that samples."""
+    metadata: AttentionMetadata
+    sequence_ids: list[SequenceId]
+    """[N], aligned with logits_indices_N."""
+    rows: list[int]
+    """[N], aligned with logits_indices_N."""
+
+
+def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
+    """Raise SequenceRefused for tokens that the model has no embedding for."""
+    lowest, highest = min(new.token_ids, default=-1), max(new.token_ids, default=-1)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = "no tokens" if not new.token_ids else f"token {highest if lowest >= 0 else lowest}"
+        raise SequenceRefused(f"{wrong}: the model knows tokens 0 to {vocab_size - 1}")
+
+
+def build_inputs(
+    plan: SchedulerOutput, rows: RowTable, device: Device, failures: dict[SequenceId, str]
+) -> StepInputs | None:
+    """Build the step; None if nothing is left of it.
+
+    A share that the rows do not bear out is left out and explained in `failures`, alone.
+    """
+    shares = [share for share in plan.scheduled if _is_sound(share, rows, failures)]
+    if not shares:
+        return None
+    if any(later.num_tokens == 1 < earlier.num_tokens for earlier, later in pairwise(shares)):
+        shares.sort(key=lambda share: share.num_tokens > 1)
+    # _is_sound has seen a row for each.
+    row_of_R = np.array([rows.row_of(share.sequence_id) for share in shares], dtype=np.int64)
+    starts_R = np.array([share.start for share in shares], dtype=np.int64)
+    counts_R = np.array([share.num_tokens for share in shares], dtype=np.int64)
+    samples_R = np.array([share.samples for share in shares], dtype=np.bool_)
+
+    ends_R = np.cumsum(counts_R)
+    rows_T = np.repeat(row_of_R, counts_R)
+    positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R + counts_R - ends_R, counts_R)
+    token_ids_T = rows.token_ids_CL[rows_T, positions_T].astype(np.int64)
+    wanted_N = np.flatnonzero(samples_R)
+    metadata = AttentionMetadata(
+        num_decodes=int(np.count_nonzero(counts_R == 1)),
+        query_starts=np.concatenate([[0], ends_R]),
+        seq_lens=starts_R + counts_R,
+        block_tables=_block_tables(rows, row_of_R, starts_R + counts_R),
+        token_blocks=rows.block_ids_CB[rows_T, positions_T // rows.block_size].astype(np.int64),
+        token_offsets=positions_T % rows.block_size,
+    )
+    return StepInputs(
+        input_ids_1T=device.tensor(token_ids_T[None]),
+        position_ids_1T=device.tensor(positions_T[None]),
+        logits_indices_N=device.tensor(ends_R[wanted_N] - 1),
+        metadata=metadata,
+        sequence_ids=[shares[index].sequence_id for index in wanted_N],
+        rows=row_of_R[wanted_N].tolist(),
+    )
+
+
+def _is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId, str]) -> bool:
+    """Check that the share's tokens are known and have slots. Slots are written unchecked afterwards."""
+    row = rows.row_of(share.sequence_id)
+    end = share.start + share.num_tokens
+    if row is None:
+        reason = "scheduled, but the worker does not know it"
+    elif share.start < 0 or share.num_tokens < 1:
+        reason = f"scheduled for {share.num_tokens} tokens from position {share.start}"
+    elif end > rows.num_tokens_C[row]:
+        reason = f"scheduled up to position {end}, but has {rows.num_tokens_C[row]} tokens"
+    elif end > rows.num_blocks_C[row] * rows.block_size:
+        num_slots = rows.num_blocks_C[row] * rows.block_size
+        reason = f"scheduled up to position {end}, but its blocks end at {num_slots}"
+    elif share.samples and end >= rows.token_ids_CL.shape[1]:
+        reason = f"sampled at position {end}, beyond max_model_len"
+    else:
+        return True
+    failures.setdefault(share.sequence_id, reason)
+    return False
+
+
+def _block_tables(
+    rows: RowTable, row_of_R: NDArray[np.int64], seq_lens_R: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    longest = -(-int(seq_lens_R.max()) // rows.block_size)
+    return rows.block_ids_CB[row_of_R, :longest]

@@ -1,0 +1,125 @@
+"""The KV cache: one pool, block-major, handed out to the layers as strided views.
+
+Owns: the layout of a block and the tensor behind it.
+Never: which block belongs to whom (scheduler/), or the indices of a step (inputs.py, attention/).
+Source: PagedAttention, arXiv:2309.06180; blocks hold all layers, so that moving one is a single copy.
+
+    pool   | block 0 (padding) | block 1 | block 2 | ...
+    block  | layer 0: K, V | layer 1: K, V | ... | slack
+    K      | head 0: page | head 1: page | ...
+    page   | token 0: D numbers | token 1 | ... | token block_size - 1
+
+Heads stand outside tokens, so that attention streams one head of a block without gaps. A block is
+padded to a multiple of every page size in it; so the pages of one layer can be numbered with one
+stride over the whole pool, although other layers' pages lie in between.
+
+Shapes: N blocks with block 0, H KV heads, S block size, D head size, P pages, R rows (one token of one head).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of each token. Key and value sizes differ in some families (DeepSeek's MLA)."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+    """Where in a block each layer's keys and values stand. Counts are in numbers, not bytes."""
+
+    layers: dict[int, LayerShape]
+    """By the layer_idx of the model's attention module."""
+    block_size: int
+    dtype: torch.dtype
+
+    @cached_property
+    def offsets(self) -> dict[int, tuple[int, int]]:
+        """Start of a layer's keys and of its values within a block."""
+        offsets, end = {}, 0
+        for layer_idx, shape in self.layers.items():
+            keys_size = shape.num_heads * self.block_size * shape.key_dim
+            offsets[layer_idx] = (end, end + keys_size)
+            end += keys_size + shape.num_heads * self.block_size * shape.value_dim
+        return offsets
+
+    @cached_property
+    def block_numel(self) -> int:
+        used = sum(
+            shape.num_heads * self.block_size * (shape.key_dim + shape.value_dim)
+            for shape in self.layers.values()
+        )
+        dims = [dim for shape in self.layers.values() for dim in (shape.key_dim, shape.value_dim)]
+        page_multiple = math.lcm(*(self.block_size * dim for dim in dims))
+        return math.ceil(used / page_multiple) * page_multiple
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PagedTensor:
+    """The keys, or the values, of one layer, seen in three ways. All share the pool's memory."""
+
+    blocks_NHSD: Tensor
+    pages_PSD: Tensor
+    """Page of block n and head h: n * pages_per_block + h. Other numbers are other layers' memory."""
+    rows_RD: Tensor
+    """Row of block n, head h, offset s: (n * pages_per_block + h) * block_size + s."""
+    pages_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    keys: PagedTensor
+    values: PagedTensor
+
+
+class KVCache:
+    """The pool and its views. `pool_NE` is one row per block: what swapping and copying move.
+
+    `memory` is flat and zeroed, of (num_blocks + 1) * layout.block_numel numbers. Zeroed because slots
+    that were never written are gathered too, and 0 * NaN is NaN even where the weight is 0.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, memory: Tensor) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.pool_NE = memory.view(num_blocks + 1, layout.block_numel)
+        self.layers = {layer_idx: self._layer_cache(layer_idx) for layer_idx in layout.layers}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool_NE.numel() * self.layout.dtype.itemsize
+
+    def _layer_cache(self, layer_idx: int) -> LayerCache:
+        shape = self.layout.layers[layer_idx]
+        keys_offset, values_offset = self.layout.offsets[layer_idx]
+        return LayerCache(
+            keys=self._paged(keys_offset, shape.num_heads, shape.key_dim),
+            values=self._paged(values_offset, shape.num_heads, shape.value_dim),
+        )
+
+    def _paged(self, offset: int, num_heads: int, dim: int) -> PagedTensor:
+        block_size, block_numel = self.layout.block_size, self.layout.block_numel
+        page = block_size * dim
+        flat = self.pool_NE.view(-1)
+        num_pages = (flat.numel() - offset) // page
+        return PagedTensor(
+            blocks_NHSD=flat.as_strided(
+                (self.num_blocks + 1, num_heads, block_size, dim), (block_numel, page, dim, 1), offset
+            ),
+            pages_PSD=flat.as_strided((num_pages, block_size, dim), (page, dim, 1), offset),
+            rows_RD=flat.as_strided((num_pages * block_size, dim), (dim, 1), offset),
+            pages_per_block=block_numel // page,
+        )

@@ -1,0 +1,104 @@
+"""Bytes to blocks: how large the KV cache is, and how long a sequence may grow in it.
+
+Owns: the arithmetic, and the refusals with their numbers. Testable without a device.
+Never: measures (host.py, device.py) or allocates (kv_cache.py).
+"""
+
+from dataclasses import dataclass
+
+from worker.errors import StartupError
+
+CPU_SHARE_OF_AVAILABLE = 0.25
+"""Other processes live here too, and activations and the page cache of the weights need room."""
+CPU_MOST_BYTES = 4 << 30
+"""More is rarely reached before compute runs out on a CPU; kv_cache_bytes asks for it."""
+_MOST_USEFUL_FILLS = 2
+"""Once for every sequence at full length, and as much again for cached prefixes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRequest:
+    """What was asked, and what the model needs."""
+
+    block_bytes: int
+    block_size: int
+    budget_bytes: int
+    num_blocks: int | None
+    """Asked for; overrides the budget."""
+    max_model_len: int | None
+    """Asked for; must fit."""
+    checkpoint_len: int
+    """The model's own context window, the longest that can be right."""
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    num_blocks: int
+    """Without the padding block."""
+    max_model_len: int
+
+
+def cpu_budget_bytes(available_bytes: int, asked_bytes: int | None) -> int:
+    """Memory for the KV cache on CPU. Asking for more than there is raises StartupError."""
+    if asked_bytes is None:
+        return min(int(available_bytes * CPU_SHARE_OF_AVAILABLE), CPU_MOST_BYTES)
+    if asked_bytes > available_bytes:
+        raise StartupError(
+            f"a KV cache of {_gib(asked_bytes)} does not fit into the {_gib(available_bytes)} "
+            "of memory that are available",
+            fix="ask for less with --kv-cache-bytes",
+        )
+    return asked_bytes
+
+
+def cuda_budget_bytes(*, total_bytes: int, free_bytes: int, activation_bytes: int, utilization: float) -> int:
+    """Memory for the KV cache on a GPU, once the weights are on it.
+
+    `utilization` is the share of the whole device that all of this process and its neighbours on the
+    device may fill; `activation_bytes` is the peak of a step above the weights, measured.
+    """
+    used_bytes = total_bytes - free_bytes
+    return max(0, int(total_bytes * utilization) - used_bytes - activation_bytes)
+
+
+def size_cache(request: CacheRequest) -> CacheSize:
+    """Choose the number of blocks and the longest sequence. Raises StartupError with what would fit."""
+    asked_len = request.max_model_len
+    if asked_len is not None and asked_len > request.checkpoint_len:
+        raise StartupError(
+            f"max_model_len {asked_len} exceeds the model's own context window "
+            f"of {request.checkpoint_len} tokens",
+            fix=f"ask for --max-model-len {request.checkpoint_len} or less",
+        )
+    num_blocks = request.num_blocks
+    if num_blocks is None:
+        # One block of the budget is the padding block.
+        num_blocks = request.budget_bytes // request.block_bytes - 1
+        longest = asked_len or request.checkpoint_len
+        useful = _MOST_USEFUL_FILLS * request.max_num_seqs * _ceil_div(longest, request.block_size)
+        num_blocks = min(num_blocks, useful)
+    if num_blocks < 1:
+        raise StartupError(
+            f"the memory left for the KV cache ({_gib(request.budget_bytes)}) holds no two blocks "
+            f"of {request.block_bytes} bytes",
+            fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-bytes on CPU, "
+            "--gpu-memory-utilization on CUDA), or take a smaller --block-size",
+        )
+    cache_len = num_blocks * request.block_size
+    if asked_len is not None and asked_len > cache_len:
+        needed_bytes = (_ceil_div(asked_len, request.block_size) + 1) * request.block_bytes
+        raise StartupError(
+            f"the KV cache of {num_blocks} blocks holds {cache_len} tokens, "
+            f"but one sequence of max_model_len {asked_len} needs {_gib(needed_bytes)} of it",
+            fix=f"ask for --max-model-len {cache_len} or less, or give the cache {needed_bytes} bytes",
+        )
+    return CacheSize(num_blocks=num_blocks, max_model_len=asked_len or min(request.checkpoint_len, cache_len))
+
+
+def _ceil_div(amount: int, unit: int) -> int:
+    return -(-amount // unit)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"

@@ -1,0 +1,81 @@
+"""Rotary embeddings that choose their frequencies by the longest sequence of a batch.
+
+Owns: making that choice once, at load. In a server a neighbour's length would otherwise change
+everybody's tokens, and keys in the cache would no longer agree with queries.
+Never: computes a rotation; the model's own modules do.
+Source: rope types `dynamic` and `longrope` of transformers' modeling_rope_utils.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.errors import StartupError
+
+
+def longest_right_len(text_config: Any, checkpoint_len: int, asked_len: int | None) -> int:
+    """Cut the context window to what one fixed choice of frequencies can serve.
+
+    `dynamic` stretches its frequencies anew with each token beyond the trained window, which no KV
+    cache can follow: up to the trained window it is the plain rotation, beyond it we refuse.
+    """
+    if "dynamic" not in _rope_types(text_config):
+        return checkpoint_len
+    trained_len = min(checkpoint_len, int(text_config.max_position_embeddings))
+    if asked_len is not None and asked_len > trained_len:
+        raise StartupError(
+            f"max_model_len {asked_len}: dynamic rope changes all rotations beyond {trained_len} tokens, "
+            "which a KV cache cannot follow",
+            fix=f"ask for --max-model-len {trained_len} or less",
+        )
+    return trained_len
+
+
+def fix_rope(model: nn.Module, text_config: Any, max_model_len: int) -> None:
+    """Pick long or short longrope frequencies for good: long if any sequence may outgrow the short ones."""
+    originals = dict(_longrope_originals(text_config))
+    for module in model.modules():
+        if not originals or not hasattr(module, "rope_type"):
+            continue
+        for layer_type, original_len in originals.items():
+            if max_model_len <= original_len:
+                continue  # no position ever reaches the point where the module would switch
+            _switch_to_long(module, layer_type, original_len)
+
+
+def _switch_to_long(module: Any, layer_type: str | None, original_len: int) -> None:
+    types = module.rope_type
+    if (types if layer_type is None else types.get(layer_type)) != "longrope":
+        return
+    # One call beyond the short window makes the module choose; the relabelling keeps it from choosing again.
+    device = next(module.buffers()).device
+    beyond = torch.tensor([[original_len]], device=device)
+    arguments = () if layer_type is None else (layer_type,)
+    with torch.no_grad():
+        module(torch.zeros((1, 1, 1), device=device), beyond, *arguments)
+    if layer_type is None:
+        module.rope_type = "default"
+    else:
+        types[layer_type] = "default"
+
+
+def _longrope_originals(text_config: Any) -> Iterator[tuple[str | None, int]]:
+    """Yield the length of the short window, per layer type where the configuration has several."""
+    for layer_type, rope in _rope_dicts(text_config):
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            yield layer_type, int(original or text_config.original_max_position_embeddings)
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    return {str(rope.get("rope_type")) for _, rope in _rope_dicts(text_config)}
+
+
+def _rope_dicts(text_config: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        yield None, rope
+    else:
+        yield from ((layer_type, each) for layer_type, each in rope.items() if isinstance(each, dict))

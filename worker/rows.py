@@ -1,0 +1,87 @@
+"""What the worker remembers of each sequence between steps: its tokens and its block table.
+
+Owns: the row of a sequence, a fixed place below max_num_seqs for as long as the sequence is running.
+Plans bring only what changed; the tokens drawn are appended here and are not sent again.
+Never: the scheduler's view of a sequence (scheduler/sequence.py), or sampling state (sampling_state.py).
+
+Arrays are indexed by row, so that a step is built from them without a loop over tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.messages import BlockId, NewSequence, SequenceId
+from worker.errors import SequenceRefused
+
+
+class RowTable:
+    """Rows by sequence. Shapes: C rows, L longest sequence, B blocks of the longest sequence."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        # One more than the longest: the last token of a full sequence is drawn, but never computed.
+        self._capacity_tokens = max_model_len + 1
+        self._num_pool_blocks = num_blocks
+        self.block_size = block_size
+        self.token_ids_CL = np.zeros((max_num_seqs, self._capacity_tokens), dtype=np.int32)
+        self.num_tokens_C = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_ids_CB = np.zeros((max_num_seqs, -(-self._capacity_tokens // block_size)), dtype=np.int32)
+        self.num_blocks_C = np.zeros(max_num_seqs, dtype=np.int64)
+        self._row_of: dict[SequenceId, int] = {}
+        # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def row_of(self, sequence_id: SequenceId) -> int | None:
+        """None for a sequence that has no row: never sent, released, or refused."""
+        return self._row_of.get(sequence_id)
+
+    def add(self, new: NewSequence) -> int:
+        """Give a sequence a row. Raises SequenceRefused and changes nothing if it cannot have one."""
+        if not self._free:
+            raise SequenceRefused(f"all {len(self.num_tokens_C)} rows of the worker are taken")
+        if len(new.token_ids) >= self._capacity_tokens:
+            raise SequenceRefused(
+                f"{len(new.token_ids)} tokens, but max_model_len is {self._capacity_tokens - 1}"
+            )
+        self._check_blocks(new.block_ids, num_before=0)
+        row = self._free.pop()
+        self._row_of[new.sequence_id] = row
+        self.token_ids_CL[row, : len(new.token_ids)] = new.token_ids
+        self.num_tokens_C[row] = len(new.token_ids)
+        self.num_blocks_C[row] = 0
+        self._append_blocks(row, new.block_ids)
+        return row
+
+    def grow(self, sequence_id: SequenceId, block_ids: Sequence[BlockId]) -> None:
+        """Append to a block table. Raises SequenceRefused and changes nothing if that cannot be right."""
+        row = self._row_of.get(sequence_id)
+        if row is None:
+            raise SequenceRefused("blocks for a sequence that the worker does not know")
+        self._check_blocks(block_ids, num_before=int(self.num_blocks_C[row]))
+        self._append_blocks(row, block_ids)
+
+    def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
+        """Append one token to each row; the rows are distinct."""
+        self.token_ids_CL[rows, self.num_tokens_C[rows]] = token_ids
+        self.num_tokens_C[rows] += 1
+
+    def release(self, sequence_id: SequenceId) -> int | None:
+        """Free a row and return it; None if there is none, as after a step that failed half-way."""
+        row = self._row_of.pop(sequence_id, None)
+        if row is not None:
+            self._free.append(row)
+        return row
+
+    def _append_blocks(self, row: int, block_ids: Sequence[BlockId]) -> None:
+        start = self.num_blocks_C[row]
+        self.block_ids_CB[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks_C[row] += len(block_ids)
+
+    def _check_blocks(self, block_ids: Sequence[BlockId], *, num_before: int) -> None:
+        if num_before + len(block_ids) > self.block_ids_CB.shape[1]:
+            raise SequenceRefused(f"more than {self.block_ids_CB.shape[1]} blocks for one sequence")
+        if block_ids and not (min(block_ids) >= 1 and max(block_ids) <= self._num_pool_blocks):
+            raise SequenceRefused(f"a block outside of 1 to {self._num_pool_blocks}")

@@ -1,0 +1,143 @@
+"""From a configuration to a model that is ready to run steps.
+
+Owns: the order of loading. The weights come first; one call of the model then shows what each layer
+keeps, which gives the layout of the cache; what memory is left gives its size; the size gives the
+longest sequence; and at the end the whole is tried (self_check.py).
+Never: runs a plan.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker.attention.interface import AttentionBackend
+from worker.attention.probe import ProbeAttention
+from worker.attention.ref import RefAttention
+from worker.config import ModelFacts, WorkerConfig
+from worker.device import Device
+from worker.errors import FamilyRefused, StartupError
+from worker.kv_cache import BlockLayout, KVCache
+from worker.loader import NO_PAGED_ATTENTION, LoadedModel, load_model
+from worker.memory import CacheRequest, CacheSize, size_cache
+from worker.model_runner import ModelRunner
+from worker.progress import LoadStage
+from worker.rope import fix_rope, longest_right_len
+from worker.self_check import SelfCheck, refusing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyModel:
+    facts: ModelFacts
+    runner: ModelRunner
+    backend: AttentionBackend
+
+
+def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
+    """Load, measure, allocate, try. Raises StartupError, with what to do, for all that cannot be served."""
+    loaded = load_model(config, device, stage)
+    checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
+    runner = ModelRunner(loaded.model, loaded.vocab_size)
+
+    stage.name = "measuring memory"
+    layout = _probe_layout(config, device, loaded, runner)
+
+    def run_largest_step() -> None:
+        num_tokens = config.max_num_batched_tokens
+        positions = np.arange(num_tokens) % checkpoint_len
+        with refusing(loaded.model_type):
+            _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
+
+    size = size_cache(
+        CacheRequest(
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            budget_bytes=device.kv_cache_budget_bytes(run_largest_step),
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            checkpoint_len=checkpoint_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+    )
+    cache = _allocate(device, layout, size)
+    fix_rope(loaded.model, loaded.text_config, size.max_model_len)
+
+    stage.name = "warming up"
+    backend = RefAttention(cache, device)
+    SelfCheck(
+        loaded=loaded,
+        runner=runner,
+        backend=backend,
+        cache=cache,
+        device=device,
+        max_model_len=size.max_model_len,
+    ).run()
+    return ReadyModel(facts=_facts(device, loaded, cache, size), runner=runner, backend=backend)
+
+
+def _probe(
+    runner: ModelRunner,
+    device: Device,
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
+    *,
+    num_logits: int,
+) -> ProbeAttention:
+    """Run one sequence without a cache."""
+    num_tokens = len(positions)
+    probe = ProbeAttention()
+    runner.forward(
+        device.tensor(np.zeros((1, num_tokens), dtype=np.int64)),
+        device.tensor(positions[None]),
+        device.tensor(np.arange(num_tokens - num_logits, num_tokens)),
+        probe,
+    )
+    return probe
+
+
+def _probe_layout(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: ModelRunner
+) -> BlockLayout:
+    """Learn from one call what each layer keeps. Raises StartupError if attention does not come to us."""
+    with refusing(loaded.model_type):
+        probe = _probe(runner, device, np.arange(2), num_logits=1)
+    if not probe.shapes:
+        raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
+    return BlockLayout(
+        layers=dict(sorted(probe.shapes.items())),
+        block_size=config.block_size or device.default_block_size,
+        dtype=loaded.dtype,
+    )
+
+
+def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
+    numel = (size.num_blocks + 1) * layout.block_numel
+    try:
+        memory = device.zeros(numel, layout.dtype)
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+        raise StartupError(
+            f"{size.num_blocks} KV blocks of {layout.block_bytes} bytes cannot be allocated",
+            fix="ask for fewer blocks, or let the worker measure",
+        ) from error
+    return KVCache(layout, size.num_blocks, memory)
+
+
+def _facts(device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize) -> ModelFacts:
+    facts = ModelFacts(
+        model_type=loaded.model_type,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        dtype=str(cache.layout.dtype).removeprefix("torch."),
+        device=device.describe(),
+        vocab_size=loaded.vocab_size,
+        max_model_len=size.max_model_len,
+        block_size=cache.layout.block_size,
+        num_blocks=size.num_blocks,
+        kv_cache_bytes=cache.num_bytes,
+        eos_token_ids=loaded.eos_token_ids,
+        default_sampling=loaded.default_sampling,
+    )
+    log.info("loaded %s", facts)
+    return facts
