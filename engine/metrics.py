@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.messages import Beat
 from engine.types import ModelInfo
-from scheduler.messages import FinishReason, SchedulerStats
+from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats
 
 # From a small model on a fast device (tokens every millisecond) to a queue of minutes.
 _LATENCY_BUCKETS = (
@@ -33,7 +33,8 @@ class EngineMetrics:
     """Fed by AsyncEngine; rendered by the server from `registry`."""
 
     def __init__(self, model_name: str) -> None:
-        prometheus_client.disable_created_metrics()  # a third of all lines, and nobody reads them
+        # A third of all lines, and nobody reads them.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._model_name = model_name
         self.registry = CollectorRegistry()
         prometheus_client.ProcessCollector(registry=self.registry)
@@ -72,7 +73,8 @@ class EngineMetrics:
         _set_all(self._waiting, stats.num_waiting)
         _set_all(self._kv_usage, stats.num_used_blocks / stats.num_blocks)
         self._steps.inc(stats.num_steps - last.num_steps)
-        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        for cause, counter in self._preemptions.items():
+            counter.inc(stats.num_preemptions[cause] - last.num_preemptions[cause])
         self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
@@ -118,7 +120,13 @@ class EngineMetrics:
 
     def _make_counters(self) -> None:
         self._steps = self._counter("engine_steps", "Steps that computed something")
-        self._preemptions = self._counter("num_preemptions", "Running sequences that gave up their blocks")
+        preemptions = Counter(
+            "tokenyard:num_preemptions",
+            "Running sequences that gave up their blocks",
+            ["cause"],
+            registry=self.registry,
+        )
+        self._preemptions = {cause: preemptions.labels(cause=cause.value) for cause in PreemptionCause}
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, and so not computed")
         self._recomputed = self._counter("recomputed_tokens", "Computed tokens that preemption threw away")
@@ -171,7 +179,7 @@ _NOTHING = SchedulerStats(
     num_used_blocks=0,
     num_blocks=1,
     num_steps=0,
-    num_preemptions=0,
+    num_preemptions=dict.fromkeys(PreemptionCause, 0),
     num_prefix_queries=0,
     num_prefix_hits=0,
     num_recomputed_tokens=0,

@@ -103,6 +103,25 @@ class NewSequence:
     """The whole block table so far, prefix-cache hits first."""
 
 
+class PreemptionCause(StrEnum):
+    """Why a running sequence gave up its blocks."""
+
+    GROWTH = "growth"  # one that stands before it, or it itself, needed a block
+    DISPLACED = "displaced"  # a more urgent waiting one took its place
+
+
+class Preemption(NamedTuple):
+    """One sequence that left the running line without having ended, and what that costs."""
+
+    sequence_id: SequenceId
+    cause: PreemptionCause
+    beneficiary: SequenceId
+    """For whom; itself, if it was the last in line and needed more."""
+    num_lost_tokens: int
+    """Computed tokens to be computed again, unless the prefix cache still has them by then."""
+    num_freed_blocks: int
+
+
 class ScheduledSequence(NamedTuple):
     """One sequence's share of a step. A named tuple because one is built per sequence and step."""
 
@@ -133,6 +152,8 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledSequence, ...]
     """Decodes first, then prefill chunks."""
     num_scheduled_tokens: int
+    preemptions: tuple[Preemption, ...] = ()
+    """Those of this step, for the trace; the worker reads `released`."""
 
     @property
     def is_empty(self) -> bool:
@@ -193,10 +214,7 @@ class SchedulerStats:
     num_used_blocks: int
     num_blocks: int
     num_steps: int
-    num_preemptions: int
-    """Running sequences that gave up their blocks, for whatever reason."""
-    num_displacements: int
-    """Those of them that made way for a more urgent waiting one."""
+    num_preemptions: dict[PreemptionCause, int]
     num_prefix_queries: int
     """Prompt tokens looked up in the prefix cache, at first admissions."""
     num_prefix_hits: int

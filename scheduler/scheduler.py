@@ -32,6 +32,8 @@ from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
     NewSequence,
+    Preemption,
+    PreemptionCause,
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
@@ -67,7 +69,7 @@ class _Plan:
         "new_blocks",
         "new_sequences",
         "now_s",
-        "num_preempted",
+        "preemptions",
         "urgent",
     )
 
@@ -79,7 +81,7 @@ class _Plan:
         self.chunks: list[ScheduledSequence] = []
         self.new_sequences: list[NewSequence] = []
         self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
-        self.num_preempted = 0
+        self.preemptions: list[Preemption] = []
 
 
 class Scheduler:
@@ -103,8 +105,7 @@ class Scheduler:
         )
         self._num_added = 0
         self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_displacements = 0
+        self._num_preemptions = dict.fromkeys(PreemptionCause, 0)
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
         self._num_recomputed_tokens = 0
@@ -141,7 +142,7 @@ class Scheduler:
         if self._may_displace:
             self._admit_urgent(plan)
         self._serve_running(plan)
-        if not plan.num_preempted:  # who was just sent away must not be passed by a newcomer, nor come back
+        if not plan.preemptions:  # who was just sent away must not be passed by a newcomer, nor come back
             self._admit_waiting(plan)
         return self._close(plan)
 
@@ -204,8 +205,7 @@ class Scheduler:
             num_used_blocks=self.kv.pool.num_used,
             num_blocks=self.kv.pool.num_blocks,
             num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions,
-            num_displacements=self._num_displacements,
+            num_preemptions=dict(self._num_preemptions),
             num_prefix_queries=self._num_prefix_queries,
             num_prefix_hits=self._num_prefix_hits,
             num_recomputed_tokens=self._num_recomputed_tokens,
@@ -255,23 +255,27 @@ class Scheduler:
                 self._finish(seq, FinishReason.LENGTH)
                 return False
             assert victim.sequence_id not in plan.urgent, "the urgent left room for everybody's growth"
-            self._preempt(victim, plan)
+            self._preempt(victim, plan, PreemptionCause.GROWTH, seq)
             if victim is seq:
                 return False
         plan.new_blocks[seq.sequence_id] = fresh
         return True
 
-    def _preempt(self, victim: Sequence, plan: _Plan) -> None:
+    def _preempt(self, victim: Sequence, plan: _Plan, cause: PreemptionCause, beneficiary: Sequence) -> None:
         """Take its blocks; it returns to its old place among the waiting."""
         if victim.num_uncomputed_tokens == 1:
             plan.budget.give_up_decode()
-        plan.num_preempted += 1
-        victim.num_preemptions += 1
-        self._num_preemptions += 1
-        self._num_recomputed_tokens += victim.num_computed_tokens
+        num_lost, num_free = victim.num_computed_tokens, self.kv.pool.num_free
         self._leave_line(victim)
         victim.become(Status.WAITING)
+        victim.num_preemptions += 1
         self._waiting.push(victim)
+        num_freed = self.kv.pool.num_free - num_free
+        plan.preemptions.append(
+            Preemption(victim.sequence_id, cause, beneficiary.sequence_id, num_lost, num_freed)
+        )
+        self._num_preemptions[cause] += 1
+        self._num_recomputed_tokens += num_lost
 
     # Planning: the waiting queue.
 
@@ -292,9 +296,8 @@ class Scheduler:
             if budget.remaining_tokens <= num_decodes:
                 return
             for victim in victims:
-                self._num_displacements += 1
                 budget.give_back_slot()
-                self._preempt(victim, plan)
+                self._preempt(victim, plan, PreemptionCause.DISPLACED, seq)
             self._admit(seq, plan)
             plan.urgent.add(seq.sequence_id)
 
@@ -358,6 +361,7 @@ class Scheduler:
             new_blocks=plan.new_blocks,
             scheduled=scheduled,
             num_scheduled_tokens=self.config.max_num_batched_tokens - plan.budget.remaining_tokens,
+            preemptions=tuple(plan.preemptions),
         )
 
     # Learning what came of it.

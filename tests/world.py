@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
 from scheduler.invariants import check_invariants, check_plan
-from scheduler.messages import FinishReason, SchedulerOutput, SequenceId, SequenceOutput
+from scheduler.messages import FinishReason, PreemptionCause, SchedulerOutput, SequenceId, SequenceOutput
 from scheduler.scheduler import Outputs, Scheduler
 from scheduler.sequence import Sequence
 from tests.fakes import FakeWorker, WorkerExploded
@@ -70,6 +70,11 @@ class World:
                 return step
             self.step()
         raise AssertionError(f"still unfinished after {max_steps} steps")
+
+    def num_preemptions(self, *causes: PreemptionCause) -> int:
+        """For these causes; for all of them, if none is named."""
+        counts = self.scheduler.stats().num_preemptions
+        return sum(counts[cause] for cause in causes or PreemptionCause)
 
     def reason(self, sequence_id: int) -> FinishReason | None:
         return self.ended[SequenceId(sequence_id)].finish_reason

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import Displacement, PrefixCaching, SchedulerConfig, SchedulingPolicy
-from scheduler.messages import FinishReason, SequenceId
+from scheduler.messages import FinishReason, PreemptionCause, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
 from tests.oracle import Client, Oracle
@@ -186,7 +186,7 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
                 continue
             for _ in range(event.times):
                 assert shares(world.step()) == oracle.step()
-                assert world.scheduler.stats().num_preemptions == oracle.num_preemptions
+                assert world.num_preemptions() == oracle.num_preemptions
 
     check()
 
@@ -218,7 +218,7 @@ def _random_history(random: Random) -> list[Event]:
 def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_own_tokens(
     policy: SchedulingPolicy, caching: PrefixCaching
 ) -> None:
-    num_preemptions = 0
+    num_preemptions = num_displacements = 0
     for seed in range(250):
         random = Random(seed)
         config = small_config(
@@ -230,5 +230,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
         world = World(with_modes(config, policy, caching))
         accepted = play(world, _random_history(random))
         check_ends(world, accepted)
-        num_preemptions += world.scheduler.stats().num_preemptions
+        num_preemptions += world.num_preemptions()
+        num_displacements += world.num_preemptions(PreemptionCause.DISPLACED)
     assert num_preemptions > 1000, "the histories are too easy"
+    assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)

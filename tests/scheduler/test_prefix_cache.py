@@ -105,7 +105,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     world = World(small_config(num_blocks=6))
     world.add(make_sequence(1, [1] * 9, max_tokens=8), make_sequence(2, [2] * 11, max_tokens=3))
     world.step()
-    while not world.scheduler.stats().num_preemptions:
+    while not world.num_preemptions():
         world.step()
     world.run()
     resumed = [new for plan in world.worker.plans for new in plan.new_sequences if new.sequence_id == 2][1]

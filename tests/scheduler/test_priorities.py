@@ -4,7 +4,7 @@ import pytest
 
 from scheduler.config import Displacement, SchedulingPolicy
 from scheduler.displacement import PROTECTED_TOKENS
-from scheduler.messages import FinishReason, SequenceId, TimeLimits
+from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
@@ -24,7 +24,7 @@ def test_with_all_places_taken_an_urgent_request_runs_in_the_step_after_its_arri
         world.step()
     world.add(make_sequence(3, prompt(5, 3), max_tokens=2, priority=0))
     assert shares(world.step()) == {1: 1, 3: 5}
-    assert world.scheduler.stats().num_displacements == 1
+    assert world.num_preemptions(PreemptionCause.DISPLACED) == 1
     world.run()
     assert world.tokens[SequenceId(2)] == continuation(prompt(5, 2), 40)
 
@@ -46,7 +46,7 @@ def test_equals_never_send_each_other_away() -> None:
     world.step()
     world.add(make_sequence(3, prompt(3, 3), priority=1))
     world.step()
-    assert world.scheduler.stats().num_displacements == 0
+    assert world.num_preemptions(PreemptionCause.DISPLACED) == 0
 
 
 def test_nobody_is_sent_away_if_it_would_not_be_enough() -> None:
@@ -56,10 +56,10 @@ def test_nobody_is_sent_away_if_it_would_not_be_enough() -> None:
     for _ in range(2):
         world.step()
     world.add(make_sequence(3, prompt(24, 3), priority=-1, max_tokens=2))
-    assert world.scheduler.stats().num_preemptions == 0
+    assert world.num_preemptions() == 0
     world.step()
     assert 2 not in world.ended
-    assert world.scheduler.stats().num_displacements == 2, "both together suffice"
+    assert world.num_preemptions(PreemptionCause.DISPLACED) == 2, "both together suffice"
     world = priority_world(num_blocks=8)
     world.add(make_sequence(1, prompt(16, 1), priority=-1, max_tokens=9))
     world.add(make_sequence(2, prompt(8, 2), priority=9, max_tokens=3))
@@ -67,7 +67,7 @@ def test_nobody_is_sent_away_if_it_would_not_be_enough() -> None:
         world.step()
     world.add(make_sequence(3, prompt(24, 3), priority=0, max_tokens=2))
     world.step()
-    assert world.scheduler.stats().num_displacements == 0
+    assert world.num_preemptions(PreemptionCause.DISPLACED) == 0
 
 
 def test_blocks_that_two_victims_share_count_once_both_go() -> None:
@@ -114,7 +114,7 @@ def test_displacement_can_be_switched_off() -> None:
     world.step()
     world.add(make_sequence(2, prompt(3, 2), priority=0))
     world.run()
-    assert world.scheduler.stats().num_displacements == 0
+    assert world.num_preemptions(PreemptionCause.DISPLACED) == 0
     assert list(world.ended) == [1, 2]
 
 

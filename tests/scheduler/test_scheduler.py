@@ -108,7 +108,7 @@ def test_the_youngest_is_preempted_and_resumes_before_later_arrivals() -> None:
     plan = world.step()
     assert shares(plan) == {1: 1}
     assert SequenceId(2) in plan.released
-    assert world.scheduler.stats().num_preemptions == 1
+    assert world.num_preemptions() == 1
     world.run()
     assert list(world.ended) == [1, 2, 3]
     assert world.tokens[SequenceId(2)] == continuation(prompt(7, 2), 4)
