@@ -1,0 +1,189 @@
+"""What the image promises, read from the Dockerfile: no Docker engine is needed."""
+
+import fnmatch
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from engine.options import DECLARATIONS
+from tests.deploy.dockerfile import read_instructions, read_stages, texts
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+BUILD, FINAL = read_stages(DOCKERFILE)
+ENVIRONMENT = dict(
+    word.split("=", maxsplit=1) for text in texts(FINAL, "ENV") for word in shlex.split(text) if "=" in word
+)
+
+
+def the_only(stage_texts: list[str]) -> str:
+    (text,) = stage_texts
+    return text
+
+
+def health_command() -> list[str]:
+    found = re.fullmatch(r"(?:--\S+ )+CMD (\[.*\])", the_only(texts(FINAL, "HEALTHCHECK")))
+    assert found, "an exec-form HEALTHCHECK"
+    return json.loads(found[1])
+
+
+def test_both_stages_start_from_one_base_that_is_pinned_to_a_release() -> None:
+    arguments = dict(text.split("=", maxsplit=1) for text in texts(read_instructions(DOCKERFILE), "ARG"))
+    assert [text.split()[0] for text in texts([*BUILD, *FINAL], "FROM")] == ["${PYTHON_IMAGE}"] * 2
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
+
+
+def test_the_bases_python_is_one_that_the_package_allows() -> None:
+    arguments = dict(text.split("=", maxsplit=1) for text in texts(read_instructions(DOCKERFILE), "ARG"))
+    version = tuple(map(int, re.findall(r"\d+", arguments["PYTHON_IMAGE"])[:2]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert version >= tuple(map(int, re.findall(r"\d+", project["requires-python"])))
+
+
+def test_the_final_image_runs_as_a_numbered_user_of_group_zero() -> None:
+    user, group = the_only(texts(FINAL, "USER")).split(":")
+    assert user.isdigit()
+    assert int(user) >= 10_000, "clear of the host's own users"
+    assert group == "0"
+
+
+def test_it_starts_the_server_in_exec_form_so_that_signals_reach_it() -> None:
+    assert json.loads(the_only(texts(FINAL, "ENTRYPOINT"))) == ["tokenyard", "serve"]
+    assert not texts(FINAL, "CMD"), "arguments belong to whoever runs it"
+    assert the_only(texts(FINAL, "STOPSIGNAL")) == "SIGTERM"
+
+
+def test_it_listens_where_it_says() -> None:
+    assert the_only(texts(FINAL, "EXPOSE")) == ENVIRONMENT["TOKENYARD_PORT"] == "8000"
+    assert ENVIRONMENT["TOKENYARD_HOST"] == "0.0.0.0"
+
+
+def test_every_variable_of_ours_is_an_option_and_none_of_them_opens_the_door() -> None:
+    ours = {name.removeprefix("TOKENYARD_").lower() for name in ENVIRONMENT if name.startswith("TOKENYARD_")}
+    assert ours <= DECLARATIONS.keys()
+    assert not ours & {"api_key", "allow_unauthenticated"}
+
+
+def test_nothing_is_fetched_and_nothing_is_written_outside_of_tmp() -> None:
+    assert ENVIRONMENT["HF_HUB_OFFLINE"] == "1"
+    assert ENVIRONMENT["HOME"] == "/tmp"
+    assert ENVIRONMENT["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert not texts(FINAL, "VOLUME")
+
+
+def test_the_final_stage_adds_only_what_the_build_stage_made() -> None:
+    assert not texts(FINAL, "RUN")
+    assert not texts(FINAL, "ADD") + texts(BUILD, "ADD")
+    assert all(text.startswith("--from=build ") for text in texts(FINAL, "COPY"))
+
+
+def test_no_secret_and_no_floating_tag_is_in_it() -> None:
+    text = DOCKERFILE.read_text()
+    assert ":latest" not in text
+    assert not re.search(r"(?i)(token|password|secret|api_key)\s*=\s*[\"']?\w", text.replace("TOKENYARD", ""))
+    assert "://" not in text, "addresses of indexes are given at build time"
+
+
+def test_everything_that_is_copied_exists_and_is_let_through_to_the_build() -> None:
+    allowed, denied = ignore_rules()
+    assert denied[0] == "*", "all is kept out but what is named"
+    sources = [source for text in texts(BUILD, "COPY") for source in text.split()[:-1]]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source in allowed, source
+    assert set(allowed) == set(sources), "let in, but never copied"
+
+
+@pytest.mark.parametrize("path", ["tests", ".git", "docs", "deploy", ".venv", ".ci", "scripts"])
+def test_what_the_image_does_not_need_never_reaches_the_build(path: str) -> None:
+    assert path not in ignore_rules()[0]
+
+
+def test_compiled_python_stays_out() -> None:
+    _, denied = ignore_rules()
+    assert any(fnmatch.fnmatch("engine/__pycache__", rule) for rule in denied[1:])
+
+
+def test_every_package_is_copied() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    copied = {text.split()[0] for text in texts(BUILD, "COPY")}
+    assert packages <= copied
+
+
+def test_the_dependencies_it_installs_are_those_of_pyproject() -> None:
+    run = next(text for text in texts(BUILD, "RUN") if "tomllib" in text)
+    (code,) = re.findall(r'python -c "([^"]+)"', run)
+    listed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=30
+    ).stdout.splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert listed == [*project["dependencies"], *project["optional-dependencies"]["fast"]]
+
+
+def ignore_rules() -> tuple[list[str], list[str]]:
+    """What is let in, and what is kept out, in the order of .dockerignore."""
+    lines = [line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines()]
+    rules = [line for line in lines if line and not line.startswith("#")]
+    return [rule[1:] for rule in rules if rule.startswith("!")], [rule for rule in rules if rule[0] != "!"]
+
+
+@contextmanager
+def probed_server(status: int) -> Iterator[tuple[int, list[str]]]:
+    """Its port, and the paths that it was asked for."""
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port, paths
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def run_health_command(**environment: str) -> int:
+    python, *arguments = health_command()
+    assert python == "python"
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={"PATH": os.environ["PATH"], **environment},
+        stderr=subprocess.DEVNULL,
+        timeout=30,
+    ).returncode
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_asks_for_readiness(status: int, code: int) -> None:
+    with probed_server(status) as (port, paths):
+        assert run_health_command(TOKENYARD_PORT=str(port), http_proxy="http://127.0.0.1:9") == code
+    assert paths == ["/health/ready"]
+
+
+def test_the_health_check_fails_where_nobody_listens() -> None:
+    with probed_server(200) as (port, _):
+        pass
+    assert run_health_command(TOKENYARD_PORT=str(port)) == 1

@@ -1,0 +1,288 @@
+"""What the documents say is so: commands, links, options, metrics, fields, error codes, families."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from engine.metrics import EngineMetrics
+from engine.options import DECLARATIONS
+from engine.types import FinishReason
+from scripts.write_options_page import PAGE, insert, render
+from server.errors import _SHAPES
+from server.http_metrics import HttpMetrics
+from server.launch import EXIT_BAD_MODEL
+from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
+from tests.checkpoints import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def fenced(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+
+
+def code_words(page: str) -> set[str]:
+    """Everything between single backticks."""
+    return set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL)))
+
+
+def anchors(page: str) -> set[str]:
+    """The names that headings get: lower case, without punctuation, spaces as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# Commands.
+
+
+def test_the_test_command_of_the_readme_is_what_ci_runs() -> None:
+    commands = [line for block in fenced(read("README.md"), "sh") for line in block.splitlines()]
+    (develop,) = [line for line in commands if "[test]" in line]
+    install, test = develop.split(" && ")[-2:]
+    ci = read(".ci/run").splitlines()
+    assert test in ci
+    assert install.replace("pip install", "pip install --quiet") in ci
+    assert develop.startswith("python3 -m venv .venv && . .venv/bin/activate && ")
+
+
+def test_the_readme_serves_with_the_installed_command() -> None:
+    (serve,) = [
+        line for block in fenced(read("README.md"), "sh") for line in block.splitlines() if "serve" in line
+    ]
+    assert "pip install -c constraints-cpu.txt ." in serve.split(" && ")
+    command = shlex.split(serve.split(" && ")[-1])
+    assert command == ["tokenyard", "serve"]
+    assert command[0] in tomllib.loads(read("pyproject.toml"))["project"]["scripts"]
+
+
+def test_the_gates_of_the_contributors_page_are_those_of_ci() -> None:
+    gates = {"ruff check .", "ruff format --check .", "mypy", "python -m pytest"}
+    assert gates <= code_words(read("CONTRIBUTING.md"))
+    assert gates <= set(read(".ci/run").splitlines())
+
+
+def test_ci_can_be_started_and_its_syntax_is_right() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111 == 0o111
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    assert "set -euo pipefail" in script.read_text()
+
+
+@pytest.mark.parametrize("snippet", fenced(read("README.md"), "python"))
+def test_the_readmes_python_is_python(snippet: str) -> None:
+    ast.parse(snippet)
+
+
+# Links and pictures.
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert found.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(found.read_text(encoding="utf-8")), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = read("docs/README.md")
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name == "README.md" or f"({name})" in index, name
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=name_of)
+def test_pictures_are_used_named_and_need_nothing_from_elsewhere(image: Path) -> None:
+    text = image.read_text(encoding="utf-8")
+    assert "<title" in text
+    assert not re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?(?:http|//)", text)
+    assert any(f"images/{image.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+# Options.
+
+
+def test_the_options_page_is_current() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == insert(page, render()), "run: python scripts/write_options_page.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    variables = {name.lower() for name in re.findall(r"TOKENYARD_([A-Z_]*[A-Z])\b", text)}
+    cluster = {"service_host"}  # a service link, named because it is passed over
+    assert variables - cluster <= DECLARATIONS.keys() | {"config"}
+    flags = {
+        word.removeprefix("--").split(" ")[0] for word in code_words(text) if re.match(r"--\w.*\w$", word)
+    }
+    others = {"extra-index-url", "gpus", "build-arg", "config", "help"}
+    assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
+
+
+def test_every_option_is_in_the_table_once() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name in DECLARATIONS:
+        assert page.count(f"<br>`TOKENYARD_{name.upper()}` |") == 1, name
+
+
+# Metrics.
+
+
+def exported() -> dict[str, Metric]:
+    """By the name on the page."""
+    metrics = EngineMetrics("model")
+    HttpMetrics(metrics.registry)
+    return {page_name(metric): metric for metric in of_ours(metrics.registry)}
+
+
+def of_ours(registry: CollectorRegistry) -> list[Metric]:
+    return [metric for metric in registry.collect() if metric.name.startswith(("tokenyard:", "vllm:"))]
+
+
+def page_name(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def documented() -> dict[str, list[str]]:
+    """By name, the cells of its row."""
+    rows = re.findall(
+        r"^\| `((?:tokenyard|vllm):\w+)` \|(.*)\|$", read("docs/operations.md"), flags=re.MULTILINE
+    )
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+
+
+def test_the_table_of_metrics_and_the_registry_name_the_same() -> None:
+    assert documented().keys() == exported().keys()
+
+
+def test_the_table_of_metrics_gives_types_and_labels() -> None:
+    for name, metric in exported().items():
+        kind, labels, meaning = documented()[name]
+        assert kind == metric.type, name
+        assert meaning, name
+        has = {label for sample in metric.samples for label in sample.labels} - {"le"}
+        if has and labels != "as above":
+            assert set(re.findall(r"`(\w+)`", labels)) == has, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_metric_that_is_named_is_exported(page: Path) -> None:
+    words = {
+        word
+        for word in code_words(page.read_text(encoding="utf-8"))
+        if word.startswith(("tokenyard:", "vllm:"))
+    }
+    assert {word for word in words if not word.endswith(":")} <= exported().keys()
+
+
+# The API.
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+def test_every_field_of_a_request_is_documented(
+    model: type[CompletionRequest | ChatCompletionRequest],
+) -> None:
+    assert set(model.model_fields) <= code_words(read("docs/api.md"))
+
+
+def test_every_refused_field_is_documented() -> None:
+    assert COMPLETION_REFUSALS.keys() | CHAT_REFUSALS.keys() <= code_words(read("docs/api.md"))
+
+
+def codes_in_source() -> set[str]:
+    """Codes of the table of errors, and those that errors bring themselves."""
+    found = {shape.code for shape in _SHAPES.values() if shape.code}
+    for folder in ("server", "engine"):
+        for path in (ROOT / folder).glob("*.py"):
+            found |= set(re.findall(r"\bcode(?:: str)? ?= ?\"(\w+)\"", path.read_text(encoding="utf-8")))
+    return found
+
+
+def test_the_catalogue_of_errors_has_every_code_and_no_other() -> None:
+    rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", read("docs/api.md"), flags=re.MULTILINE)
+    listed = {code: int(status) for status, cell in rows for code in re.findall(r"`(\w+)`", cell)}
+    assert listed.keys() == codes_in_source()
+    for shape in _SHAPES.values():
+        if shape.code:
+            assert listed[shape.code] == shape.status, shape.code
+
+
+def test_the_exit_codes_are_those_of_the_source() -> None:
+    listed = {
+        int(code) for code in re.findall(r"^\| (\d+) \|", read("docs/operations.md"), flags=re.MULTILINE)
+    }
+    source = "\n".join(
+        path.read_text() for path in [*(ROOT / "server").glob("*.py"), *(ROOT / "engine").glob("*.py")]
+    )
+    assert listed == {0} | {
+        int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)
+    }
+    assert EXIT_BAD_MODEL in listed
+
+
+def test_every_way_to_end_is_in_the_life_of_a_request() -> None:
+    listed = re.findall(r"^ +\| `(\w+)` \|", read("docs/request-life.md"), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(FinishReason)
+
+
+# Models, dependencies, layout.
+
+
+def test_the_tested_families_are_those_that_are_listed() -> None:
+    table = read("docs/models.md").split("## Tested families")[1].split("## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
+    assert {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)} == set(FAMILIES)
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["fast"]]
+    rows = re.findall(r"^\| `([\w-]+)` \|", read("docs/decisions/0002-dependencies.md"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(re.split(r"[<>=;\[]", text)[0].strip() for text in wanted)
+
+
+def test_the_readme_has_a_line_for_each_folder() -> None:
+    listed = set(re.findall(r"^\| `(\w+)/` \|", read("README.md"), flags=re.MULTILINE))
+    assert {*CODE_FOLDERS, "docs", "scripts", "tests"} <= listed
+    assert all((ROOT / folder).is_dir() for folder in listed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for word in code_words(page.read_text(encoding="utf-8")):
+        if re.fullmatch(r"(?:server|engine|scheduler|worker|bench|tests|scripts|docs)/[\w/.-]*", word):
+            assert (ROOT / word).exists(), word
+
+
+def test_importing_the_page_writer_writes_nothing() -> None:
+    code = "import scripts.write_options_page"
+    before = PAGE.stat().st_mtime_ns
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
+    assert PAGE.stat().st_mtime_ns == before
