@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from engine.types import (
     GenerationRequest,
     Health,
     ModelInfo,
+    ServiceTerms,
+    TimeLimits,
     TokenOutput,
 )
 from scheduler.messages import SequenceId, SequenceOutput
@@ -162,10 +165,22 @@ class AsyncEngine:
                 sequence_ids=ids,
                 prompt_token_ids=request.prompt_token_ids,
                 params=request.params,
-                terms=request.terms,
+                terms=self._terms(request),
             )
         )
         return live
+
+    def _terms(self, request: GenerationRequest) -> ServiceTerms:
+        """The request's own, but with no time limit longer than the operator's."""
+        asked, allowed = request.terms.time_limits, self._config.time_limits
+        return replace(
+            request.terms,
+            time_limits=TimeLimits(
+                queue_s=min(asked.queue_s, allowed.queue_s),
+                first_token_s=min(asked.first_token_s, allowed.first_token_s),
+                total_s=min(asked.total_s, allowed.total_s),
+            ),
+        )
 
     def _leave(self, live: LiveRequest) -> None:
         """The one way out of flight, however it ended."""

@@ -9,10 +9,19 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from engine.options import OptionError, Options
-from scheduler.config import PrefixCaching, SchedulingPolicy
+from scheduler.config import (
+    Displacement,
+    Fairness,
+    PreemptionMode,
+    PrefixCaching,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from scheduler.messages import TimeLimits
 from worker.config import WorkerConfig
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
@@ -22,17 +31,16 @@ _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine process needs to know. Travels to it as JSON (msgspec)."""
+    """What the engine process needs to know. Travels to it as msgpack: JSON has no infinity."""
 
     model_path: str
     """A checkpoint folder on this machine."""
     served_names: tuple[str, ...]
     """Names that requests may use; replies report the first."""
-    prefix_caching: PrefixCaching
-    scheduling_policy: SchedulingPolicy
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    watermark: float
+    scheduler: SchedulerConfig
+    """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
+    time_limits: TimeLimits
+    """For requests that bring none of their own, or longer ones."""
     max_queued_requests: int
     heartbeat_timeout_s: float
     worker: WorkerConfig
@@ -58,6 +66,7 @@ def resolve(
     """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
     _check_server(options)
     _check_limits(options)
+    _check_scheduler(options)
     _check_device(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
@@ -76,11 +85,12 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     return EngineConfig(
         model_path=str(folder),
         served_names=options.served_model_name or (name,),
-        prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
-        scheduling_policy=SchedulingPolicy(options.scheduling_policy),
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        watermark=options.watermark,
+        scheduler=_scheduler_config(options),
+        time_limits=TimeLimits(
+            queue_s=_or_no_limit(options.queue_timeout),
+            first_token_s=_or_no_limit(options.first_token_timeout),
+            total_s=_or_no_limit(options.request_timeout),
+        ),
         max_queued_requests=options.max_queued_requests,
         heartbeat_timeout_s=options.heartbeat_timeout,
         worker=WorkerConfig(
@@ -92,11 +102,68 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             num_blocks=options.num_gpu_blocks_override,
             gpu_memory_utilization=_DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization,
             kv_cache_bytes=options.kv_cache_memory,
+            swap_space_bytes=options.swap_space or 0,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             num_threads=options.num_threads,
         ),
     )
+
+
+def _scheduler_config(options: Options) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=1,  # this and the next two: engine/process.py, once the model is loaded
+        block_size=1,
+        max_model_len=1,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        policy=SchedulingPolicy(options.scheduling_policy),
+        prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
+        watermark=options.watermark,
+        priority_aging_s=_or_no_limit(options.priority_aging),
+        displacement=Displacement.ON if options.enable_displacement else Displacement.OFF,
+        fairness=Fairness(options.fairness),
+        tenant_weights=_tenant_weights(options.tenant_weight),
+        preemption_mode=PreemptionMode(options.preemption_mode),
+        max_bypasses=options.max_bypasses,
+    )
+
+
+def _or_no_limit(seconds: float | None) -> float:
+    return inf if seconds is None else seconds
+
+
+def _tenant_weights(words: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """Each is NAME=WEIGHT; the name may hold `=` itself."""
+    weights: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not name or not 0 < weight < inf:
+            raise OptionError(
+                f"--tenant-weight {word}", "it is not NAME=WEIGHT with a weight above 0", "write acme=2.5"
+            )
+        weights[name] = weight
+    return tuple(weights.items())
+
+
+def _check_scheduler(options: Options) -> None:
+    """An option that another one makes useless is a mistake."""
+    if options.scheduling_policy == "fcfs" and options.priority_aging is not None:
+        raise OptionError(
+            "--priority-aging",
+            "--scheduling-policy fcfs has no priorities",
+            "use --scheduling-policy priority",
+        )
+    if options.fairness == "none" and options.tenant_weight:
+        raise OptionError("--tenant-weight", "without --fairness tenant it has no effect", "add the latter")
+    if options.preemption_mode == "swap" and not options.swap_space:
+        raise OptionError(
+            "--preemption-mode swap", "there is no swap space", "give --swap-space 4GiB, say, or use auto"
+        )
 
 
 def _check_server(options: Options) -> None:

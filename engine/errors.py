@@ -6,6 +6,7 @@ EngineError
 │   └── NoChatTemplate
 ├── Overloaded           too much work is waiting: come back later
 ├── EngineUnavailable    loading, draining or dead before the request was started
+├── DeadlineExceeded     a time limit ran out before there was any token
 ├── RequestFailed        the model failed on this request alone
 └── EngineDied           the engine process died with this request in flight
 """
@@ -57,6 +58,10 @@ class EngineUnavailable(EngineError):
         super().__init__(message)
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(EngineError):
+    """A time limit, the request's own or the operator's, ran out before there was any token."""
 
 
 class RequestFailed(EngineError):

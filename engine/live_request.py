@@ -8,7 +8,7 @@ import asyncio
 import time
 
 from engine.detokenizer import IncrementalDetokenizer, StopText
-from engine.errors import EngineError, RequestFailed, RequestRejected
+from engine.errors import DeadlineExceeded, EngineError, RequestFailed, RequestRejected
 from engine.tokenizer import SpecialTokens, Tokenizer
 from engine.types import GenerationRequest, LogprobEntry, TokenLogprob, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
@@ -119,9 +119,15 @@ class LiveRequest:
             self.fail(RequestRejected(output.message, param="prompt", code="context_length_exceeded"))
         elif output.finish_reason is FinishReason.FAILED:
             self.fail(RequestFailed(output.message or "the model failed on this request"))
+        elif output.finish_reason is FinishReason.EXPIRED and not self._has_tokens:
+            self.fail(DeadlineExceeded(output.message))
         else:
             self.choices[output.sequence_id].push(output, eos_token_ids)
             self._news.set()
+
+    @property
+    def _has_tokens(self) -> bool:
+        return any(choice.num_tokens for choice in self.choices.values())
 
     def fail(self, error: EngineError) -> None:
         """End it with an error; the first one counts."""

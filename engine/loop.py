@@ -124,7 +124,9 @@ class EngineLoop:
             log.exception("step %d failed, with %d sequences in it", plan.step, len(plan.scheduled))
             return None
         self._num_failed_in_a_row = 0
-        self._execute_s += self._clock() - started_s
+        took_s = self._clock() - started_s
+        self._execute_s += took_s
+        self._scheduler.observe_step(plan, took_s)
         return result
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput | None) -> OutputsByClient:

@@ -11,7 +11,7 @@ here; inter-token latency between two tokens of one choice, with preemptions in 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.messages import Beat
+from engine.messages import Beat, StepTimes
 from engine.types import ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats
 
@@ -40,6 +40,7 @@ class EngineMetrics:
         prometheus_client.ProcessCollector(registry=self.registry)
         prometheus_client.PlatformCollector(registry=self.registry)
         self._last: SchedulerStats | None = None
+        self._last_times = StepTimes()
         self._make_gauges()
         self._make_counters()
         self._make_histograms()
@@ -54,11 +55,12 @@ class EngineMetrics:
         for gauge in self._cache_info:
             gauge.clear()
             gauge.labels(**labels).set(1)
+        self._last_times = StepTimes()
         self._last = None  # a fresh engine process counts from zero
 
     def engine_is_gone(self) -> None:
         """Nothing runs and nothing waits in a dead process."""
-        for gauges in (self._running, self._waiting, self._kv_usage):
+        for gauges in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
             _set_all(gauges, 0)
 
     def engine_restarted(self) -> None:
@@ -73,11 +75,23 @@ class EngineMetrics:
         _set_all(self._waiting, stats.num_waiting)
         _set_all(self._kv_usage, stats.num_used_blocks / stats.num_blocks)
         self._steps.inc(stats.num_steps - last.num_steps)
-        for cause, counter in self._preemptions.items():
-            counter.inc(stats.num_preemptions[cause] - last.num_preemptions[cause])
+        _set_all(self._swapped, stats.num_swapped)
+        if stats.num_host_blocks:
+            _set_all(self._swap_usage, stats.num_used_host_blocks / stats.num_host_blocks)
+        before = {(count.cause, count.was_swapped): count.num for count in last.preemptions}
+        for count in stats.preemptions:
+            key = (count.cause, count.was_swapped)
+            self._preemptions[key].inc(count.num - before.get(key, 0))
+        self._swap_full.inc(stats.num_swap_space_full - last.num_swap_space_full)
+        self._take_times(beat.times)
         self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
+
+    def _take_times(self, times: StepTimes) -> None:
+        last, self._last_times = self._last_times, times
+        for part, counter in self._step_time.items():
+            counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
 
     def tokens_arrived(self, num_tokens: int, since_last_s: float) -> None:
         """Further tokens of a choice, so long after the ones before."""
@@ -112,6 +126,8 @@ class EngineMetrics:
         self._kv_usage = self._twice(
             "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
         )
+        self._swapped = self._ours("num_requests_swapped", "Sequences whose KV waits in host memory")
+        self._swap_usage = self._ours("swap_space_usage_perc", "Share of the swap space in use, 0 to 1")
         labels = ["model_name", "block_size", "num_gpu_blocks"]
         text = "Always 1; the labels carry the values"
         self._cache_info = [
@@ -123,10 +139,23 @@ class EngineMetrics:
         preemptions = Counter(
             "tokenyard:num_preemptions",
             "Running sequences that gave up their blocks",
-            ["cause"],
+            ["mode", "cause"],
             registry=self.registry,
         )
-        self._preemptions = {cause: preemptions.labels(cause=cause.value) for cause in PreemptionCause}
+        self._preemptions = {
+            (cause, was_swapped): preemptions.labels(
+                mode="swap" if was_swapped else "recompute", cause=cause.value
+            )
+            for cause in PreemptionCause
+            for was_swapped in (False, True)
+        }
+        self._swap_full = self._counter(
+            "swap_space_full", "Preemptions that recompute only because there was no room to swap"
+        )
+        step_time = Counter(
+            "tokenyard:step_time_seconds", "Time of the step loop, by part", ["part"], registry=self.registry
+        )
+        self._step_time = {part: step_time.labels(part=part) for part in ("schedule", "execute", "update")}
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, and so not computed")
         self._recomputed = self._counter("recomputed_tokens", "Computed tokens that preemption threw away")
@@ -155,11 +184,14 @@ class EngineMetrics:
         )
 
     def _twice(self, name: str, text: str) -> list[Gauge]:
+        return [gauge for prefix in _PREFIXES for gauge in self._gauges(f"{prefix}:{name}", text)]
+
+    def _ours(self, name: str, text: str) -> list[Gauge]:
+        return self._gauges(f"tokenyard:{name}", text)
+
+    def _gauges(self, name: str, text: str) -> list[Gauge]:
         labels = {"model_name": self._model_name, "engine": "0"}
-        return [
-            Gauge(f"{prefix}:{name}", text, list(labels), registry=self.registry).labels(**labels)
-            for prefix in _PREFIXES
-        ]
+        return [Gauge(name, text, list(labels), registry=self.registry).labels(**labels)]
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tokenyard:{name}", text, registry=self.registry)
@@ -179,7 +211,11 @@ _NOTHING = SchedulerStats(
     num_used_blocks=0,
     num_blocks=1,
     num_steps=0,
-    num_preemptions=dict.fromkeys(PreemptionCause, 0),
+    num_swapped=0,
+    num_used_host_blocks=0,
+    num_host_blocks=0,
+    preemptions=(),
+    num_swap_space_full=0,
     num_prefix_queries=0,
     num_prefix_hits=0,
     num_recomputed_tokens=0,

@@ -157,6 +157,15 @@ class Options:
         default=True,
     )
 
+    swap_space: int | None = _option(
+        Group.KV_CACHE,
+        Bytes(low=0, high=2**50),
+        "Host memory for the KV cache of preempted requests. More lets more of them return without being "
+        "computed again.",
+        open_default="none",
+        default=None,
+    )
+
     max_num_seqs: int = _option(
         Group.SCHEDULER,
         Count(low=1, high=65536),
@@ -175,6 +184,50 @@ class Options:
         Choice(words=("fcfs", "priority")),
         "fcfs serves in order of arrival; priority serves lower `priority` values first and may preempt.",
         default="fcfs",
+    )
+    priority_aging: float | None = _option(
+        Group.SCHEDULER,
+        Duration(low=0.001, high=1e6),
+        "Waiting that makes up for one level of priority, so that nobody waits for ever. Shorter is fairer "
+        "to the less urgent, longer stricter.",
+        open_default="priorities are strict",
+        default=None,
+    )
+    enable_displacement: bool = _option(
+        Group.SCHEDULER,
+        Switch(),
+        "Under the priority policy, let a waiting request take the place of less urgent running ones at "
+        "once. Those lose time, but nothing else.",
+        default=True,
+    )
+    fairness: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("none", "tenant")),
+        "tenant gives equal service to tenants who wait at the same time, inside each priority. A tenant is "
+        "an API key; without keys the header x-tokenyard-tenant, or else the field `user`.",
+        default="none",
+    )
+    tenant_weight: tuple[str, ...] = _option(
+        Group.SCHEDULER,
+        Text(metavar="NAME=WEIGHT"),
+        "A tenant's share, where it is not 1. Repeat it for several. Keys are named key-1, key-2 and so on.",
+        arity=Arity.MANY,
+        open_default="all tenants alike",
+        default=(),
+    )
+    preemption_mode: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("auto", "recompute", "swap")),
+        "How a preempted request gets its KV cache back: computed again, copied out and in, or whichever is "
+        "expected to take less time.",
+        default="auto",
+    )
+    max_bypasses: int = _option(
+        Group.SCHEDULER,
+        Count(low=0, high=2**20),
+        "Smaller requests that may be admitted before one for which there is not enough KV cache yet; then "
+        "it is kept free for that one. 0 keeps the order strictly.",
+        default=32,
     )
     watermark: float = _option(
         Group.SCHEDULER,
@@ -218,6 +271,28 @@ class Options:
         "Requests that may wait at once; more are refused with 429 and a time to come back.",
         default=1024,
     )
+    queue_timeout: float | None = _option(
+        Group.SERVER,
+        Duration(low=0.001, high=1e6),
+        "How long a request may wait for its first step; then it is answered with 504. Requests may ask "
+        "for less.",
+        open_default="no limit",
+        default=None,
+    )
+    first_token_timeout: float | None = _option(
+        Group.SERVER,
+        Duration(low=0.001, high=1e6),
+        "How long a request may take to its first token; then it is answered with 504.",
+        open_default="no limit",
+        default=None,
+    )
+    request_timeout: float | None = _option(
+        Group.SERVER,
+        Duration(low=0.001, high=1e6),
+        "How long a request may take in all; then it ends with what it has.",
+        open_default="no limit",
+        default=None,
+    )
     max_body_size: int = _option(
         Group.SERVER,
         Bytes(low=1024, high=2**30),
@@ -232,8 +307,8 @@ class Options:
     )
     heartbeat_timeout: float = _option(
         Group.SERVER,
-        Duration(low=1.0, high=3600.0),
-        "An engine that has work and finishes no step for so long counts as dead. Must be longer than the "
+        Duration(low=2.0, high=3600.0),
+        "An engine that finishes no step for so long is reported by /health/live. Must be longer than the "
         "slowest step.",
         default=60.0,
     )

@@ -1,7 +1,7 @@
 """The engine process: from `python -m engine.process DIRECTORY` to its last turn.
 
 Owns: the order of birth (parent watch, sockets, model, scheduler, loop) and the exit code.
-Never: reads the command line of the server; all it needs lies in DIRECTORY/config.json.
+Never: reads the command line of the server; all it needs lies in DIRECTORY/config.msgpack.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from worker.config import LoadProgress, ModelFacts
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = "config.msgpack"
 EXIT_START_FAILED = 78
 EXIT_WORKER_BROKEN = 70
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +37,7 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
     # The parent decides when to leave: it drains first, also when a whole process group is signalled.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    config = msgspec.json.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
+    config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     logging.basicConfig(level=log_level, format="%(levelname)s engine %(name)s: %(message)s")
     mailbox = EngineSide(directory)
     try:
@@ -73,15 +74,13 @@ def _serve(config: EngineConfig, mailbox: EngineSide) -> int:
 
 def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig:
     """What the operator asked, with what the worker found."""
-    return SchedulerConfig(
+    return replace(
+        config.scheduler,
         num_blocks=facts.num_blocks,
         block_size=facts.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=facts.max_model_len,
-        policy=config.scheduling_policy,
-        prefix_caching=config.prefix_caching,
-        watermark=config.watermark,
+        num_host_blocks=facts.num_host_blocks,
+        copy_s_per_block=facts.copy_s_per_block,
     )
 
 

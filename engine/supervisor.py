@@ -43,16 +43,17 @@ class EngineProcess:
         directory = Path(tempfile.mkdtemp(prefix="tokenyard-"))  # mode 0700
         side = ClientSide(directory)
         try:
-            (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+            (directory / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a folder with an `engine` of its own, where the server is started, changes nothing
                 "-m",
                 "engine.process",
                 str(directory),
                 str(os.getpid()),
                 str(logging.getLogger().getEffectiveLevel()),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**_ENVIRONMENT, **os.environ},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": _python_path()},
             )
         except BaseException:
             side.close()
@@ -83,3 +84,9 @@ class EngineProcess:
     def clean_up(self) -> None:
         self.side.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _python_path() -> str:
+    """Where our own packages are, installed or not, before what the operator set."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))

@@ -76,7 +76,7 @@ class TokenOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids`, if the request asked for them."""
     finish_reason: FinishReason | None = None
-    """STOP, LENGTH or ABORTED, with the last output of the choice; the rest are raised as errors."""
+    """STOP, LENGTH, ABORTED or EXPIRED, with the last output of the choice; the rest are raised."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
     num_cached_tokens: int = 0

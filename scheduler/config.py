@@ -19,11 +19,33 @@ class PrefixCaching(StrEnum):
     OFF = "off"
 
 
+class PreemptionMode(StrEnum):
+    """What becomes of the KV of a preempted sequence."""
+
+    RECOMPUTE = "recompute"  # thrown away
+    SWAP = "swap"  # copied to host memory, as long as there is room
+    AUTO = "auto"  # whichever is expected to cost less time, for each victim
+
+
+class VictimChoice(StrEnum):
+    """Which of the least urgent makes room when another one grows."""
+
+    LAST = "last"  # the newest
+    CHEAPEST = "cheapest"  # of the last few, the one that loses the fewest tokens
+
+
 class Displacement(StrEnum):
     """Whether a waiting sequence may take the place of a less urgent running one."""
 
     ON = "on"
     OFF = "off"
+
+
+class Fairness(StrEnum):
+    """Whether tenants who wait at the same time get equal service; see fairness.py."""
+
+    NONE = "none"
+    TENANT = "tenant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +73,16 @@ class SchedulerConfig:
     nobody waits for ever. inf is strict priority."""
     displacement: Displacement = Displacement.ON
     """Under the priority policy only."""
+    fairness: Fairness = Fairness.NONE
+    """Inside each priority, if the policy has priorities."""
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    """Tenants with a share other than 1."""
+    preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    victim_choice: VictimChoice = VictimChoice.CHEAPEST
+    num_host_blocks: int = 0
+    """Blocks of the swap space, ids 1 to num_host_blocks."""
+    copy_s_per_block: float = 0.0
+    """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
     max_bypasses: int = 0
     """How many later sequences may be admitted before a head of the queue for which there are too few
     free blocks; then blocks are kept for it. 0 keeps the order strictly."""
@@ -66,6 +98,8 @@ class SchedulerConfig:
             )
         if self.priority_aging_s <= 0:
             raise ValueError(f"priority_aging_s must be above 0, not {self.priority_aging_s}")
+        if any(weight <= 0 for _, weight in self.tenant_weights):
+            raise ValueError("the weight of a tenant must be above 0")
         if self.max_bypasses < 0:
             raise ValueError(f"max_bypasses must be at least 0, not {self.max_bypasses}")
         if not 0 <= self.watermark < 1:

@@ -16,6 +16,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_queues(scheduler, running, waiting)
     _check_blocks(scheduler, running)
     _check_prefix_cache(scheduler, running)
+    _check_swap_space(scheduler, waiting)
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
@@ -31,11 +32,13 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[Sequence]) -> None:
     assert all(seq.status is Status.RUNNING for seq in running)
-    assert all(seq.status is Status.WAITING for seq in waiting)
+    assert all(seq.status in (Status.WAITING, Status.SWAPPED) for seq in waiting)
     assert [seq.rank for seq in running] == sorted(seq.rank for seq in running), "the line is out of order"
     assert len(running) <= scheduler.config.max_num_seqs
     counts = scheduler.get_request_counts()
-    assert (len(running), len(waiting)) == (counts.running, counts.waiting), "a queue miscounts"
+    assert counts.running == len(running)
+    assert counts.swapped == sum(seq.status is Status.SWAPPED for seq in waiting)
+    assert counts.waiting == len(waiting) - counts.swapped, "the waiting line miscounts"
     ids = [seq.sequence_id for seq in running + waiting]
     assert len(ids) == len(set(ids)), "a sequence is in two places"
     assert bool(ids) == scheduler.has_unfinished_requests
@@ -58,6 +61,15 @@ def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
         assert pool.num_references(block) == num_holders, f"block {block} has a wrong reference count"
     for seq in running:
         assert len(seq.block_ids) == len(set(seq.block_ids)), f"{seq} holds a block twice"
+
+
+def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
+    space, block_size = scheduler.swap_space, scheduler.config.block_size
+    held = [block for seq in waiting for block in seq.host_block_ids]
+    assert sorted(held + space.free_blocks()) == list(range(1, space.num_blocks + 1)), "a host block is lost"
+    for seq in waiting:
+        assert len(seq.host_block_ids) == -(-seq.num_swapped_tokens // block_size)
+        assert bool(seq.host_block_ids) == (seq.status is Status.SWAPPED)
 
 
 def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:

@@ -74,6 +74,8 @@ class ServiceTerms:
 
     priority: int = 0
     """Lower is more urgent, as in nice(1). Read under the priority policy."""
+    tenant: str = ""
+    """On whose account it runs. Read if tenants are treated fairly."""
     cache_salt: str = ""
     """Prefixes are shared only with requests of the same salt."""
     time_limits: TimeLimits = TimeLimits()
@@ -115,11 +117,20 @@ class Preemption(NamedTuple):
 
     sequence_id: SequenceId
     cause: PreemptionCause
+    was_swapped: bool
+    """Its KV went to the host; else it is computed again, or found in the prefix cache."""
     beneficiary: SequenceId
     """For whom; itself, if it was the last in line and needed more."""
-    num_lost_tokens: int
-    """Computed tokens to be computed again, unless the prefix cache still has them by then."""
+    num_computed_tokens: int
+    """What it had computed."""
     num_freed_blocks: int
+
+
+class BlockCopy(NamedTuple):
+    """The whole content of one block, to another. Which pools they are in, the field of the plan says."""
+
+    source: BlockId
+    target: BlockId
 
 
 class ScheduledSequence(NamedTuple):
@@ -137,7 +148,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """The plan of one step. The worker obeys it in this order: release, add, grow, compute.
+    """The plan of one step. The worker obeys it in this order: release, copy, add, grow, compute.
 
     The worker must write the keys and values of all scheduled tokens of a layer before any of them
     attends, since a sequence may share blocks that another one fills in the same step.
@@ -152,13 +163,17 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledSequence, ...]
     """Decodes first, then prefill chunks."""
     num_scheduled_tokens: int
+    swap_out: tuple[BlockCopy, ...] = ()
+    """From the device's pool to the host's, before anything else is written."""
+    swap_in: tuple[BlockCopy, ...] = ()
+    """From the host's pool to the device's, after all of `swap_out`."""
     preemptions: tuple[Preemption, ...] = ()
     """Those of this step, for the trace; the worker reads `released`."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute. Releases that come with an empty plan travel with the next one as well."""
-        return not self.scheduled
+        """Nothing to do for the worker. Releases then travel with the next plan."""
+        return not self.scheduled and not self.swap_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +214,19 @@ class SequenceOutput(NamedTuple):
 
 
 class RequestCounts(NamedTuple):
-    """How many sequences are in each queue."""
+    """How many sequences are in each state."""
 
     running: int
     waiting: int
+    swapped: int
+
+
+class PreemptionCount(NamedTuple):
+    """How often it happened so."""
+
+    cause: PreemptionCause
+    was_swapped: bool
+    num: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,13 +235,18 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
+    num_swapped: int
     num_used_blocks: int
     num_blocks: int
     num_steps: int
-    num_preemptions: dict[PreemptionCause, int]
+    num_used_host_blocks: int
+    num_host_blocks: int
+    preemptions: tuple[PreemptionCount, ...]
+    num_swap_space_full: int
+    """Preemptions that would have swapped, had there been room."""
     num_prefix_queries: int
     """Prompt tokens looked up in the prefix cache, at first admissions."""
     num_prefix_hits: int
     """Prompt tokens found there."""
     num_recomputed_tokens: int
-    """Tokens that had been computed once when their sequence was preempted."""
+    """Computed tokens that preemptions by recompute threw away."""

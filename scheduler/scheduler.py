@@ -14,8 +14,8 @@ the back. So the worst pays first, and nothing that was already planned in this 
 A waiting sequence that is strictly more urgent than a running one does not queue behind it: before the
 line is served it may send some of its back away (displacement.py), if that is enough.
 
-What is not here yet has its place: a swapped queue beside waiting (another state in sequence.py, another
-way to pay in `_preempt`), and fairness between tenants (another waiting queue).
+Who is sent away keeps its rank, and returns from the waiting line by recompute, or from the swap space
+(preemption.py).
 """
 
 from bisect import bisect_left, insort
@@ -23,17 +23,22 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from scheduler.budget import SchedulingBudget
-from scheduler.config import Displacement, SchedulerConfig, SchedulingPolicy
+from scheduler.config import Displacement, Fairness, PreemptionMode, SchedulerConfig, SchedulingPolicy
 from scheduler.deadlines import Deadlines
 from scheduler.displacement import PROTECTED_TOKENS, choose_victims, stands_before_some
+from scheduler.fairness import (
+    GENERATED_TOKEN_COST,
+    PROMPT_TOKEN_COST,
+    FairWaitingQueue,
+    TenantLedger,
+)
 from scheduler.kv_cache_manager import Fit, KVCacheManager
 from scheduler.messages import (
-    BlockId,
     FinishReason,
     ModelRunnerOutput,
-    NewSequence,
     Preemption,
     PreemptionCause,
+    PreemptionCount,
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
@@ -42,8 +47,11 @@ from scheduler.messages import (
     SequenceOutput,
     SequenceStart,
 )
+from scheduler.plan_draft import PlanDraft
 from scheduler.policy import rank_of
+from scheduler.preemption import Preemptor
 from scheduler.sequence import Sequence, Status
+from scheduler.swap_space import SwapSpace
 from scheduler.waiting_queue import WaitingQueue
 
 _rank_of = attrgetter("rank")
@@ -59,31 +67,6 @@ class NeverFits(Exception):
     """The sequence would need more than there is, whatever is freed. Its text is for the caller."""
 
 
-class _Plan:
-    """A step while it is being planned."""
-
-    __slots__ = (
-        "budget",
-        "chunks",
-        "decodes",
-        "new_blocks",
-        "new_sequences",
-        "now_s",
-        "preemptions",
-        "urgent",
-    )
-
-    def __init__(self, budget: SchedulingBudget, now_s: float) -> None:
-        self.budget = budget
-        self.now_s = now_s
-        self.urgent: set[SequenceId] = set()  # admitted before the line was served: they have their share
-        self.decodes: list[ScheduledSequence] = []
-        self.chunks: list[ScheduledSequence] = []
-        self.new_sequences: list[NewSequence] = []
-        self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
-        self.preemptions: list[Preemption] = []
-
-
 class Scheduler:
     """One step: `schedule`, then `update_from_output` with what the worker made of it.
 
@@ -93,9 +76,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVCacheManager(config)
+        self._preemptor = Preemptor(config, self.kv)
         self._rank = rank_of(config)
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._waiting = WaitingQueue()
+        self._ledger: TenantLedger | None = None
+        self._waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
+        if config.fairness is Fairness.TENANT:
+            self._ledger = TenantLedger(dict(config.tenant_weights))
+            self._waiting = FairWaitingQueue(config, self._ledger)
         self._running: list[Sequence] = []
         self._released: list[SequenceId] = []  # rows that the worker may free, told with the next plan
         self._outputs: Outputs = {}
@@ -105,7 +93,8 @@ class Scheduler:
         )
         self._num_added = 0
         self._num_steps = 0
-        self._num_preemptions = dict.fromkeys(PreemptionCause, 0)
+        self._num_swapped = 0
+        self._num_preemptions = {(c, s): 0 for c in PreemptionCause for s in (False, True)}
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
         self._num_recomputed_tokens = 0
@@ -126,11 +115,14 @@ class Scheduler:
         seq.admitted_s = now_s
         seq.rank = self._rank(seq)
         self._sequences[seq.sequence_id] = seq
+        if self._ledger is not None:
+            self._ledger.join(seq.tenant)
         self._waiting.push(seq)
         self._deadlines.add(seq)
 
     def schedule(self, *, now_s: float) -> SchedulerOutput:
         """Plan the next step. The plan counts as computed from now on; results only add tokens."""
+        self._preemptor.swap_space.next_plan()
         for seq, limit in self._deadlines.expired(now_s=now_s):
             self._finish(seq, FinishReason.EXPIRED, message=limit.value)
         budget = SchedulingBudget(
@@ -138,7 +130,7 @@ class Scheduler:
             free_seqs=self.config.max_num_seqs - len(self._running),
             num_decodes=sum(1 for seq in self._running if seq.num_uncomputed_tokens == 1),
         )
-        plan = _Plan(budget, now_s)
+        plan = PlanDraft(budget, now_s)
         if self._may_displace:
             self._admit_urgent(plan)
         self._serve_running(plan)
@@ -169,6 +161,12 @@ class Scheduler:
             if seq is not None:
                 self.kv.forget(seq)
                 self._finish(seq, FinishReason.FAILED, message=message)
+        for preemption in plan.preemptions:  # whether their copies were made, nobody knows
+            seq = self._sequences.get(preemption.sequence_id)
+            if seq is not None and seq.status is Status.SWAPPED:
+                self._preemptor.drop(seq)
+                seq.become(Status.WAITING)
+                self._num_swapped -= 1
         return self.take_outputs()
 
     def finish_requests(self, sequence_ids: Iterable[SequenceId], reason: FinishReason) -> None:
@@ -184,14 +182,32 @@ class Scheduler:
         return outputs
 
     def get_request_counts(self) -> RequestCounts:
-        return RequestCounts(running=len(self._running), waiting=len(self._waiting))
+        return RequestCounts(
+            running=len(self._running),
+            waiting=len(self._waiting) - self._num_swapped,
+            swapped=self._num_swapped,
+        )
+
+    def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
+        """How long the worker took for a plan; what follows is decided by such figures."""
+        num_chunk_tokens = sum(share.num_tokens for share in plan.scheduled if share.num_tokens > 1)
+        if num_chunk_tokens:
+            self._preemptor.cost.observe(num_chunk_tokens, seconds)
+
+    def tenant_service(self) -> dict[str, float]:
+        """What each tenant had so far, by cost; empty without fairness."""
+        return {} if self._ledger is None else self._ledger.tenants
+
+    @property
+    def swap_space(self) -> SwapSpace:
+        return self._preemptor.swap_space
 
     def running_sequences(self) -> list[Sequence]:
         """In the order in which they are served; the sequences themselves are not copies."""
         return list(self._running)
 
     def waiting_sequences(self) -> list[Sequence]:
-        """In no particular order."""
+        """Swapped ones too; in no particular order."""
         return list(self._waiting)
 
     @property
@@ -199,13 +215,18 @@ class Scheduler:
         return bool(self._sequences)
 
     def stats(self) -> SchedulerStats:
+        counts = self.get_request_counts()
         return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_running=counts.running,
+            num_waiting=counts.waiting,
+            num_swapped=counts.swapped,
             num_used_blocks=self.kv.pool.num_used,
             num_blocks=self.kv.pool.num_blocks,
+            num_used_host_blocks=self.swap_space.num_used,
+            num_host_blocks=self.swap_space.num_blocks,
             num_steps=self._num_steps,
-            num_preemptions=dict(self._num_preemptions),
+            preemptions=tuple(PreemptionCount(*key, num) for key, num in self._num_preemptions.items()),
+            num_swap_space_full=self._preemptor.num_swap_space_full,
             num_prefix_queries=self._num_prefix_queries,
             num_prefix_hits=self._num_prefix_hits,
             num_recomputed_tokens=self._num_recomputed_tokens,
@@ -213,7 +234,7 @@ class Scheduler:
 
     # Planning: the running line, from the front.
 
-    def _serve_running(self, plan: _Plan) -> None:
+    def _serve_running(self, plan: PlanDraft) -> None:
         place = 0
         while place < len(self._running) and plan.budget.remaining_tokens > 0:
             seq = self._running[place]
@@ -224,7 +245,7 @@ class Scheduler:
                 break
             self._schedule_share(seq, plan)
 
-    def _schedule_share(self, seq: Sequence, plan: _Plan) -> None:
+    def _schedule_share(self, seq: Sequence, plan: PlanDraft) -> None:
         start = seq.num_computed_tokens
         num_left = seq.num_tokens - start
         if num_left == 1:
@@ -238,22 +259,23 @@ class Scheduler:
         if share:
             self._schedule_chunk(seq, share, plan)
 
-    def _schedule_chunk(self, seq: Sequence, share: int, plan: _Plan) -> None:
+    def _schedule_chunk(self, seq: Sequence, share: int, plan: PlanDraft) -> None:
         start = seq.num_computed_tokens
         seq.num_computed_tokens = start + share
         self.kv.publish(seq, start, start + share)
         plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, seq.num_uncomputed_tokens == 0))
 
-    def _grow(self, seq: Sequence, plan: _Plan) -> bool:
+    def _grow(self, seq: Sequence, plan: PlanDraft) -> bool:
         """Blocks for `seq`, at the expense of the back of the line if need be; False if it had to go."""
         while (fresh := self.kv.append(seq)) is None:
-            victim = self._running[-1]
-            if victim is seq and len(self._running) == 1:
+            if len(self._running) == 1:
                 # Everybody else is gone and it still does not fit: more memory will never come.
                 plan.budget.give_up_decode()
                 plan.budget.give_back_slot()
                 self._finish(seq, FinishReason.LENGTH)
                 return False
+            behind = self._running[bisect_left(self._running, seq.rank, key=_rank_of) + 1 :]
+            victim = self._preemptor.choose_victim(behind) if behind else seq
             assert victim.sequence_id not in plan.urgent, "the urgent left room for everybody's growth"
             self._preempt(victim, plan, PreemptionCause.GROWTH, seq)
             if victim is seq:
@@ -261,25 +283,38 @@ class Scheduler:
         plan.new_blocks[seq.sequence_id] = fresh
         return True
 
-    def _preempt(self, victim: Sequence, plan: _Plan, cause: PreemptionCause, beneficiary: Sequence) -> None:
+    def _preempt(
+        self, victim: Sequence, plan: PlanDraft, cause: PreemptionCause, beneficiary: Sequence
+    ) -> None:
         """Take its blocks; it returns to its old place among the waiting."""
         if victim.num_uncomputed_tokens == 1:
             plan.budget.give_up_decode()
-        num_lost, num_free = victim.num_computed_tokens, self.kv.pool.num_free
+        num_computed, num_free = victim.num_computed_tokens, self.kv.pool.num_free
+        is_swap = self._preemptor.mode_for(victim) is PreemptionMode.SWAP
+        if is_swap:
+            plan.swap_out.extend(self._preemptor.swap_out(victim))
+            self._num_swapped += 1
+        else:
+            self._num_recomputed_tokens += num_computed
         self._leave_line(victim)
-        victim.become(Status.WAITING)
+        victim.become(Status.SWAPPED if is_swap else Status.WAITING)
         victim.num_preemptions += 1
         self._waiting.push(victim)
-        num_freed = self.kv.pool.num_free - num_free
+        self._num_preemptions[cause, is_swap] += 1
         plan.preemptions.append(
-            Preemption(victim.sequence_id, cause, beneficiary.sequence_id, num_lost, num_freed)
+            Preemption(
+                sequence_id=victim.sequence_id,
+                cause=cause,
+                was_swapped=is_swap,
+                beneficiary=beneficiary.sequence_id,
+                num_computed_tokens=num_computed,
+                num_freed_blocks=self.kv.pool.num_free - num_free,
+            )
         )
-        self._num_preemptions[cause] += 1
-        self._num_recomputed_tokens += num_lost
 
     # Planning: the waiting queue.
 
-    def _admit_urgent(self, plan: _Plan) -> None:
+    def _admit_urgent(self, plan: PlanDraft) -> None:
         """Whoever is strictly more urgent than some who run does not queue behind them."""
         budget = plan.budget
         while len(self._waiting) and stands_before_some(seq := self._waiting.peek(), self._running):
@@ -301,7 +336,7 @@ class Scheduler:
             self._admit(seq, plan)
             plan.urgent.add(seq.sequence_id)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: PlanDraft) -> None:
         budget = plan.budget
         while len(self._waiting) and budget.remaining_seqs > 0 and budget.remaining_tokens > 0:
             seq = self._waiting.peek()
@@ -327,9 +362,12 @@ class Scheduler:
                 return seq
         return None
 
-    def _admit(self, seq: Sequence, plan: _Plan) -> None:
+    def _admit(self, seq: Sequence, plan: PlanDraft) -> None:
         self._waiting.take(seq)
         self.kv.allocate(seq)
+        if seq.status is Status.SWAPPED:
+            plan.swap_in.extend(self._preemptor.swap_in(seq))
+            self._num_swapped -= 1
         seq.become(Status.RUNNING)
         insort(self._running, seq, key=_rank_of)
         plan.budget.take_slot()
@@ -344,25 +382,20 @@ class Scheduler:
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
         self._num_prefix_queries += seq.num_prompt_tokens
         self._num_prefix_hits += seq.num_cached_tokens
+        if self._ledger is not None:  # once: a preemption is not the tenant's doing
+            self._ledger.charge(
+                seq.tenant, PROMPT_TOKEN_COST * (seq.num_prompt_tokens - seq.num_cached_tokens)
+            )
         seq.pending_start = SequenceStart(
             queue_s=now_s - seq.admitted_s, num_cached_tokens=seq.num_cached_tokens
         )
 
-    def _close(self, plan: _Plan) -> SchedulerOutput:
-        scheduled = tuple(plan.decodes + plan.chunks)
-        released: tuple[SequenceId, ...] = ()
-        if scheduled:
-            self._num_steps += 1
-            released, self._released = tuple(self._released), []
-        return SchedulerOutput(
-            step=self._num_steps,
-            released=released,
-            new_sequences=tuple(plan.new_sequences),
-            new_blocks=plan.new_blocks,
-            scheduled=scheduled,
-            num_scheduled_tokens=self.config.max_num_batched_tokens - plan.budget.remaining_tokens,
-            preemptions=tuple(plan.preemptions),
-        )
+    def _close(self, plan: PlanDraft) -> SchedulerOutput:
+        if plan.is_empty:
+            return plan.finished(self._num_steps, ())
+        self._num_steps += 1
+        released, self._released = tuple(self._released), []
+        return plan.finished(self._num_steps, released)
 
     # Learning what came of it.
 
@@ -371,6 +404,8 @@ class Scheduler:
         for token_id in token_ids:
             seq.append_token(token_id)
             reason = self._stop_reason(seq, token_id)
+        if self._ledger is not None:
+            self._ledger.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
         start, seq.pending_start = seq.pending_start, None
         logprobs = result.logprobs.get(seq.sequence_id, ()) if result.logprobs else ()
         output = SequenceOutput(seq.sequence_id, token_ids, reason, logprobs, start)
@@ -395,13 +430,18 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, output: SequenceOutput) -> None:
         """The one way out, from any queue."""
-        was_running = seq.status is Status.RUNNING
+        before = seq.status
         seq.become(Status.FINISHED)
         seq.finish_reason = reason
-        if was_running:
+        if before is Status.RUNNING:
             self._leave_line(seq)
         else:
             self._waiting.discard(seq)
+        if before is Status.SWAPPED:
+            self._preemptor.drop(seq)
+            self._num_swapped -= 1
+        if self._ledger is not None:
+            self._ledger.leave(seq.tenant)
         del self._sequences[seq.sequence_id]
         self._outputs.setdefault(seq.client_index, []).append(output)
 

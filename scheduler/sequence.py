@@ -21,16 +21,18 @@ Rank = tuple[float, ...]
 
 
 class Status(Enum):
-    """Which queue a sequence is in. Swapped out will be a fourth one."""
+    """Where a sequence is: in the waiting line, without or with a copy on the host, or running."""
 
     WAITING = "waiting"
+    SWAPPED = "swapped"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 _MAY_BECOME = {
     Status.WAITING: {Status.RUNNING, Status.FINISHED},  # admit; abort, reject
-    Status.RUNNING: {Status.WAITING, Status.FINISHED},  # preempt and recompute; stop, abort, fail
+    Status.SWAPPED: {Status.RUNNING, Status.WAITING, Status.FINISHED},  # swap in; copy lost; abort
+    Status.RUNNING: {Status.WAITING, Status.SWAPPED, Status.FINISHED},  # preempt; stop, abort, fail
     Status.FINISHED: frozenset[Status](),
 }
 
@@ -52,12 +54,14 @@ class Sequence:
         "cache_salt",
         "client_index",
         "finish_reason",
+        "host_block_ids",
         "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
+        "num_swapped_tokens",
         "num_tokens",
         "params",
         "pending_start",
@@ -66,6 +70,7 @@ class Sequence:
         "rank",
         "sequence_id",
         "status",
+        "tenant",
         "time_limits",
         "token_ids",
     )
@@ -87,6 +92,7 @@ class Sequence:
         )  # kept beside token_ids: read for every sequence of every step
         self.params = params
         self.priority = terms.priority
+        self.tenant = terms.tenant
         self.cache_salt = terms.cache_salt
         self.time_limits = terms.time_limits
         self.client_index = client_index
@@ -105,6 +111,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.block_ids: list[BlockId] = []
         self.num_slots = 0  # len(block_ids) * block_size
+        self.host_block_ids: list[BlockId] = []  # while it is swapped out
+        self.num_swapped_tokens = 0  # computed tokens whose KV is in them
         self.block_keys: list[bytes] = []  # of the full blocks, as far as anybody asked
 
     @property

@@ -1,4 +1,4 @@
-"""Who is not running yet, best rank first.
+"""Who is not running, best rank first: those who wait for their first turn, and those sent away.
 
 Owns: a heap with tombstones, so that an abort anywhere in a queue of any length costs O(1), and adding
 and taking the first O(log n).
@@ -13,7 +13,7 @@ _COMPACT_ABOVE = 64
 
 
 class WaitingQueue:
-    """A sequence that is no longer WAITING counts as gone; its entry is dropped when it surfaces."""
+    """A sequence that has ended counts as gone; its entry is dropped when it surfaces."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, Sequence]] = []
@@ -24,7 +24,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In no particular order; for tests and reports."""
-        return (seq for _, seq in self._heap if seq.status is Status.WAITING)
+        return (seq for _, seq in self._heap if seq.status is not Status.FINISHED)
 
     def push(self, seq: Sequence) -> None:
         heappush(self._heap, (seq.rank, seq))
@@ -32,7 +32,7 @@ class WaitingQueue:
 
     def peek(self) -> Sequence:
         """The first in line. The caller makes sure that there is one."""
-        while self._heap[0][1].status is not Status.WAITING:
+        while self._heap[0][1].status is Status.FINISHED:
             heappop(self._heap)
         return self._heap[0][1]
 
@@ -50,7 +50,7 @@ class WaitingQueue:
         entries: list[tuple[Rank, Sequence]] = []
         while self._heap and len(entries) <= num:
             entry = heappop(self._heap)
-            if entry[1].status is Status.WAITING:
+            if entry[1].status is not Status.FINISHED:
                 entries.append(entry)
         for entry in entries:
             heappush(self._heap, entry)
@@ -58,8 +58,8 @@ class WaitingQueue:
 
     def discard(self, seq: Sequence) -> None:
         """Called after `seq` ended while it waited."""
-        assert seq.status is not Status.WAITING
+        assert seq.status is Status.FINISHED
         self._num_waiting -= 1
         if len(self._heap) > _COMPACT_ABOVE and len(self._heap) > 2 * self._num_waiting:
-            self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
+            self._heap = [entry for entry in self._heap if entry[1].status is not Status.FINISHED]
             heapify(self._heap)

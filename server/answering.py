@@ -17,8 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import GenerationRequest, ModelInfo
+from server.auth import KEY_NAME
 from server.disconnect import while_connected
 from server.edge import Edge, edge_of
+from server.header_fields import tenant_from_headers
 from server.merging import NumberedOutputs, merged
 from server.protocol import GenerationFields
 from server.replies import FullReply, ReplyHead, StreamReply, UsageReport
@@ -28,9 +30,16 @@ from server.translate import Origin
 VERSION = version("tokenyard")
 
 
-def new_origin(kind: str) -> Origin:
-    """Draw a reply id, `kind` being OpenAI's prefix for it. The client's own request id is not unique."""
-    return Origin(reply_id=f"{kind}-{secrets.token_hex(16)}", draw_seed=lambda: secrets.randbits(64))
+def new_origin(kind: str, request: Request) -> Origin:
+    """Draw a reply id, `kind` being OpenAI's prefix for it. The client's own request id is not unique.
+
+    Raises RequestRejected.
+    """
+    # With keys, the key is the tenant: who sends another name in a header does not get another share.
+    tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
+    return Origin(
+        reply_id=f"{kind}-{secrets.token_hex(16)}", draw_seed=lambda: secrets.randbits(64), tenant=tenant
+    )
 
 
 def new_head(origin: Origin, info: ModelInfo) -> ReplyHead:

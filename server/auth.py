@@ -16,6 +16,10 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 """Kubelets, load balancers and Prometheus carry no key; neither page says anything about a request."""
 
 
+KEY_NAME = "tokenyard.key"
+"""Where the scope tells which key opened the door: `key-1` is the first."""
+
+
 class Auth:
     """ASGI middleware. Without keys everything is open."""
 
@@ -39,6 +43,7 @@ class Auth:
         matches = [secrets.compare_digest(digest, known) for known in self._digests]
         if len(given) > 1 or scheme.lower() != b"bearer" or not any(matches):
             raise InvalidApiKey("this API key is not known here")
+        scope[KEY_NAME] = f"key-{matches.index(True) + 1}"
 
 
 def _digest(key: bytes) -> bytes:

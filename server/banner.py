@@ -53,9 +53,10 @@ def _full_length_requests(info: ModelInfo) -> str:
 
 
 def _scheduler(engine: EngineConfig) -> str:
+    config = engine.scheduler
     return (
-        f"{engine.scheduling_policy}, up to {engine.max_num_seqs:,} sequences "
-        f"and {engine.max_num_batched_tokens:,} tokens a step, prefix caching {engine.prefix_caching}"
+        f"{config.policy}, up to {config.max_num_seqs:,} sequences "
+        f"and {config.max_num_batched_tokens:,} tokens a step, prefix caching {config.prefix_caching}"
     )
 
 

@@ -28,7 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     info = edge.engine.info
     messages = chat_messages(body, info)
     prompt_ids = await edge.engine.encode_chat(messages, chat_options(body))
-    origin = new_origin("chatcmpl")
+    origin = new_origin("chatcmpl", request)
     plan = ReplyPlan(
         head=new_head(origin, info),
         num_prompt_tokens=(len(prompt_ids),),

@@ -30,7 +30,7 @@ async def create_completion(request: Request) -> Response:
     info = edge.engine.info
     prompts = completion_prompts(body, info)
     prompt_ids = await asyncio.gather(*(_encode(edge, prompt) for prompt in prompts))
-    origin = new_origin("cmpl")
+    origin = new_origin("cmpl", request)
     requests = completion_requests(body, prompt_ids, info, origin)
     plan = ReplyPlan(
         head=new_head(origin, info),

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import (
+    DeadlineExceeded,
     EngineDied,
     EngineError,
     EngineUnavailable,
@@ -118,6 +119,7 @@ _SHAPES: dict[type[Exception], Shape] = {
     RequestFailed: Shape(500, "server_error", "model_error", Retry.NEVER),
     EngineDied: Shape(500, "server_error", "engine_restarted", Retry.NOW),
     EngineError: Shape(500, "server_error", "engine_error", Retry.NEVER),
+    DeadlineExceeded: Shape(504, "timeout_error", "deadline_exceeded", Retry.NEVER),
     EngineUnavailable: Shape(503, "server_error", None, Retry.LATER),
     ReplyAborted: Shape(503, "server_error", "shutting_down", Retry.LATER),
     Exception: Shape(500, "server_error", "internal_error", Retry.NEVER),

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from engine.errors import RequestRejected
 from server.edge import edge_of
 from server.errors import UnsupportedMediaType
+from server.header_fields import fields_from_headers
 from server.refusals import refuse_unsupported
 
 MAX_DEPTH = 32
@@ -33,11 +34,12 @@ async def read_request(
 ) -> ModelT:
     """Read, parse and validate. Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
     _check_media_type(request.headers.get("content-type"))
+    from_headers = fields_from_headers(request.headers)
     raw = await request.body()
     if len(raw) <= _INLINE_BYTES:
-        body, parsed = _parse(raw, model, refusals)
+        body, parsed = _parse(raw, from_headers, model, refusals)
     else:
-        body, parsed = await asyncio.to_thread(_parse, raw, model, refusals)
+        body, parsed = await asyncio.to_thread(_parse, raw, from_headers, model, refusals)
     num_unknown = sum(name not in model.model_fields and name not in refusals for name in body)
     if num_unknown:
         edge_of(request).metrics.unknown_fields.inc(num_unknown)
@@ -51,9 +53,12 @@ def _check_media_type(content_type: str | None) -> None:
 
 
 def _parse(
-    raw: bytes, model: type[ModelT], refusals: Mapping[str, tuple[Any, ...]]
+    raw: bytes,
+    from_headers: dict[str, Any],
+    model: type[ModelT],
+    refusals: Mapping[str, tuple[Any, ...]],
 ) -> tuple[dict[str, Any], ModelT]:
-    body = parse_object(raw)
+    body = parse_object(raw) | from_headers
     refuse_unsupported(body, refusals)
     try:
         # OpenAI's clients send null for what they do not ask for.

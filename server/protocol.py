@@ -114,6 +114,7 @@ Metadata = Annotated[
 ]
 Name = Annotated[str, StringConstraints(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 NumTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 
 
@@ -158,11 +159,19 @@ class GenerationFields(WireModel):
     seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
     priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
     """Lower is more urgent, as in nice(1); read under the priority policy."""
+    timeout: Seconds | None = None
+    """In all, in seconds; then the request ends with what it has and finish reason `timeout`."""
+    queue_timeout: Seconds | None = None
+    """To its first step, in seconds; then it is answered with 504."""
+    first_token_timeout: Seconds | None = None
+    """To its first token, in seconds; then it is answered with 504."""
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """Cached prefixes are shared only among requests with the same salt."""
 
-    # Accepted without effect, since nothing in a reply depends on them here (refusals.py lists them too).
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    """The tenant, if tenants are treated fairly and neither a key nor a header names it."""
+
+    # Accepted without effect, since nothing in a reply depends on them here (refusals.py lists them too).
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None

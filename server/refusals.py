@@ -10,7 +10,7 @@ from typing import Any, Final
 from engine.errors import RequestRejected
 
 ACCEPTED_WITHOUT_EFFECT: Final = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 )
 """Declared in protocol.py with their bounds. They speak to a provider's billing, storage and routing."""
 

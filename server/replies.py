@@ -12,7 +12,11 @@ from typing import Any, Protocol
 from engine.types import FinishReason, TokenLogprob, TokenOutput
 from server.errors import ReplyAborted
 
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.EXPIRED: "timeout",  # ours: OpenAI has no time limits
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

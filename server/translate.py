@@ -6,10 +6,18 @@ Never: types and bounds (protocol.py), tokenization (the engine), chance: seeds 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from engine.errors import ContextLengthExceeded, RequestRejected
-from engine.types import ChatOptions, GenerationRequest, ModelInfo, SamplingParams, ServiceTerms
+from engine.types import (
+    ChatOptions,
+    GenerationRequest,
+    ModelInfo,
+    SamplingParams,
+    ServiceTerms,
+    TimeLimits,
+)
 from server.errors import ModelNotFound
 from server.protocol import (
     ChatCompletionRequest,
@@ -40,6 +48,8 @@ class Origin:
     """The id of the reply; engine request ids are made from it."""
     draw_seed: Callable[[], int]
     """Draws 64 bits for a request that brings no seed."""
+    tenant: str | None = None
+    """As the key or a header tells; None: the field `user` does."""
 
 
 def completion_prompts(body: CompletionRequest, info: ModelInfo) -> tuple[Prompt, ...]:
@@ -83,7 +93,8 @@ def completion_requests(
                 ),
                 num_logprobs=body.logprobs,
             ),
-            request_id=f"{origin.reply_id}-{index}",
+            origin,
+            place=f"-{index}",
         )
         for index, prompt in enumerate(prompts)
     )
@@ -127,7 +138,7 @@ def chat_request(
     max_tokens = _fit_max_tokens(asked, len(prompt), info, names=_CHAT_NAMES, default=None)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=num_logprobs)
-    return _generation_request(body, prompt, params, request_id=origin.reply_id)
+    return _generation_request(body, prompt, params, origin)
 
 
 def _message(message: ChatMessage, index: int) -> dict[str, Any]:
@@ -266,15 +277,37 @@ def _logit_bias(body: GenerationFields, info: ModelInfo) -> tuple[tuple[int, flo
 
 
 def _generation_request(
-    body: GenerationFields, prompt: tuple[int, ...], params: SamplingParams, *, request_id: str
+    body: GenerationFields,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    origin: Origin,
+    *,
+    place: str = "",
 ) -> GenerationRequest:
     return GenerationRequest(
-        request_id=request_id,
+        request_id=origin.reply_id + place,
         prompt_token_ids=prompt,
         params=params,
         n=body.n or 1,
         stop=tuple(body.stop or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
-        terms=ServiceTerms(priority=body.priority or 0, cache_salt=body.cache_salt or ""),
+        terms=_terms(body, origin),
     )
+
+
+def _terms(body: GenerationFields, origin: Origin) -> ServiceTerms:
+    return ServiceTerms(
+        priority=body.priority or 0,
+        tenant=(body.user or "") if origin.tenant is None else origin.tenant,
+        cache_salt=body.cache_salt or "",
+        time_limits=TimeLimits(
+            queue_s=_or_no_limit(body.queue_timeout),
+            first_token_s=_or_no_limit(body.first_token_timeout),
+            total_s=_or_no_limit(body.timeout),
+        ),
+    )
+
+
+def _or_no_limit(seconds: float | None) -> float:
+    return inf if seconds is None else seconds

@@ -52,6 +52,7 @@ class FakeWorker:
 
     block_size: int
     slots: dict[tuple[BlockId, int], tuple[int, int]] = field(default_factory=dict)
+    host_slots: dict[tuple[BlockId, int], tuple[int, int] | None] = field(default_factory=dict)
     rows: dict[SequenceId, _Row] = field(default_factory=dict)
     plans: list[SchedulerOutput] = field(default_factory=list)
     explode_next: bool = False
@@ -64,13 +65,14 @@ class FakeWorker:
         self.plans.append(plan)
         for sequence_id in plan.released:
             self.rows.pop(sequence_id, None)
+        if self.explode_next:
+            self.explode_next = False
+            raise WorkerExploded
+        self._copy(plan)
         for new in plan.new_sequences:
             self._add_row(new)
         for sequence_id, blocks in plan.new_blocks.items():
             self.rows[sequence_id].block_ids.extend(blocks)
-        if self.explode_next:
-            self.explode_next = False
-            raise WorkerExploded
         for share in plan.scheduled:
             self._write(self.rows[share.sequence_id], share.start, share.num_tokens)
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
@@ -88,6 +90,17 @@ class FakeWorker:
             row.token_ids.append(next_token(row.token_ids))
             token_ids[share.sequence_id] = (row.token_ids[-1],)
         return ModelRunnerOutput(token_ids=token_ids, logprobs={}, failures=failures)
+
+    def _copy(self, plan: SchedulerOutput) -> None:
+        for source, target in plan.swap_out:
+            for offset in range(self.block_size):
+                self.host_slots[target, offset] = self.slots.get((source, offset))
+        for source, target in plan.swap_in:
+            for offset in range(self.block_size):
+                held = self.host_slots[source, offset]
+                self.slots.pop((target, offset), None)
+                if held is not None:
+                    self.slots[target, offset] = held
 
     def _add_row(self, new: NewSequence) -> None:
         assert new.sequence_id not in self.rows, "the row was never released"

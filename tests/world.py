@@ -53,6 +53,7 @@ class World:
             except WorkerExploded:
                 self._take(self.scheduler.fail_step(plan, "the worker failed"))
             else:
+                self.scheduler.observe_step(plan, plan.num_scheduled_tokens * 0.05)
                 self._take(self.scheduler.update_from_output(plan, result))
         self.now_s += 1.0
         check_invariants(self.scheduler)
@@ -73,8 +74,11 @@ class World:
 
     def num_preemptions(self, *causes: PreemptionCause) -> int:
         """For these causes; for all of them, if none is named."""
-        counts = self.scheduler.stats().num_preemptions
-        return sum(counts[cause] for cause in causes or PreemptionCause)
+        counts = self.scheduler.stats().preemptions
+        return sum(count.num for count in counts if count.cause in (causes or PreemptionCause))
+
+    def num_swaps(self) -> int:
+        return sum(count.num for count in self.scheduler.stats().preemptions if count.was_swapped)
 
     def reason(self, sequence_id: int) -> FinishReason | None:
         return self.ended[SequenceId(sequence_id)].finish_reason

@@ -23,6 +23,8 @@ class WorkerConfig:
     """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
     kv_cache_bytes: int | None = None
     """Memory for the KV cache on CPU. None: a share of what is free, worker/memory.py says which."""
+    swap_space_bytes: int = 0
+    """Host memory for the KV blocks of preempted sequences. 0: there is no host pool."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None
@@ -61,5 +63,9 @@ class ModelFacts:
     num_blocks: int
     """Blocks that sequences can use, ids 1 to num_blocks; block 0 is the worker's own, for padding."""
     kv_cache_bytes: int
+    num_host_blocks: int = 0
+    """Blocks of the host pool, ids 1 to num_host_blocks."""
+    copy_s_per_block: float = 0.0
+    """Measured at load: seconds to copy one block between the pools, one way. 0 without a host pool."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)

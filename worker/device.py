@@ -1,12 +1,14 @@
 """The device behind one interface, so that nothing else asks whether it is a GPU.
 
-Owns: moving host arrays to the device, allocating the KV pool, measuring memory, naming the device.
+Owns: moving host arrays to the device, allocating the KV pools, copying between them, measuring memory,
+naming the device.
 Never: what the memory is for (memory.py) or what is computed on it.
 """
 
 import mmap
-from collections.abc import Callable
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +17,32 @@ from torch import Tensor
 from worker.config import WorkerConfig
 from worker.errors import StartupError
 from worker.host import available_memory_bytes, usable_cores
-from worker.memory import cpu_budget_bytes, cuda_budget_bytes
+from worker.memory import check_host_memory, cpu_budget_bytes, cuda_budget_bytes
 
 HostArray = np.ndarray[Any, Any]
+
+
+class Pools(NamedTuple):
+    """The two ends of a swap. One row per block; N and M rows of E numbers."""
+
+    device_NE: Tensor
+    host_ME: Tensor
+
+
+class BlockRun(NamedTuple):
+    """Rows that are neighbours in both pools: one copy."""
+
+    source: int
+    target: int
+    num_blocks: int
+
+    @property
+    def source_rows(self) -> slice:
+        return slice(self.source, self.source + self.num_blocks)
+
+    @property
+    def target_rows(self) -> slice:
+        return slice(self.target, self.target + self.num_blocks)
 
 
 class Device(Protocol):
@@ -35,8 +60,27 @@ class Device(Protocol):
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate flat zeroed memory for the life of the process."""
 
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate flat zeroed memory on the host that `swap` can copy from and to.
+
+        Raises MemoryError, OSError or RuntimeError where the system refuses.
+        """
+
     def kv_cache_budget_bytes(self, run_largest_step: Callable[[], None]) -> int:
         """Bytes to give to the KV cache, now that the weights are loaded."""
+
+    def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
+        """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
+
+    def swap(self, pools: Pools, out: Sequence[BlockRun], back: Sequence[BlockRun]) -> None:
+        """Copy all of `out` to the host's pool, then all of `back` to the device's.
+
+        What was computed before is in the copies, and what is computed from here on finds them done.
+        Rows are not checked: one out of range corrupts memory, so host_pool.py checks before.
+        """
+
+    def wait(self) -> None:
+        """Return when everything asked of the device is done."""
 
 
 class CpuDevice:
@@ -47,6 +91,7 @@ class CpuDevice:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._kv_cache_bytes = config.kv_cache_bytes
+        self._swap_space_bytes = config.swap_space_bytes
         torch.set_num_threads(config.num_threads or usable_cores())
 
     def describe(self) -> str:
@@ -57,15 +102,31 @@ class CpuDevice:
         return torch.from_numpy(host)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        # Anonymous pages are zero when first touched: a pool that is never filled costs nothing, and
-        # torch.zeros would touch all of it at start.
-        memory = mmap.mmap(-1, max(numel * dtype.itemsize, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=dtype, count=numel)
+        return _map_zeros(numel, dtype)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _map_zeros(numel, dtype)
 
     def kv_cache_budget_bytes(self, run_largest_step: Callable[[], None]) -> int:  # noqa: ARG002 - measured on GPUs
-        return cpu_budget_bytes(available_memory_bytes(), self._kv_cache_bytes)
+        return cpu_budget_bytes(
+            available_memory_bytes(), asked_bytes=self._kv_cache_bytes, swap_bytes=self._swap_space_bytes
+        )
+
+    def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
+        check_host_memory(available_memory_bytes(), cache_bytes=cache_bytes, swap_bytes=swap_bytes)
+
+    def swap(self, pools: Pools, out: Sequence[BlockRun], back: Sequence[BlockRun]) -> None:
+        # Through numpy, as bytes: one memcpy per run. torch's copy_ costs 2 us more per call, and cuts
+        # large copies among threads, where it waits for the slowest; memory is the limit, not cores.
+        device_NE = pools.device_NE.view(torch.uint8).numpy()
+        host_ME = pools.host_ME.view(torch.uint8).numpy()
+        for run in out:
+            host_ME[run.target_rows] = device_NE[run.source_rows]
+        for run in back:
+            device_NE[run.target_rows] = host_ME[run.source_rows]
+
+    def wait(self) -> None:
+        """Nothing to wait for: each call returns when it is done."""
 
 
 class CudaDevice:
@@ -77,6 +138,10 @@ class CudaDevice:
         self.torch_device = torch_device
         self._utilization = config.gpu_memory_utilization
         torch.cuda.set_device(torch_device)
+        new_stream: Any = torch.cuda.Stream  # torch leaves its constructor untyped
+        # One per direction, since a GPU has a copy engine for each.
+        self._out_stream: torch.cuda.Stream = new_stream(torch_device)
+        self._back_stream: torch.cuda.Stream = new_stream(torch_device)
 
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
@@ -86,6 +151,19 @@ class CudaDevice:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.torch_device)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = _map_zeros(numel, dtype)
+        # Pinned in place, since torch's own pinned allocator rounds up to a power of two.
+        load_cuda_runtime: Any = torch.cuda.cudart  # untyped, too
+        cuda_runtime = load_cuda_runtime()
+        address = memory.data_ptr()
+        # The thread that loads has GPU 0 as its current one, and would leave a context there.
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.check_error(cuda_runtime.cudaHostRegister(address, numel * dtype.itemsize, 0))
+        # Before the pages go; not at exit, when the driver may be gone before them.
+        weakref.finalize(memory, cuda_runtime.cudaHostUnregister, address).atexit = False
+        return memory
 
     def kv_cache_budget_bytes(self, run_largest_step: Callable[[], None]) -> int:
         weights_bytes = torch.cuda.memory_allocated(self.torch_device)
@@ -101,6 +179,53 @@ class CudaDevice:
             activation_bytes=peak_bytes - weights_bytes,
             utilization=self._utilization,
         )
+
+    def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:  # noqa: ARG002 - the cache is not on the host
+        check_host_memory(available_memory_bytes(), cache_bytes=0, swap_bytes=swap_bytes)
+
+    def swap(self, pools: Pools, out: Sequence[BlockRun], back: Sequence[BlockRun]) -> None:
+        compute = torch.cuda.current_stream(self.torch_device)
+        # Earlier steps still write the blocks that go out, and read those that are about to be overwritten.
+        self._out_stream.wait_stream(compute)
+        self._back_stream.wait_stream(compute)
+        with torch.cuda.stream(self._out_stream):
+            for run in out:
+                pools.host_ME[run.target_rows].copy_(pools.device_NE[run.source_rows], non_blocking=True)
+        if is_in_the_way(out, back):
+            self._back_stream.wait_stream(self._out_stream)
+        with torch.cuda.stream(self._back_stream):
+            for run in back:
+                pools.device_NE[run.target_rows].copy_(pools.host_ME[run.source_rows], non_blocking=True)
+        # This step writes into blocks that went out, and reads those that came back. The host never
+        # waits: it touches the host's pool only through these streams.
+        compute.wait_stream(self._out_stream)
+        compute.wait_stream(self._back_stream)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+
+def is_in_the_way(out: Sequence[BlockRun], back: Sequence[BlockRun]) -> bool:
+    """Whether `back` touches a row that `out` touches, so that the two cannot run at the same time."""
+    device_rows = {row for run in out for row in _rows(run.source_rows)}
+    host_rows = {row for run in out for row in _rows(run.target_rows)}
+    return any(
+        not device_rows.isdisjoint(_rows(run.target_rows)) or not host_rows.isdisjoint(_rows(run.source_rows))
+        for run in back
+    )
+
+
+def _rows(rows: slice) -> range:
+    return range(rows.start, rows.stop)
+
+
+def _map_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    # Anonymous pages are zero when first touched: a pool that is never filled costs nothing, and
+    # torch.zeros would touch all of it at start.
+    memory = mmap.mmap(-1, max(numel * dtype.itemsize, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
 
 
 def open_device(config: WorkerConfig) -> Device:

@@ -1,7 +1,7 @@
-"""Bytes to blocks: how large the KV cache is, and how long a sequence may grow in it.
+"""Bytes to blocks: how large the KV cache and the host's pool are, and how long a sequence may grow.
 
 Owns: the arithmetic, and the refusals with their numbers. Testable without a device.
-Never: measures (host.py, device.py) or allocates (kv_cache.py).
+Never: measures (host.py, device.py) or allocates (startup.py, host_pool.py).
 """
 
 from dataclasses import dataclass
@@ -39,17 +39,43 @@ class CacheSize:
     max_model_len: int
 
 
-def cpu_budget_bytes(available_bytes: int, asked_bytes: int | None) -> int:
-    """Memory for the KV cache on CPU. Asking for more than there is raises StartupError."""
+def cpu_budget_bytes(available_bytes: int, *, asked_bytes: int | None, swap_bytes: int) -> int:
+    """Memory for the KV cache on CPU. Asking for more than there is raises StartupError.
+
+    The swap space comes out of the same memory, and comes first: it was asked for.
+    """
+    check_host_memory(available_bytes, cache_bytes=asked_bytes or 0, swap_bytes=swap_bytes)
     if asked_bytes is None:
-        return min(int(available_bytes * CPU_SHARE_OF_AVAILABLE), CPU_MOST_BYTES)
-    if asked_bytes > available_bytes:
-        raise StartupError(
-            f"a KV cache of {_gib(asked_bytes)} does not fit into the {_gib(available_bytes)} "
-            "of memory that are available",
-            fix="ask for less with --kv-cache-bytes",
-        )
+        return min(int((available_bytes - swap_bytes) * CPU_SHARE_OF_AVAILABLE), CPU_MOST_BYTES)
     return asked_bytes
+
+
+def check_host_memory(available_bytes: int, *, cache_bytes: int, swap_bytes: int) -> None:
+    """Refuse, with StartupError, what this machine cannot hold. `cache_bytes` is 0 for a cache on a GPU."""
+    if cache_bytes + swap_bytes <= available_bytes:
+        return
+    wanted = {"KV cache": cache_bytes, "swap space": swap_bytes}
+    fixes = {
+        "KV cache": "ask for less with --kv-cache-memory",
+        "swap space": "ask for less with --swap-space",
+    }
+    asked = [name for name, num_bytes in wanted.items() if num_bytes]
+    named = " and ".join(f"a {name} of {_gib(wanted[name])}" for name in asked)
+    verb = "does not fit" if len(asked) == 1 else "do not fit together"
+    raise StartupError(
+        f"{named} {verb} into the {_gib(available_bytes)} of memory that are available",
+        fix=fixes[asked[0]] if len(asked) == 1 else "ask for less with --swap-space, or for a smaller cache",
+    )
+
+
+def num_host_blocks(*, swap_bytes: int, block_bytes: int) -> int:
+    """Blocks that the swap space holds. Raises StartupError for one that is too small for any."""
+    if 0 < swap_bytes < block_bytes:
+        raise StartupError(
+            f"a swap space of {swap_bytes} bytes holds no KV block of {block_bytes} bytes",
+            fix=f"ask for --swap-space {block_bytes} or more, or for none",
+        )
+    return swap_bytes // block_bytes
 
 
 def cuda_budget_bytes(*, total_bytes: int, free_bytes: int, activation_bytes: int, utilization: float) -> int:
@@ -82,7 +108,7 @@ def size_cache(request: CacheRequest) -> CacheSize:
         raise StartupError(
             f"the memory left for the KV cache ({_gib(request.budget_bytes)}) holds no two blocks "
             f"of {request.block_bytes} bytes",
-            fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-bytes on CPU, "
+            fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-memory on CPU, "
             "--gpu-memory-utilization on CUDA), or take a smaller --block-size",
         )
     cache_len = num_blocks * request.block_size

@@ -2,7 +2,7 @@
 
 Owns: the order of loading. The weights come first; one call of the model then shows what each layer
 keeps, which gives the layout of the cache; what memory is left gives its size; the size gives the
-longest sequence; and at the end the whole is tried (self_check.py).
+longest sequence; and at the end the whole is tried (self_check.py), and copies between the pools are timed.
 Never: runs a plan.
 """
 
@@ -18,6 +18,7 @@ from worker.attention.ref import RefAttention
 from worker.config import ModelFacts, WorkerConfig
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError
+from worker.host_pool import HostPool
 from worker.kv_cache import BlockLayout, KVCache
 from worker.loader import NO_PAGED_ATTENTION, LoadedModel, load_model
 from worker.memory import CacheRequest, CacheSize, size_cache
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyModel:
     facts: ModelFacts
+    host_pool: HostPool
     runner: ModelRunner
     backend: AttentionBackend
 
@@ -63,6 +65,7 @@ def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
         )
     )
     cache = _allocate(device, layout, size)
+    host_pool = HostPool(config.swap_space_bytes, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
 
     stage.name = "warming up"
@@ -75,7 +78,12 @@ def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
         device=device,
         max_model_len=size.max_model_len,
     ).run()
-    return ReadyModel(facts=_facts(device, loaded, cache, size), runner=runner, backend=backend)
+    return ReadyModel(
+        facts=_facts(device, loaded, cache, size, host_pool),
+        host_pool=host_pool,
+        runner=runner,
+        backend=backend,
+    )
 
 
 def _probe(
@@ -124,7 +132,9 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
     return KVCache(layout, size.num_blocks, memory)
 
 
-def _facts(device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize) -> ModelFacts:
+def _facts(
+    device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize, host_pool: HostPool
+) -> ModelFacts:
     facts = ModelFacts(
         model_type=loaded.model_type,
         num_parameters=loaded.num_parameters,
@@ -136,6 +146,8 @@ def _facts(device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize)
         block_size=cache.layout.block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=cache.num_bytes,
+        num_host_blocks=host_pool.num_blocks,
+        copy_s_per_block=host_pool.measure_copy_s(),
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
     )

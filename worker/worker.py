@@ -1,12 +1,13 @@
 """The worker: one model on one device, which does what a plan says and decides nothing.
 
-Owns: the order of a step: release, add, grow, compute, draw. Loading is startup.py's.
+Owns: the order of a step: release, swap, add, grow, compute, draw. Loading is startup.py's.
 Never: chooses what is computed (scheduler/), or knows of requests, text or clients.
 """
 
 from collections.abc import Callable
 
 from scheduler.messages import (
+    BlockId,
     ModelRunnerOutput,
     NewSequence,
     SchedulerOutput,
@@ -28,6 +29,7 @@ class _Served:
     def __init__(self, config: WorkerConfig, device: Device, ready: ReadyModel) -> None:
         facts = ready.facts
         self.device = device
+        self.host_pool = ready.host_pool
         self.runner = ready.runner
         self.backend = ready.backend
         self.vocab_size = facts.vocab_size
@@ -96,10 +98,13 @@ class Worker:
 def _apply_changes(plan: SchedulerOutput, served: _Served, failures: dict[SequenceId, str]) -> None:
     for sequence_id in plan.released:
         _release(sequence_id, served)
+    # Before anything else is written: blocks that go out may belong to others from this step on.
+    lost_blocks = served.host_pool.swap(plan.swap_out, plan.swap_in)
     for new in plan.new_sequences:
         # A step that failed half-way may have left a row behind.
         _release(new.sequence_id, served)
         try:
+            _check_swapped_in(new, lost_blocks)
             _add(new, served)
         except SequenceRefused as error:
             failures[new.sequence_id] = str(error)
@@ -114,6 +119,13 @@ def _add(new: NewSequence, served: _Served) -> None:
     check_new_sequence(new, served.vocab_size)
     row = served.rows.add(new)
     served.sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
+
+
+def _check_swapped_in(new: NewSequence, lost_blocks: dict[BlockId, str]) -> None:
+    """Raise SequenceRefused for a sequence whose keys and values did not come back."""
+    for block_id in new.block_ids if lost_blocks else ():
+        if block_id in lost_blocks:
+            raise SequenceRefused(f"block {block_id}: {lost_blocks[block_id]}")
 
 
 def _release(sequence_id: SequenceId, served: _Served) -> None:

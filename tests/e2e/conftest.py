@@ -7,10 +7,19 @@ import pytest
 
 from tests.e2e.serving import RunningServer, running_server
 
+CROWDED = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64")
+
 
 @pytest.fixture(scope="session")
 def crowded_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Room for a few sequences only: whoever sends many gets preemptions."""
-    options = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64")
-    with running_server(tmp_path_factory.mktemp("crowded"), str(tiny_model), *options) as server:
+    with running_server(tmp_path_factory.mktemp("crowded"), str(tiny_model), *CROWDED) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def swapping_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """As crowded, but whoever is preempted goes to the swap space, which is too small for all."""
+    options = (*CROWDED, "--preemption-mode", "swap", "--swap-space", "48KiB")
+    with running_server(tmp_path_factory.mktemp("swapping"), str(tiny_model), *options) as server:
         yield server

@@ -45,7 +45,13 @@ class RunningServer:
 
     def wait_until_idle(self, within_s: float) -> None:
         """Nothing runs, nothing waits, no block is in use. Raises AssertionError."""
-        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        gauges = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "num_requests_swapped",
+            "kv_cache_usage_perc",
+            "swap_space_usage_perc",
+        )
         wait_for(lambda: not any(self.metric(f"tokenyard:{name}") for name in gauges), within_s)
 
     def send(self, number: signal.Signals) -> None:

@@ -45,6 +45,20 @@ async def test_64_streams_that_do_not_fit_all_get_the_text_they_get_alone(
     assert crowded_server.metric("tokenyard:recomputed_tokens_total") > 0
 
 
+async def test_swapped_out_and_in_the_text_is_the_same_and_the_swap_space_is_empty_at_the_end(
+    swapping_server: RunningServer,
+) -> None:
+    prompts = [f"Once upon a time {i} trains " + "and more " * (i % 7) for i in range(NUM_CLIENTS)]
+    async with client_of(swapping_server) as client:
+        together = await asyncio.gather(*(stream_text(client, prompt) for prompt in prompts))
+        alone = [await stream_text(client, prompt) for prompt in prompts]
+    assert together == alone
+    swapped = 'tokenyard:num_preemptions_total{cause="growth",mode="swap"}'
+    assert swapping_server.metrics()[swapped] > 0
+    assert swapping_server.metric("tokenyard:swap_space_full_total") > 0, "make the swap space smaller"
+    swapping_server.wait_until_idle(within_s=2)
+
+
 async def test_200_clients_that_hang_up_at_random_moments_leave_nothing(
     crowded_server: RunningServer,
 ) -> None:

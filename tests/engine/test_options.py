@@ -63,6 +63,16 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "max_num_batched_tokens": ("8k", 8000),
     "scheduling_policy": ("priority", "priority"),
     "watermark": ("0", 0.0),
+    "swap_space": ("4GiB", 2**32),
+    "priority_aging": ("30s", 30.0),
+    "enable_displacement": ("no", False),
+    "fairness": ("tenant", "tenant"),
+    "tenant_weight": ("acme=2", ("acme=2",)),
+    "preemption_mode": ("recompute", "recompute"),
+    "max_bypasses": ("0", 0),
+    "queue_timeout": ("5s", 5.0),
+    "first_token_timeout": ("1m", 60.0),
+    "request_timeout": ("10m", 600.0),
     "host": ("::1", "::1"),
     "port": ("0", 0),
     "api_key": ("k", ("k",)),
@@ -234,10 +244,10 @@ def test_resolving_fills_in_what_was_left_open_and_survives_the_way_to_the_engin
     engine, server = resolve(read(str(checkpoint), "--no-enable-prefix-caching"), environment={})
     assert engine.served_names == ("small-llama",)
     assert engine.model_path == engine.worker.model_path == str(checkpoint)
-    assert (engine.prefix_caching, engine.scheduling_policy) == ("off", "fcfs")
+    assert (engine.scheduler.prefix_caching, engine.scheduler.policy) == ("off", "fcfs")
     assert engine.worker.gpu_memory_utilization == 0.9
     assert (server.host, server.port, server.api_keys) == ("127.0.0.1", 8000, ())
-    assert msgspec.json.decode(msgspec.json.encode(engine), type=EngineConfig) == engine
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=EngineConfig) == engine
 
 
 def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
@@ -253,7 +263,7 @@ def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
     assert engine.served_names == ("a", "b")
     assert (worker.max_model_len, worker.block_size, worker.num_blocks) == (1024, 8, 64)
     assert (worker.max_num_seqs, worker.max_num_batched_tokens, worker.num_threads) == (4, 32, 1)
-    assert (worker.dtype, worker.device, engine.scheduling_policy) == ("float32", "cpu", "priority")
+    assert (worker.dtype, worker.device, engine.scheduler.policy) == ("float32", "cpu", "priority")
     assert (engine.max_queued_requests, engine.heartbeat_timeout_s) == (5, 9.0)
     assert (server.shutdown_timeout_s, server.max_body_bytes) == (8.0, 2**21)
 

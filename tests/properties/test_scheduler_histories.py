@@ -12,7 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.config import Displacement, PrefixCaching, SchedulerConfig, SchedulingPolicy
+from scheduler.config import (
+    Displacement,
+    Fairness,
+    PreemptionMode,
+    PrefixCaching,
+    SchedulerConfig,
+    SchedulingPolicy,
+    VictimChoice,
+)
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
@@ -88,6 +96,11 @@ CONFIGS = st.builds(
     watermark=st.sampled_from([0.0, 0.2]),
     priority_aging_s=st.sampled_from([inf, 3.0]),
     max_bypasses=st.sampled_from([0, 2]),
+    preemption_mode=st.sampled_from(PreemptionMode),
+    victim_choice=st.sampled_from(VictimChoice),
+    num_host_blocks=st.sampled_from([0, 3, 20]),
+    copy_s_per_block=st.sampled_from([0.0, 0.3]),
+    fairness=st.sampled_from(Fairness),
 )
 
 
@@ -107,6 +120,7 @@ def play(world: World, history: list[Event]) -> dict[int, Arrive]:
                     max_tokens=event.max_tokens,
                     priority=event.priority,
                     cache_salt=event.salt,
+                    tenant=f"tenant {event.family}",
                 )
                 try:
                     world.add(seq)
@@ -135,7 +149,8 @@ def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
         if world.reason(number) is FinishReason.LENGTH:
             assert len(tokens) == arrival.max_tokens or _ran_out_of_room(world, arrival, len(tokens))
     assert world.scheduler.kv.pool.num_used == 0
-    assert world.scheduler.get_request_counts() == (0, 0)
+    assert world.scheduler.get_request_counts() == (0, 0, 0)
+    assert world.scheduler.swap_space.num_used == 0
 
 
 def _ran_out_of_room(world: World, arrival: Arrive, num_tokens: int) -> bool:
@@ -170,6 +185,9 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
             displacement=Displacement.OFF,
             priority_aging_s=inf,
             max_bypasses=0,
+            preemption_mode=PreemptionMode.RECOMPUTE,
+            victim_choice=VictimChoice.LAST,
+            fairness=Fairness.NONE,
         )
         world, oracle = World(config), Oracle(config)
         for number, event in enumerate([*history, Step(200)], start=1):
@@ -218,7 +236,7 @@ def _random_history(random: Random) -> list[Event]:
 def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_own_tokens(
     policy: SchedulingPolicy, caching: PrefixCaching
 ) -> None:
-    num_preemptions = num_displacements = 0
+    num_preemptions = num_displacements = num_swaps = 0
     for seed in range(250):
         random = Random(seed)
         config = small_config(
@@ -226,11 +244,18 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             max_num_seqs=random.randint(2, 6),
             priority_aging_s=random.choice([inf, 5.0]),
             max_bypasses=random.choice([0, 3]),
+            preemption_mode=random.choice(list(PreemptionMode)),
+            victim_choice=random.choice(list(VictimChoice)),
+            num_host_blocks=random.choice([0, 4, 30]),
+            copy_s_per_block=random.choice([0.0, 0.2]),
+            fairness=random.choice(list(Fairness)),
         )
         world = World(with_modes(config, policy, caching))
         accepted = play(world, _random_history(random))
         check_ends(world, accepted)
         num_preemptions += world.num_preemptions()
+        num_swaps += world.num_swaps()
         num_displacements += world.num_preemptions(PreemptionCause.DISPLACED)
     assert num_preemptions > 1000, "the histories are too easy"
+    assert num_swaps > 300
     assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)

@@ -219,5 +219,5 @@ def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
         world.scheduler.add_request(make_sequence(i, [1]), now_s=0.0)
     for i in range(1, 500):
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
-    assert world.scheduler.get_request_counts() == (1, 0)
+    assert world.scheduler.get_request_counts() == (1, 0, 0)
     assert len(world.scheduler._waiting._heap) < 100

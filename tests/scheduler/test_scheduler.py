@@ -33,7 +33,7 @@ def test_tokens_are_the_same_as_alone_and_all_blocks_come_back() -> None:
         assert world.tokens[SequenceId(i)] == continuation(prompt(5 + i, i), 6)
         assert world.reason(i) is FinishReason.LENGTH
     assert world.scheduler.kv.pool.num_used == 0
-    assert world.scheduler.get_request_counts() == (0, 0)
+    assert world.scheduler.get_request_counts() == (0, 0, 0)
 
 
 def test_decodes_get_their_token_before_a_prompt_gets_its_chunk() -> None:
@@ -78,7 +78,7 @@ def test_no_more_than_max_num_seqs_run_at_once() -> None:
     world = World(small_config(max_num_seqs=2))
     world.add(*(make_sequence(i, prompt(2, i)) for i in range(1, 5)))
     assert shares(world.step()).keys() == {1, 2}
-    assert world.scheduler.get_request_counts() == (2, 2)
+    assert world.scheduler.get_request_counts() == (2, 2, 0)
 
 
 def test_first_come_first_served_does_not_let_a_small_prompt_pass_a_large_one() -> None:
@@ -104,7 +104,7 @@ def test_the_youngest_is_preempted_and_resumes_before_later_arrivals() -> None:
     world.step()
     world.add(make_sequence(3, prompt(2, 3), max_tokens=4))
     world.step()
-    assert world.scheduler.get_request_counts() == (2, 1)
+    assert world.scheduler.get_request_counts() == (2, 1, 0)
     plan = world.step()
     assert shares(plan) == {1: 1}
     assert SequenceId(2) in plan.released
@@ -177,7 +177,7 @@ def test_the_watermark_keeps_room_for_those_who_run() -> None:
     world = World(small_config(watermark=0.25))
     world.add(make_sequence(1, prompt(20, 1), max_tokens=1), make_sequence(2, prompt(8, 2)))
     world.step()
-    assert world.scheduler.get_request_counts() == (1, 1)
+    assert world.scheduler.get_request_counts() == (1, 1, 0)
 
 
 def test_the_watermark_does_not_keep_a_large_prompt_out_of_an_empty_pool() -> None:

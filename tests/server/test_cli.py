@@ -92,7 +92,7 @@ def test_help_comes_at_once_and_loads_neither_a_tensor_library_nor_a_web_framewo
 def test_serve_hands_the_configuration_and_a_listening_socket_to_the_launcher(checkpoint, launched) -> None:
     assert main(["serve", str(checkpoint), "--port", "0", "--max-num-seqs", "3"]) == 7
     ((engine_config, server_config, url),) = launched
-    assert engine_config.max_num_seqs == 3
+    assert engine_config.scheduler.max_num_seqs == 3
     assert server_config.port == 0
     assert url.startswith("http://127.0.0.1:")
 

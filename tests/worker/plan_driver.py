@@ -1,8 +1,9 @@
 """Plans written by hand: a scheduler without any policy, so that a test says exactly what a step computes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.messages import (
+    BlockCopy,
     BlockId,
     ModelRunnerOutput,
     NewSequence,
@@ -23,16 +24,23 @@ class _Sequence:
     params: SamplingParams
     num_computed: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
+    host_block_ids: list[BlockId] = field(default_factory=list)
     is_new: bool = True
 
 
 class PlanDriver:
-    """Keeps the books of a few sequences over one worker; every block is used once and never given back."""
+    """Keeps the books of a few sequences over one worker.
+
+    Every block is used once, but those of a sequence that was swapped out: they go to whoever asks next.
+    """
 
     def __init__(self, worker: Worker, block_size: int) -> None:
         self._worker = worker
         self._block_size = block_size
         self._next_block = 1
+        self._next_host_block = 1
+        self._vacated: list[BlockId] = []
+        self._swap_out: list[BlockCopy] = []
         self._step = 0
         self._released: list[SequenceId] = []
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -63,14 +71,28 @@ class PlanDriver:
         sequence.num_computed, sequence.block_ids, sequence.is_new = 0, [], True
         self._released.append(SequenceId(sequence_id))
 
+    def swap_out(self, sequence_id: int) -> None:
+        """Let it wait in the host's pool from the next plan on; it comes back with its next share."""
+        sequence = self._sequences[SequenceId(sequence_id)]
+        num_filled = -(-sequence.num_computed // self._block_size)
+        for source in sequence.block_ids[:num_filled]:
+            target = BlockId(self._next_host_block)
+            self._next_host_block += 1
+            sequence.host_block_ids.append(target)
+            self._swap_out.append(BlockCopy(source, target))
+        self._vacated += sequence.block_ids
+        sequence.block_ids, sequence.is_new = [], True
+        self._released.append(SequenceId(sequence_id))
+
     def step(self, shares: dict[int, int | None]) -> ModelRunnerOutput:
         """Compute so many more tokens of each sequence; None computes all that are known."""
-        new_sequences, new_blocks, scheduled = [], {}, []
+        new_sequences, new_blocks, scheduled, swap_in = [], {}, [], []
         for key, asked in shares.items():
             sequence_id, sequence = SequenceId(key), self._sequences[SequenceId(key)]
             known = len(sequence.token_ids)
             num_tokens = known - sequence.num_computed if asked is None else asked
             end = sequence.num_computed + num_tokens
+            swap_in += self._return(sequence)
             grown = self._grow(sequence, end)
             if sequence.is_new:
                 new_sequences.append(
@@ -87,7 +109,8 @@ class PlanDriver:
             sequence.is_new = False
             scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
             sequence.num_computed = end
-        output = self._worker.execute(self._plan(tuple(new_sequences), new_blocks, tuple(scheduled)))
+        plan = self._plan(tuple(new_sequences), new_blocks, tuple(scheduled))
+        output = self._worker.execute(replace(plan, swap_in=tuple(swap_in)))
         for sequence_id, token_ids in output.token_ids.items():
             self._sequences[sequence_id].token_ids += token_ids
         return output
@@ -115,12 +138,24 @@ class PlanDriver:
         """Hand out blocks from the first one again: what follows finds what earlier owners left in them."""
         self._next_block = 1
 
+    def _return(self, sequence: _Sequence) -> list[BlockCopy]:
+        sources, sequence.host_block_ids = sequence.host_block_ids, []
+        if not sources:
+            return []
+        self._grow(sequence, len(sources) * self._block_size)
+        return [BlockCopy(*copy) for copy in zip(sources, sequence.block_ids, strict=True)]
+
     def _grow(self, sequence: _Sequence, num_tokens: int) -> tuple[BlockId, ...]:
         missing = -(-num_tokens // self._block_size) - len(sequence.block_ids)
-        grown = tuple(BlockId(self._next_block + index) for index in range(max(missing, 0)))
-        self._next_block += len(grown)
+        grown = tuple(self._next_free() for _ in range(missing))
         sequence.block_ids += grown
         return grown
+
+    def _next_free(self) -> BlockId:
+        if self._vacated:
+            return self._vacated.pop()
+        self._next_block += 1
+        return BlockId(self._next_block - 1)
 
     def _plan(
         self,
@@ -130,6 +165,7 @@ class PlanDriver:
     ) -> SchedulerOutput:
         self._step += 1
         released, self._released = tuple(self._released), []
+        swap_out, self._swap_out = tuple(self._swap_out), []
         return SchedulerOutput(
             step=self._step,
             released=released,
@@ -137,4 +173,5 @@ class PlanDriver:
             new_blocks=new_blocks,
             scheduled=scheduled,
             num_scheduled_tokens=sum(share.num_tokens for share in scheduled),
+            swap_out=swap_out,
         )

@@ -1,19 +1,16 @@
 """Each family gives what transformers' own generate gives, however its steps are cut and mixed."""
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import FAMILIES
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import PlanDriver
+from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.worker import Worker
 
-NUM_TOKENS = 10
 # Longer than the families' sliding windows of 12 tokens, shorter than the window, and in between.
 LONG = [(7 * index + 3) % 300 for index in range(29)]
 SHORT = [40, 41, 42, 43, 44]
@@ -35,29 +32,6 @@ def driver(worker: Worker) -> Iterator[PlanDriver]:
     driver = PlanDriver(worker, BLOCK_SIZE)
     yield driver
     driver.release_all()
-
-
-@cache
-def expected(folder: Path, prompt: tuple[int, ...]) -> list[int]:
-    model = _reference(folder)
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return output[0, len(prompt) :].tolist()
-
-
-@cache
-def _reference(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
 
 
 def test_alone_it_generates_what_transformers_generates(folder: Path, driver: PlanDriver) -> None:

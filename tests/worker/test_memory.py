@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from worker.errors import StartupError
-from worker.memory import CacheRequest, cpu_budget_bytes, cuda_budget_bytes, size_cache
+from worker.memory import (
+    CacheRequest,
+    check_host_memory,
+    cpu_budget_bytes,
+    cuda_budget_bytes,
+    num_host_blocks,
+    size_cache,
+)
 
 GIB = 1 << 30
 REQUEST = CacheRequest(
@@ -50,16 +57,49 @@ def test_an_asked_length_beyond_the_models_own_is_refused() -> None:
 
 @pytest.mark.parametrize("budget_bytes", [0, 1999])
 def test_a_budget_below_two_blocks_is_refused(budget_bytes: int) -> None:
-    with pytest.raises(StartupError, match="at least 2000 bytes"):
+    with pytest.raises(StartupError, match=r"at least 2000 bytes \(--kv-cache-memory on CPU"):
         size_cache(replace(REQUEST, budget_bytes=budget_bytes))
 
 
+def cpu_budget(available: int, asked: int | None, *, swap: int = 0) -> int:
+    return cpu_budget_bytes(available, asked_bytes=asked, swap_bytes=swap)
+
+
 def test_the_cpu_gives_a_quarter_of_what_is_free_up_to_a_limit() -> None:
-    assert cpu_budget_bytes(8 * GIB, None) == 2 * GIB
-    assert cpu_budget_bytes(100 * GIB, None) == 4 * GIB
-    assert cpu_budget_bytes(8 * GIB, 6 * GIB) == 6 * GIB
-    with pytest.raises(StartupError, match=r"9.00 GiB does not fit into the 8.00 GiB"):
-        cpu_budget_bytes(8 * GIB, 9 * GIB)
+    assert cpu_budget(8 * GIB, None) == 2 * GIB
+    assert cpu_budget(100 * GIB, None) == 4 * GIB
+    assert cpu_budget(8 * GIB, 6 * GIB) == 6 * GIB
+    with pytest.raises(
+        StartupError, match=r"KV cache of 9.00 GiB does not fit into the 8.00 GiB.*--kv-cache-memory"
+    ):
+        cpu_budget(8 * GIB, 9 * GIB)
+
+
+def test_swap_space_comes_out_of_the_same_memory_as_the_cache_of_a_cpu() -> None:
+    assert cpu_budget(8 * GIB, None, swap=4 * GIB) == 1 * GIB
+    assert cpu_budget(8 * GIB, 4 * GIB, swap=4 * GIB) == 4 * GIB
+    with pytest.raises(
+        StartupError,
+        match=r"KV cache of 4.00 GiB and a swap space of 5.00 GiB do not fit together .*--swap-space",
+    ):
+        cpu_budget(8 * GIB, 4 * GIB, swap=5 * GIB)
+    with pytest.raises(
+        StartupError, match=r"^a swap space of 9.00 GiB does not fit .*less with --swap-space$"
+    ):
+        cpu_budget(8 * GIB, None, swap=9 * GIB)
+
+
+def test_swap_space_beside_the_cache_of_a_gpu_has_the_host_to_itself() -> None:
+    check_host_memory(8 * GIB, cache_bytes=0, swap_bytes=8 * GIB)
+    with pytest.raises(StartupError, match=r"a swap space of 9.00 GiB does not fit"):
+        check_host_memory(8 * GIB, cache_bytes=0, swap_bytes=9 * GIB)
+
+
+def test_swap_space_holds_whole_blocks_and_at_least_one() -> None:
+    assert num_host_blocks(swap_bytes=0, block_bytes=1000) == 0
+    assert num_host_blocks(swap_bytes=2999, block_bytes=1000) == 2
+    with pytest.raises(StartupError, match=r"swap space of 999 bytes .*--swap-space 1000 or more"):
+        num_host_blocks(swap_bytes=999, block_bytes=1000)
 
 
 def test_the_gpu_gives_what_utilization_leaves_after_weights_and_activations() -> None:

@@ -1,0 +1,124 @@
+"""Who pays when memory runs short, and in which coin: recompute later, or copy to the host now.
+
+Owns: the choice of victims for growth, the choice of the mode, and the swap space.
+Never: queues and the line; scheduler.py moves sequences between them.
+Source: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
+"""
+
+from scheduler.config import PreemptionMode, SchedulerConfig, VictimChoice
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.messages import BlockCopy
+from scheduler.sequence import Sequence
+from scheduler.swap_space import SwapSpace
+
+# How far from the back of the line it is looked for a cheaper victim.
+_VICTIM_WINDOW = 8
+# Weight of the newest step in the running estimate of the prefill rate.
+_RATE_GAIN = 0.1
+
+
+class PreemptionCost:
+    """What recomputing costs on this machine, learnt from the steps; what copying costs is told."""
+
+    def __init__(self, *, copy_s_per_block: float) -> None:
+        self._copy_s_per_block = copy_s_per_block
+        self._prefill_s_per_token: float | None = None
+
+    def observe(self, num_chunk_tokens: int, seconds: float) -> None:
+        """A step with so many tokens of prefill chunks took so long."""
+        rate = seconds / num_chunk_tokens
+        known = self._prefill_s_per_token
+        self._prefill_s_per_token = rate if known is None else known + _RATE_GAIN * (rate - known)
+
+    def swapping_s(self, num_blocks: int) -> float:
+        """Out and back in."""
+        return 2 * num_blocks * self._copy_s_per_block
+
+    def recomputing_s(self, num_tokens: int) -> float:
+        """0 while no prefill was seen."""
+        return num_tokens * (self._prefill_s_per_token or 0.0)
+
+
+class Preemptor:
+    """Sends sequences away and prepares their return. Host blocks come back whatever becomes of them."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self.swap_space = SwapSpace(config.num_host_blocks)
+        self.cost = PreemptionCost(copy_s_per_block=config.copy_s_per_block)
+        self.num_swap_space_full = 0
+        self._mode = config.preemption_mode
+        self._victim_choice = config.victim_choice
+        self._kv = kv
+
+    def choose_victim(self, behind: list[Sequence]) -> Sequence:
+        """The one of `behind`, the unplanned part of the line in rank order, that makes room for growth.
+
+        The last priority pays, and in it the sequence whose going loses the fewest tokens; one that has
+        just come back is spared while there is another.
+        """
+        last = behind[-1]
+        if self._victim_choice is VictimChoice.LAST:
+            return last
+        window = [seq for seq in behind[-_VICTIM_WINDOW:] if seq.priority == last.priority]
+        return min(reversed(window), key=lambda seq: (seq.is_protected, self._num_tokens_at_stake(seq)))
+
+    def mode_for(self, victim: Sequence) -> PreemptionMode:
+        """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""
+        if self._mode is PreemptionMode.RECOMPUTE or not self.swap_space.num_blocks:
+            return PreemptionMode.RECOMPUTE
+        num_blocks = self._num_written_blocks(victim)
+        if self._mode is PreemptionMode.AUTO:
+            recomputing_s = self.cost.recomputing_s(self._num_tokens_at_stake(victim))
+            if self.cost.swapping_s(num_blocks) >= recomputing_s:
+                return PreemptionMode.RECOMPUTE
+        if num_blocks > self.swap_space.num_free:
+            self.num_swap_space_full += 1
+            return PreemptionMode.RECOMPUTE
+        return PreemptionMode.SWAP
+
+    def swap_out(self, victim: Sequence) -> list[BlockCopy]:
+        """Take host blocks for all that it has computed; its device blocks are still its own."""
+        sources = victim.block_ids[: self._num_written_blocks(victim)]
+        victim.host_block_ids = self.swap_space.take(len(sources))
+        victim.num_swapped_tokens = victim.num_computed_tokens
+        return [BlockCopy(*pair) for pair in zip(sources, victim.host_block_ids, strict=True)]
+
+    def swap_in(self, seq: Sequence) -> list[BlockCopy]:
+        """After its device blocks were allocated: copy what the prefix cache did not have."""
+        num_found = seq.num_computed_tokens // self._kv.block_size
+        copies = [
+            BlockCopy(source, target)
+            for source, target in zip(
+                seq.host_block_ids[num_found:],
+                seq.block_ids[num_found : len(seq.host_block_ids)],
+                strict=True,
+            )
+        ]
+        if seq.num_swapped_tokens > seq.num_computed_tokens:
+            found, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_swapped_tokens
+            self._kv.publish(seq, found, seq.num_computed_tokens)
+        self.swap_space.give_back_later(seq.host_block_ids)
+        _forget_copy(seq)
+        return copies
+
+    def drop(self, seq: Sequence) -> None:
+        """It ended while it was swapped out, or its copy cannot be trusted."""
+        self.swap_space.give_back(seq.host_block_ids)
+        _forget_copy(seq)
+
+    def _num_written_blocks(self, seq: Sequence) -> int:
+        return self._kv.blocks_for(seq.num_computed_tokens)
+
+    def _num_tokens_at_stake(self, seq: Sequence) -> int:
+        """Computed tokens in blocks that nobody else holds; the others will be found again."""
+        num_shared = 0
+        for block in seq.block_ids:
+            if self._kv.pool.num_references(block) == 1:
+                break
+            num_shared += 1
+        return max(seq.num_computed_tokens - num_shared * self._kv.block_size, 0)
+
+
+def _forget_copy(seq: Sequence) -> None:
+    seq.host_block_ids = []
+    seq.num_swapped_tokens = 0

@@ -1,0 +1,127 @@
+"""Tenants who wait at the same time get equal service."""
+
+from collections import Counter
+from random import Random
+
+from scheduler.config import Fairness, SchedulingPolicy
+from scheduler.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
+from scheduler.messages import FinishReason, SequenceId
+from tests.fakes import make_sequence
+from tests.world import World, small_config
+
+
+def fair_world(**changes: object) -> World:
+    settings: dict[str, object] = {"num_blocks": 64, "max_num_seqs": 2, "fairness": Fairness.TENANT}
+    return World(small_config(**(settings | changes)))
+
+
+def prompt(number: int, length: int = 3) -> list[int]:
+    return [(number * 13 + i * 7 + 1) % 89 for i in range(length)]
+
+
+def test_a_flood_of_one_tenant_does_not_delay_the_other() -> None:
+    world = fair_world(max_num_seqs=1)
+    world.add(*(make_sequence(i, prompt(i), tenant="flood") for i in range(30)))
+    world.step()
+    world.add(make_sequence(99, prompt(99), tenant="quiet"))
+    world.run()
+    assert list(world.ended).index(99) <= 1
+
+
+def test_without_fairness_the_same_flood_is_served_first() -> None:
+    world = fair_world(max_num_seqs=1, fairness=Fairness.NONE)
+    world.add(*(make_sequence(i, prompt(i), tenant="flood") for i in range(30)))
+    world.add(make_sequence(99, prompt(99), tenant="quiet"))
+    world.run()
+    assert list(world.ended).index(99) == 30
+
+
+def served(world: World, tenants: dict[int, str]) -> Counter[str]:
+    """Cost of all service so far, by tenant."""
+    total: Counter[str] = Counter()
+    for plan in world.worker.plans:
+        for new in plan.new_sequences:
+            cached = next(s.start for s in plan.scheduled if s.sequence_id == new.sequence_id)
+            total[tenants[new.sequence_id]] += PROMPT_TOKEN_COST * (new.num_prompt_tokens - cached)
+    for sequence_id, tokens in world.tokens.items():
+        total[tenants[sequence_id]] += GENERATED_TOKEN_COST * len(tokens)
+    return total
+
+
+def test_the_difference_in_service_of_two_who_always_wait_stays_within_the_bound() -> None:
+    random, longest_prompt, most_tokens, num_places = Random(3), 12, 12, 3
+    world = fair_world(max_num_seqs=num_places)
+    tenants: dict[int, str] = {}
+    for number in range(300):  # "long" asks for much more with each request, and comes first
+        tenant = "long" if number < 150 else "short"
+        most = most_tokens if tenant == "long" else 3
+        tenants[number] = tenant
+        length = longest_prompt if tenant == "long" else random.randint(1, 4)
+        world.add(make_sequence(number, prompt(number, length), max_tokens=most, tenant=tenant))
+    bound = 2 * max(
+        PROMPT_TOKEN_COST * longest_prompt,
+        GENERATED_TOKEN_COST * num_places * (longest_prompt + most_tokens),
+    )
+    while {seq.tenant for seq in world.scheduler.waiting_sequences()} == {"long", "short"}:
+        world.step()
+        service = served(world, tenants)
+        assert abs(service["long"] - service["short"]) <= bound
+    assert world.worker.plans, "both waited for a while"
+
+
+def test_a_tenant_of_twice_the_weight_gets_twice_the_service() -> None:
+    world = fair_world(max_num_seqs=1, tenant_weights=(("gold", 2.0),))
+    tenants = {}
+    for number in range(200):
+        tenants[number] = "gold" if number % 2 else "plain"
+        world.add(make_sequence(number, prompt(number), tenant=tenants[number], max_tokens=3))
+    for _ in range(150):
+        world.step()
+    service = served(world, tenants)
+    assert 1.8 < service["gold"] / service["plain"] < 2.2
+
+
+def test_a_newcomer_is_lifted_and_cannot_claim_the_past() -> None:
+    world = fair_world(max_num_seqs=1)
+    world.add(*(make_sequence(i, prompt(i), tenant="old") for i in range(40)))
+    for _ in range(80):
+        world.step()
+    world.add(*(make_sequence(100 + i, prompt(i), tenant="new") for i in range(40)))
+    before = len(world.ended)
+    for _ in range(80):
+        world.step()
+    names = ["new" if i >= 100 else "old" for i in list(world.ended)[before:]]
+    assert abs(names.count("new") - names.count("old")) <= 2
+
+
+def test_nobody_idles_while_one_tenant_has_work() -> None:
+    world = fair_world(max_num_seqs=4)
+    world.add(*(make_sequence(i, prompt(i), tenant="alone") for i in range(8)))
+    world.step()
+    assert world.scheduler.get_request_counts().running == 4
+
+
+def test_priority_comes_before_fairness() -> None:
+    world = fair_world(max_num_seqs=1, policy=SchedulingPolicy.PRIORITY)
+    world.add(make_sequence(1, prompt(1), tenant="a", priority=5))
+    world.add(*(make_sequence(i, prompt(i), tenant="b", priority=0) for i in range(2, 6)))
+    world.run()
+    assert list(world.ended)[-1] == 1
+
+
+def test_tenants_that_come_and_go_leave_no_counter_behind() -> None:
+    world = fair_world()
+    for i in range(300):
+        world.add(make_sequence(i, prompt(i), tenant=f"tenant {i}", max_tokens=1))
+    world.run()
+    assert world.scheduler.tenant_service() == {}
+
+
+def test_counters_stay_few_though_somebody_is_always_there() -> None:
+    world = fair_world(num_blocks=512, max_model_len=2048)
+    world.add(make_sequence(5000, [1], tenant="always", max_tokens=2000))
+    for i in range(1500):
+        world.scheduler.add_request(make_sequence(i, [1, 2], tenant=f"{i}", max_tokens=1), now_s=0.0)
+        world.tokens[SequenceId(i)] = []
+        world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
+    assert len(world.scheduler.tenant_service()) <= 1100

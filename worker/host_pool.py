@@ -1,0 +1,134 @@
+"""The host's pool of KV blocks, where preempted sequences wait, and the copies to it and back.
+
+Owns: its memory, in the device pool's format; the check of a plan's copies; how fast a copy is.
+Never: whose block is where, or who is swapped (scheduler/); how this device copies (device.py).
+
+Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padding, so block n is row n - 1.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from scheduler.messages import BlockCopy, BlockId
+from worker.device import BlockRun, Device, Pools
+from worker.errors import StartupError
+from worker.kv_cache import KVCache
+from worker.memory import num_host_blocks
+
+log = logging.getLogger(__name__)
+
+_MEASURED_BLOCKS = 64
+_MEASURED_ROUNDS = 3
+_MEASURED_MOST_S = 0.05
+# Both pools are mapped lazily: what is copied to measure is memory taken before anybody needs it.
+_MEASURED_MOST_BYTES = 32 << 20
+
+
+class HostPool:
+    """The pool of one worker. With no swap space it has no blocks, and every copy is a plan's fault."""
+
+    def __init__(self, swap_bytes: int, cache: KVCache, device: Device) -> None:
+        """Allocate. Raises StartupError, with numbers, for a swap space that is too large or too small."""
+        layout = cache.layout
+        self.num_blocks = num_host_blocks(swap_bytes=swap_bytes, block_bytes=layout.block_bytes)
+        self._num_device_blocks = cache.num_blocks
+        self._device = device
+        memory = torch.empty(0, dtype=layout.dtype)
+        if self.num_blocks:
+            device.check_swap_space(
+                swap_bytes=self.num_blocks * layout.block_bytes, cache_bytes=cache.num_bytes
+            )
+            try:
+                memory = device.host_zeros(self.num_blocks * layout.block_numel, layout.dtype)
+            except (MemoryError, OSError, RuntimeError) as error:
+                raise StartupError(
+                    f"the system refuses {self.num_blocks * layout.block_bytes} bytes of swap space",
+                    fix="ask for less with --swap-space",
+                ) from error
+        self._memory = memory  # itself, not only views of it: a device may pin it while this tensor lives
+        self._pools = Pools(device_NE=cache.pool_NE, host_ME=memory.view(self.num_blocks, layout.block_numel))
+        self._filled: set[BlockId] = set()
+
+    def swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> dict[BlockId, str]:
+        """Carry out a plan's copies, all of `out` before any of `back`.
+
+        Returns the device blocks whose content could not be brought back, with the reason: whoever
+        has one of them in its table must fail. A copy is left out if it names a block that is not in
+        the pools, or would bring back what was never swapped out.
+        """
+        if not out and not back:
+            return {}
+        leaving = [copy for copy in out if self._can_leave(copy)]
+        # Forgotten first: should the copies raise half-way, nobody gets what an earlier owner left there.
+        self._filled.difference_update(copy.target for copy in out)
+        arrived = {copy.target for copy in leaving}
+        lost = {
+            copy.target: reason for copy in back if (reason := self._why_not_back(copy, arrived)) is not None
+        }
+        returning = [copy for copy in back if copy.target not in lost]
+        self._device.swap(
+            self._pools,
+            merge_runs((copy.source, copy.target - 1) for copy in leaving),
+            merge_runs((copy.source - 1, copy.target) for copy in returning),
+        )
+        self._filled |= arrived
+        return lost
+
+    def measure_copy_s(self) -> float:
+        """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""
+        if not self.num_blocks:
+            return 0.0
+        block_bytes = self._pools.device_NE.shape[1] * self._pools.device_NE.itemsize
+        affordable = max(1, _MEASURED_MOST_BYTES // block_bytes)
+        num_blocks = min(self.num_blocks, self._num_device_blocks, affordable, _MEASURED_BLOCKS)
+        ids = [BlockId(block_id) for block_id in range(1, num_blocks + 1)]
+        # One descends where the other ascends: after some hours of service few blocks are neighbours.
+        out = [BlockCopy(*pair) for pair in zip(ids, reversed(ids), strict=True)]
+        back = [BlockCopy(copy.target, copy.source) for copy in out]
+        # Once without the clock: the first round takes the pages from the system.
+        self._time_round(out, back)
+        seconds = [self._time_round(out, back)]
+        while len(seconds) < _MEASURED_ROUNDS and sum(seconds) < _MEASURED_MOST_S:
+            seconds.append(self._time_round(out, back))
+        self._filled.clear()
+        return statistics.median(seconds) / (2 * num_blocks)
+
+    def _time_round(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> float:
+        started_s = time.perf_counter()
+        self.swap(out, [])
+        self.swap([], back)
+        self._device.wait()
+        return time.perf_counter() - started_s
+
+    def _can_leave(self, copy: BlockCopy) -> bool:
+        if 1 <= copy.source <= self._num_device_blocks and 1 <= copy.target <= self.num_blocks:
+            return True
+        # Nobody in this plan needs it: the sequence fails when it is to come back.
+        log.error(
+            "%s not swapped out: the pools have %d and %d", copy, self._num_device_blocks, self.num_blocks
+        )
+        return False
+
+    def _why_not_back(self, copy: BlockCopy, arrived: set[BlockId]) -> str | None:
+        if not 1 <= copy.target <= self._num_device_blocks:
+            return f"a block outside of 1 to {self._num_device_blocks}"
+        if not 1 <= copy.source <= self.num_blocks:
+            return f"swapped in from a host block outside of 1 to {self.num_blocks}"
+        if copy.source not in self._filled and copy.source not in arrived:
+            return f"swapped in from host block {copy.source}, where nothing was swapped out to"
+        return None
+
+
+def merge_runs(rows: Iterable[tuple[int, int]]) -> list[BlockRun]:
+    """Turn pairs of a source and a target row into as few copies as possible."""
+    runs: list[BlockRun] = []
+    for source, target in sorted(rows):
+        if runs and (source, target) == (runs[-1].source_rows.stop, runs[-1].target_rows.stop):
+            runs[-1] = runs[-1]._replace(num_blocks=runs[-1].num_blocks + 1)
+        else:
+            runs.append(BlockRun(source, target, 1))
+    return runs
