@@ -21,7 +21,17 @@ from engine.errors import EngineDied, EngineUnavailable, Overloaded
 from engine.health import HealthMonitor
 from engine.live_request import LiveRequest
 from engine.lives import EngineLives, GaveUp
-from engine.messages import AddRequest, Beat, EndSequences, Loading, Outputs, Ready, ToClient
+from engine.messages import (
+    AddRequest,
+    Beat,
+    EndSequences,
+    Explain,
+    Explanation,
+    Loading,
+    Outputs,
+    Ready,
+    ToClient,
+)
 from engine.metrics import EngineMetrics
 from engine.tokenizer import Tokenizer
 from engine.types import (
@@ -35,8 +45,10 @@ from engine.types import (
     TimeLimits,
     TokenOutput,
 )
-from scheduler.messages import SequenceId, SequenceOutput
+from scheduler.messages import SequenceId, SequenceOutput, SequenceReport
 from worker.config import ModelFacts
+
+_MAX_ANSWER_S = 5.0
 
 
 class AsyncEngine:
@@ -54,6 +66,8 @@ class AsyncEngine:
         self._living: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None
         self._next_id = 1
+        self._num_questions = 0
+        self._answers: dict[int, asyncio.Future[list[SequenceReport]]] = {}
         self._live: dict[str, LiveRequest] = {}
         self._by_sequence: dict[SequenceId, LiveRequest] = {}
         self._is_empty = asyncio.Event()
@@ -138,6 +152,30 @@ class AsyncEngine:
         finally:
             self._leave(live)
 
+    async def explain(self) -> list[dict[str, Any]]:
+        """Every live sequence: state, place in line, blocks, why it waits. Raises EngineUnavailable."""
+        self._health.require_ready(now_s=time.monotonic())
+        self._num_questions += 1
+        question = self._num_questions
+        answer: asyncio.Future[list[SequenceReport]] = asyncio.get_running_loop().create_future()
+        self._answers[question] = answer
+        self._lives.send(Explain(question=question))
+        try:
+            reports = await asyncio.wait_for(answer, _MAX_ANSWER_S)
+        except TimeoutError:
+            raise EngineUnavailable("the engine did not answer in time") from None
+        finally:
+            del self._answers[question]
+        return [self._name(report) for report in reports]
+
+    def _name(self, report: SequenceReport) -> dict[str, Any]:
+        """As a client knows it: by request and choice."""
+        live = self._by_sequence.get(report.sequence_id)
+        if live is None:
+            return {"request_id": None, **report._asdict()}
+        index = live.choices[report.sequence_id].index
+        return {"request_id": live.request.request_id, "choice": index, **report._asdict()}
+
     async def abort(self, request_id: str) -> None:
         """End a request from outside: its reader gets what there is and finish reason ABORTED."""
         live = self._live.get(request_id)
@@ -210,6 +248,10 @@ class AsyncEngine:
             case Beat():
                 self._health.beat(message, now_s=time.monotonic())
                 self.metrics.beat(message)
+            case Explanation():
+                answer = self._answers.get(message.question)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.reports)
             case Loading():
                 self._health.loading(message.progress)
             case Ready():

@@ -41,6 +41,8 @@ class EngineConfig:
     """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
     time_limits: TimeLimits
     """For requests that bring none of their own, or longer ones."""
+    trace_file: str | None
+    """Where each step is written down."""
     max_queued_requests: int
     heartbeat_timeout_s: float
     worker: WorkerConfig
@@ -55,6 +57,7 @@ class ServerConfig:
     """0 until a free one is taken; the listening socket knows."""
     api_keys: tuple[str, ...] = field(repr=False)
     """Empty: everybody may ask."""
+    enable_admin: bool
     max_body_bytes: int
     shutdown_timeout_s: float
     log_level: str
@@ -74,6 +77,7 @@ def resolve(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
+        enable_admin=options.enable_admin,
         max_body_bytes=options.max_body_size,
         shutdown_timeout_s=options.shutdown_timeout,
         log_level=options.log_level,
@@ -91,6 +95,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             first_token_s=_or_no_limit(options.first_token_timeout),
             total_s=_or_no_limit(options.request_timeout),
         ),
+        trace_file=None if options.trace_steps is None else str(Path(options.trace_steps).absolute()),
         max_queued_requests=options.max_queued_requests,
         heartbeat_timeout_s=options.heartbeat_timeout,
         worker=WorkerConfig(
@@ -126,6 +131,8 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         tenant_weights=_tenant_weights(options.tenant_weight),
         preemption_mode=PreemptionMode(options.preemption_mode),
         max_bypasses=options.max_bypasses,
+        target_itl_s=_or_no_limit(options.target_itl),
+        max_chunk_tokens=options.long_prefill_token_threshold,
     )
 
 

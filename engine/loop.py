@@ -9,7 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from engine.messages import AddRequest, Beat, EndSequences, Outputs, Shutdown, StepTimes, ToClient, ToEngine
+from engine.messages import (
+    AddRequest,
+    Beat,
+    EndSequences,
+    Explain,
+    Explanation,
+    Outputs,
+    Shutdown,
+    StepTimes,
+    ToClient,
+    ToEngine,
+)
+from engine.step_trace import StepTrace
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -53,12 +65,18 @@ class EngineLoop:
     """Turns until a Shutdown arrives. Raises WorkerBroken; the process then ends and says so."""
 
     def __init__(
-        self, scheduler: Scheduler, worker: Executor, mailbox: Mailbox, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        worker: Executor,
+        mailbox: Mailbox,
+        clock: Callable[[], float],
+        trace: StepTrace | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
         self._mailbox = mailbox
         self._clock = clock
+        self._trace = trace
         self._is_stopping = False
         self._num_turns = 0
         self._num_failed_in_a_row = 0
@@ -66,13 +84,18 @@ class EngineLoop:
         self._schedule_s = self._execute_s = self._update_s = 0.0
 
     def run(self) -> None:
-        while not self._is_stopping:
-            self.turn()
+        try:
+            while not self._is_stopping:
+                self.turn()
+        finally:
+            if self._trace is not None:
+                self._trace.close()
 
     def turn(self) -> None:
         """Move every scheduled sequence one step on; wait for work if there is none."""
         self._take_messages(wait_s=0.0 if self._scheduler.has_unfinished_requests else self._idle_wait_s())
-        plan = self._plan()
+        planned_s = self._clock()
+        plan = self._plan(planned_s)
         if plan.is_empty:
             self._post(self._scheduler.take_outputs())
         else:
@@ -80,6 +103,7 @@ class EngineLoop:
             # Aborts that came while the worker computed win over its results.
             self._take_messages(wait_s=0.0)
             self._post(self._update(plan, result))
+            self._note(plan, planned_s)
         self._num_turns += 1
         self._beat()
 
@@ -90,11 +114,18 @@ class EngineLoop:
                     self._add(message)
                 case EndSequences():
                     self._scheduler.finish_requests(message.sequence_ids, message.reason)
+                    if self._trace is not None:
+                        self._trace.note_ends(message.sequence_ids)
+                case Explain():
+                    reports = self._scheduler.report(now_s=self._clock())
+                    self._mailbox.send(Explanation(question=message.question, reports=reports))
                 case Shutdown():
                     self._is_stopping = True
 
     def _add(self, request: AddRequest) -> None:
         now_s = self._clock()
+        if self._trace is not None:
+            self._trace.note_arrivals(request.sequence_ids)
         for index, sequence_id in enumerate(request.sequence_ids):
             seq = Sequence(
                 sequence_id,
@@ -108,8 +139,7 @@ class EngineLoop:
             except NeverFits as refusal:
                 self._mailbox.send(Outputs([_rejected(sequence_id, str(refusal))]))
 
-    def _plan(self) -> SchedulerOutput:
-        started_s = self._clock()
+    def _plan(self, started_s: float) -> SchedulerOutput:
         plan = self._scheduler.schedule(now_s=started_s)
         self._schedule_s += self._clock() - started_s
         return plan
@@ -144,8 +174,19 @@ class EngineLoop:
         if self._num_failed_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
             raise WorkerBroken(f"{self._num_failed_in_a_row} steps failed in a row")
 
+    def _note(self, plan: SchedulerOutput, planned_s: float) -> None:
+        if self._trace is not None:
+            stats = self._scheduler.stats()
+            waiting = {stats.wait_reason.value: stats.num_waiting} if stats.num_waiting else {}
+            self._trace.record(plan, now_s=planned_s, stats=stats, waiting=waiting, times=self._times())
+
+    def _times(self) -> StepTimes:
+        return StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
+
     def _idle_wait_s(self) -> float:
-        """When idle: until the next beat is due; at once if the last one is not the latest news."""
+        """When idle: until the next beat is due."""
+        if self._trace is not None:
+            self._trace.flush()
         since_s = self._clock() - self._last_beat_s
         return max(0.0, _IDLE_WAIT_S - since_s)
 
@@ -155,8 +196,8 @@ class EngineLoop:
         if not is_idle and now_s - self._last_beat_s < _MIN_BEAT_INTERVAL_S:
             return
         self._last_beat_s = now_s
-        times = StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
-        self._mailbox.send(Beat(num_turns=self._num_turns, stats=self._scheduler.stats(), times=times))
+        stats = self._scheduler.stats()
+        self._mailbox.send(Beat(num_turns=self._num_turns, stats=stats, times=self._times()))
 
 
 def _with_own_seed(params: SamplingParams, index: int) -> SamplingParams:

@@ -11,6 +11,7 @@ from scheduler.messages import (
     SchedulerStats,
     SequenceId,
     SequenceOutput,
+    SequenceReport,
     ServiceTerms,
 )
 from worker.config import LoadProgress, ModelFacts
@@ -37,11 +38,18 @@ class EndSequences(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: FinishReason
 
 
+class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Somebody wants to know what every live sequence does or waits for."""
+
+    question: int
+    """Comes back with the answer."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave now; what runs is lost."""
 
 
-ToEngine = AddRequest | EndSequences | Shutdown
+ToEngine = AddRequest | EndSequences | Explain | Shutdown
 
 # To the API process.
 
@@ -88,7 +96,14 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     times: StepTimes
 
 
-ToClient = Loading | Ready | StartFailed | Outputs | Beat
+class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The running line, then the waiting line, each in the order in which it is served."""
+
+    question: int
+    reports: list[SequenceReport]
+
+
+ToClient = Loading | Ready | StartFailed | Outputs | Beat | Explanation
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.messages import Beat, StepTimes
 from engine.types import ModelInfo
-from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats
+from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
 
 # From a small model on a fast device (tokens every millisecond) to a queue of minutes.
 _LATENCY_BUCKETS = (
@@ -62,6 +62,8 @@ class EngineMetrics:
         """Nothing runs and nothing waits in a dead process."""
         for gauges in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
             _set_all(gauges, 0)
+        for gauge in self._waiting_by_reason.values():
+            gauge.set(0)
 
     def engine_restarted(self) -> None:
         self._restarts.inc()
@@ -75,6 +77,9 @@ class EngineMetrics:
         _set_all(self._waiting, stats.num_waiting)
         _set_all(self._kv_usage, stats.num_used_blocks / stats.num_blocks)
         self._steps.inc(stats.num_steps - last.num_steps)
+        for reason, gauge in self._waiting_by_reason.items():
+            gauge.set(stats.num_waiting if reason is stats.wait_reason else 0)
+        self._stalls.inc(stats.num_stalls - last.num_stalls)
         _set_all(self._swapped, stats.num_swapped)
         if stats.num_host_blocks:
             _set_all(self._swap_usage, stats.num_used_host_blocks / stats.num_host_blocks)
@@ -127,6 +132,13 @@ class EngineMetrics:
             "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
         )
         self._swapped = self._ours("num_requests_swapped", "Sequences whose KV waits in host memory")
+        by_reason = Gauge(
+            "tokenyard:num_requests_waiting_by_reason",
+            "What the waiting line waits for",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._waiting_by_reason = {reason: by_reason.labels(reason=reason.value) for reason in WaitReason}
         self._swap_usage = self._ours("swap_space_usage_perc", "Share of the swap space in use, 0 to 1")
         labels = ["model_name", "block_size", "num_gpu_blocks"]
         text = "Always 1; the labels carry the values"
@@ -151,6 +163,9 @@ class EngineMetrics:
         }
         self._swap_full = self._counter(
             "swap_space_full", "Preemptions that recompute only because there was no room to swap"
+        )
+        self._stalls = self._counter(
+            "scheduler_stalls", "Requests failed because the scheduler found no way to serve them"
         )
         step_time = Counter(
             "tokenyard:step_time_seconds", "Time of the step loop, by part", ["part"], registry=self.registry
@@ -208,12 +223,14 @@ def _set_all(gauges: list[Gauge], value: float) -> None:
 _NOTHING = SchedulerStats(
     num_running=0,
     num_waiting=0,
+    wait_reason=WaitReason.STEP,
     num_used_blocks=0,
     num_blocks=1,
     num_steps=0,
     num_swapped=0,
     num_used_host_blocks=0,
     num_host_blocks=0,
+    num_stalls=0,
     preemptions=(),
     num_swap_space_full=0,
     num_prefix_queries=0,

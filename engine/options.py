@@ -215,6 +215,29 @@ class Options:
         open_default="all tenants alike",
         default=(),
     )
+    target_itl: float | None = _option(
+        Group.SCHEDULER,
+        Duration(low=0.0001, high=3600.0),
+        "Time between two tokens of a running request that steps should keep: prefill gets what is left of "
+        "it. Shorter makes streams smoother and first tokens later.",
+        open_default="steps are as large as --max-num-batched-tokens allows",
+        default=None,
+    )
+    long_prefill_token_threshold: int = _option(
+        Group.SCHEDULER,
+        Count(low=0, high=2**20, metavar="TOKENS"),
+        "Tokens of a step that one prompt gets at most while it is not alone, so that it leaves some to "
+        "shorter ones. 0 is no limit.",
+        default=0,
+    )
+    trace_steps: str | None = _option(
+        Group.SCHEDULER,
+        Text(metavar="FILE"),
+        "Write each step as a line of JSON: who got how many tokens, who was preempted for whom, what the "
+        "others wait for. For `tokenyard trace`.",
+        open_default="no trace",
+        default=None,
+    )
     preemption_mode: str = _option(
         Group.SCHEDULER,
         Choice(words=("auto", "recompute", "swap")),
@@ -263,6 +286,13 @@ class Options:
         Group.SERVER,
         Switch(),
         "Listen on addresses that other machines can reach although there is no API key.",
+        default=False,
+    )
+    enable_admin: bool = _option(
+        Group.SERVER,
+        Switch(),
+        "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
+        "of tenants. It needs a key like the rest.",
         default=False,
     )
     max_queued_requests: int = _option(

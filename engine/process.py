@@ -18,6 +18,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, WorkerBroken
 from engine.messages import Loading, Ready, StartFailed
+from engine.step_trace import StepTrace
 from engine.transport import EngineSide
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -61,7 +62,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide) -> int:
         return EXIT_START_FAILED
     log.info("loaded in %.1f s", time.monotonic() - started_s)
     mailbox.send(Ready(facts))
-    loop = EngineLoop(Scheduler(scheduler_config(config, facts)), worker, mailbox, time.monotonic)
+    scheduler = Scheduler(scheduler_config(config, facts))
+    loop = EngineLoop(scheduler, worker, mailbox, time.monotonic, _open_trace(config.trace_file))
     try:
         loop.run()
     except WorkerBroken as error:
@@ -70,6 +72,17 @@ def _serve(config: EngineConfig, mailbox: EngineSide) -> int:
     finally:
         worker.close()
     return 0
+
+
+def _open_trace(path: str | None) -> StepTrace | None:
+    """A trace that cannot be written costs the trace, not the service."""
+    if path is None:
+        return None
+    try:
+        return StepTrace(Path(path))
+    except OSError as error:
+        log.error("no trace of the steps: %s: %s", path, error.strerror)
+        return None
 
 
 def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig:

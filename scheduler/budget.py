@@ -1,4 +1,16 @@
-"""What is left of one step."""
+"""What is left of one step.
+
+Owns: how much a step may have, and what is left of it while it is planned.
+"""
+
+from math import isinf
+
+from scheduler.config import SchedulerConfig
+from scheduler.sequence import Sequence
+from scheduler.step_time import StepTimeModel
+
+# What a target for the time between tokens leaves to prefill at least: it goes on, if slowly.
+_MIN_CHUNK_TOKENS = 16
 
 
 class SchedulingBudget:
@@ -42,3 +54,18 @@ class SchedulingBudget:
     def give_up_decode(self) -> None:
         """Somebody left the line before it came to the token set aside for it."""
         self.num_decodes_ahead -= 1
+
+
+def budget_for_step(
+    config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel
+) -> SchedulingBudget:
+    """The operator's limits; fewer tokens where decodes would else miss their target."""
+    num_decodes = sum(1 for seq in running if seq.num_uncomputed_tokens == 1)
+    max_tokens = config.max_num_batched_tokens
+    if num_decodes and not isinf(config.target_itl_s):
+        within = step_time.tokens_within(config.target_itl_s)
+        if within is not None:
+            max_tokens = min(max_tokens, max(within, num_decodes + _MIN_CHUNK_TOKENS))
+    return SchedulingBudget(
+        max_tokens=max_tokens, free_seqs=config.max_num_seqs - len(running), num_decodes=num_decodes
+    )

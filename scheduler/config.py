@@ -77,6 +77,10 @@ class SchedulerConfig:
     """Inside each priority, if the policy has priorities."""
     tenant_weights: tuple[tuple[str, float], ...] = ()
     """Tenants with a share other than 1."""
+    target_itl_s: float = inf
+    """While sequences decode, prefill gets so few tokens of a step that it takes about this long."""
+    max_chunk_tokens: int = 0
+    """A prefill gets at most so many tokens of a step while it is not alone. 0 is no limit."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
     victim_choice: VictimChoice = VictimChoice.CHEAPEST
     num_host_blocks: int = 0
@@ -100,7 +104,9 @@ class SchedulerConfig:
             raise ValueError(f"priority_aging_s must be above 0, not {self.priority_aging_s}")
         if any(weight <= 0 for _, weight in self.tenant_weights):
             raise ValueError("the weight of a tenant must be above 0")
-        if self.max_bypasses < 0:
-            raise ValueError(f"max_bypasses must be at least 0, not {self.max_bypasses}")
+        if self.target_itl_s <= 0:
+            raise ValueError(f"target_itl_s must be above 0, not {self.target_itl_s}")
+        if self.max_bypasses < 0 or self.max_chunk_tokens < 0:
+            raise ValueError("max_bypasses and max_chunk_tokens must be at least 0")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, not {self.watermark}")

@@ -213,6 +213,38 @@ class SequenceOutput(NamedTuple):
     """Why it was rejected or failed, fit for the caller's eyes."""
 
 
+class WaitReason(StrEnum):
+    """What the waiting line was waiting for when it was last looked at."""
+
+    STEP = "step"  # nothing: the next step will look at it
+    PLACES = "places"  # max_num_seqs sequences run
+    BLOCKS = "blocks"  # too few KV blocks are free for the first in line
+    TOKENS = "tokens"  # the step's token budget was spent
+    PREEMPTION = "preemption"  # somebody was just sent away: nobody is admitted in such a step
+
+
+class SequenceReport(NamedTuple):
+    """One live sequence."""
+
+    sequence_id: SequenceId
+    state: str
+    place: int
+    """In the running line, or in the waiting line by rank; 0 is the best."""
+    priority: int
+    rank: tuple[float, ...]
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_host_blocks: int
+    num_preemptions: int
+    num_bypasses: int
+    age_s: float
+    wait_reason: str
+    """What the line waits for; empty for a running one."""
+
+
 class RequestCounts(NamedTuple):
     """How many sequences are in each state."""
 
@@ -235,12 +267,15 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
+    wait_reason: WaitReason
     num_swapped: int
     num_used_blocks: int
     num_blocks: int
     num_steps: int
     num_used_host_blocks: int
     num_host_blocks: int
+    num_stalls: int
+    """Requests failed because the scheduler found no way to serve them: each one is a fault of ours."""
     preemptions: tuple[PreemptionCount, ...]
     num_swap_space_full: int
     """Preemptions that would have swapped, had there been room."""

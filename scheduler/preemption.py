@@ -9,42 +9,20 @@ from scheduler.config import PreemptionMode, SchedulerConfig, VictimChoice
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.messages import BlockCopy
 from scheduler.sequence import Sequence
+from scheduler.step_time import StepTimeModel
 from scheduler.swap_space import SwapSpace
 
 # How far from the back of the line it is looked for a cheaper victim.
 _VICTIM_WINDOW = 8
-# Weight of the newest step in the running estimate of the prefill rate.
-_RATE_GAIN = 0.1
-
-
-class PreemptionCost:
-    """What recomputing costs on this machine, learnt from the steps; what copying costs is told."""
-
-    def __init__(self, *, copy_s_per_block: float) -> None:
-        self._copy_s_per_block = copy_s_per_block
-        self._prefill_s_per_token: float | None = None
-
-    def observe(self, num_chunk_tokens: int, seconds: float) -> None:
-        """A step with so many tokens of prefill chunks took so long."""
-        rate = seconds / num_chunk_tokens
-        known = self._prefill_s_per_token
-        self._prefill_s_per_token = rate if known is None else known + _RATE_GAIN * (rate - known)
-
-    def swapping_s(self, num_blocks: int) -> float:
-        """Out and back in."""
-        return 2 * num_blocks * self._copy_s_per_block
-
-    def recomputing_s(self, num_tokens: int) -> float:
-        """0 while no prefill was seen."""
-        return num_tokens * (self._prefill_s_per_token or 0.0)
 
 
 class Preemptor:
     """Sends sequences away and prepares their return. Host blocks come back whatever becomes of them."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, step_time: StepTimeModel) -> None:
         self.swap_space = SwapSpace(config.num_host_blocks)
-        self.cost = PreemptionCost(copy_s_per_block=config.copy_s_per_block)
+        self._copy_s_per_block = config.copy_s_per_block
+        self._step_time = step_time
         self.num_swap_space_full = 0
         self._mode = config.preemption_mode
         self._victim_choice = config.victim_choice
@@ -68,8 +46,9 @@ class Preemptor:
             return PreemptionMode.RECOMPUTE
         num_blocks = self._num_written_blocks(victim)
         if self._mode is PreemptionMode.AUTO:
-            recomputing_s = self.cost.recomputing_s(self._num_tokens_at_stake(victim))
-            if self.cost.swapping_s(num_blocks) >= recomputing_s:
+            swapping_s = 2 * num_blocks * self._copy_s_per_block  # out, and back in
+            recomputing_s = self._num_tokens_at_stake(victim) * (self._step_time.slope_s or 0.0)
+            if swapping_s >= recomputing_s:
                 return PreemptionMode.RECOMPUTE
         if num_blocks > self.swap_space.num_free:
             self.num_swap_space_full += 1

@@ -22,8 +22,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-from scheduler.budget import SchedulingBudget
+from scheduler.budget import budget_for_step
 from scheduler.config import Displacement, Fairness, PreemptionMode, SchedulerConfig, SchedulingPolicy
+from scheduler.counters import Counters
 from scheduler.deadlines import Deadlines
 from scheduler.displacement import PROTECTED_TOKENS, choose_victims, stands_before_some
 from scheduler.fairness import (
@@ -38,21 +39,25 @@ from scheduler.messages import (
     ModelRunnerOutput,
     Preemption,
     PreemptionCause,
-    PreemptionCount,
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
     SchedulerStats,
     SequenceId,
     SequenceOutput,
+    SequenceReport,
     SequenceStart,
+    WaitReason,
 )
 from scheduler.plan_draft import PlanDraft
 from scheduler.policy import rank_of
 from scheduler.preemption import Preemptor
+from scheduler.reports import report_on
 from scheduler.sequence import Sequence, Status
+from scheduler.step_time import StepTimeModel
 from scheduler.swap_space import SwapSpace
 from scheduler.waiting_queue import WaitingQueue
+from scheduler.watchdog import Watchdog
 
 _rank_of = attrgetter("rank")
 
@@ -76,7 +81,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVCacheManager(config)
-        self._preemptor = Preemptor(config, self.kv)
+        self._step_time = StepTimeModel()
+        self._preemptor = Preemptor(config, self.kv, self._step_time)
         self._rank = rank_of(config)
         self._sequences: dict[SequenceId, Sequence] = {}
         self._ledger: TenantLedger | None = None
@@ -91,13 +97,10 @@ class Scheduler:
         self._may_displace = (
             config.policy is SchedulingPolicy.PRIORITY and config.displacement is Displacement.ON
         )
-        self._num_added = 0
-        self._num_steps = 0
         self._num_swapped = 0
-        self._num_preemptions = {(c, s): 0 for c in PreemptionCause for s in (False, True)}
-        self._num_prefix_queries = 0
-        self._num_prefix_hits = 0
-        self._num_recomputed_tokens = 0
+        self._watchdog = Watchdog()
+        self._wait_reason = WaitReason.STEP
+        self._counters = Counters()
 
     # The public calls.
 
@@ -110,8 +113,8 @@ class Scheduler:
         if seq.sequence_id in self._sequences:
             raise ValueError(f"sequence {seq.sequence_id} exists already")
         self._refuse_what_never_fits(seq)
-        self._num_added += 1
-        seq.admission = self._num_added
+        self._counters.num_added += 1
+        seq.admission = self._counters.num_added
         seq.admitted_s = now_s
         seq.rank = self._rank(seq)
         self._sequences[seq.sequence_id] = seq
@@ -125,17 +128,14 @@ class Scheduler:
         self._preemptor.swap_space.next_plan()
         for seq, limit in self._deadlines.expired(now_s=now_s):
             self._finish(seq, FinishReason.EXPIRED, message=limit.value)
-        budget = SchedulingBudget(
-            max_tokens=self.config.max_num_batched_tokens,
-            free_seqs=self.config.max_num_seqs - len(self._running),
-            num_decodes=sum(1 for seq in self._running if seq.num_uncomputed_tokens == 1),
-        )
-        plan = PlanDraft(budget, now_s)
+        plan = PlanDraft(budget_for_step(self.config, self._running, self._step_time), now_s)
         if self._may_displace:
             self._admit_urgent(plan)
         self._serve_running(plan)
-        if not plan.preemptions:  # who was just sent away must not be passed by a newcomer, nor come back
-            self._admit_waiting(plan)
+        if plan.preemptions:  # who was just sent away must not be passed by a newcomer, nor come back
+            self._wait_reason = WaitReason.PREEMPTION
+        else:
+            self._wait_reason = self._admit_waiting(plan)
         return self._close(plan)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
@@ -190,9 +190,11 @@ class Scheduler:
 
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """How long the worker took for a plan; what follows is decided by such figures."""
-        num_chunk_tokens = sum(share.num_tokens for share in plan.scheduled if share.num_tokens > 1)
-        if num_chunk_tokens:
-            self._preemptor.cost.observe(num_chunk_tokens, seconds)
+        self._step_time.observe(plan.num_scheduled_tokens, seconds)
+
+    def report(self, *, now_s: float) -> list[SequenceReport]:
+        """Every live sequence, and why it waits."""
+        return report_on(self._running, list(self._waiting), self._wait_reason, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
         """What each tenant had so far, by cost; empty without fairness."""
@@ -219,17 +221,19 @@ class Scheduler:
         return SchedulerStats(
             num_running=counts.running,
             num_waiting=counts.waiting,
+            wait_reason=self._wait_reason,
             num_swapped=counts.swapped,
             num_used_blocks=self.kv.pool.num_used,
             num_blocks=self.kv.pool.num_blocks,
             num_used_host_blocks=self.swap_space.num_used,
             num_host_blocks=self.swap_space.num_blocks,
-            num_steps=self._num_steps,
-            preemptions=tuple(PreemptionCount(*key, num) for key, num in self._num_preemptions.items()),
+            num_steps=self._counters.num_steps,
+            num_stalls=self._counters.num_stalls,
+            preemptions=self._counters.preemptions(),
             num_swap_space_full=self._preemptor.num_swap_space_full,
-            num_prefix_queries=self._num_prefix_queries,
-            num_prefix_hits=self._num_prefix_hits,
-            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_prefix_queries=self._counters.num_prefix_queries,
+            num_prefix_hits=self._counters.num_prefix_hits,
+            num_recomputed_tokens=self._counters.num_recomputed_tokens,
         )
 
     # Planning: the running line, from the front.
@@ -255,9 +259,16 @@ class Scheduler:
                 self.kv.publish(seq, start, start + 1)
             plan.decodes.append(ScheduledSequence(seq.sequence_id, start, 1, samples=True))
             return
-        share = plan.budget.take_chunk(num_left)
+        share = plan.budget.take_chunk(self._chunk_wanted(seq))
         if share:
             self._schedule_chunk(seq, share, plan)
+
+    def _chunk_wanted(self, seq: Sequence) -> int:
+        """All that is left; less if others would like a part of the step too."""
+        limit = self.config.max_chunk_tokens
+        if limit and len(self._running) + len(self._waiting) > 1:
+            return min(seq.num_uncomputed_tokens, limit)
+        return seq.num_uncomputed_tokens
 
     def _schedule_chunk(self, seq: Sequence, share: int, plan: PlanDraft) -> None:
         start = seq.num_computed_tokens
@@ -294,23 +305,20 @@ class Scheduler:
         if is_swap:
             plan.swap_out.extend(self._preemptor.swap_out(victim))
             self._num_swapped += 1
-        else:
-            self._num_recomputed_tokens += num_computed
         self._leave_line(victim)
         victim.become(Status.SWAPPED if is_swap else Status.WAITING)
         victim.num_preemptions += 1
         self._waiting.push(victim)
-        self._num_preemptions[cause, is_swap] += 1
-        plan.preemptions.append(
-            Preemption(
-                sequence_id=victim.sequence_id,
-                cause=cause,
-                was_swapped=is_swap,
-                beneficiary=beneficiary.sequence_id,
-                num_computed_tokens=num_computed,
-                num_freed_blocks=self.kv.pool.num_free - num_free,
-            )
+        preemption = Preemption(
+            sequence_id=victim.sequence_id,
+            cause=cause,
+            was_swapped=is_swap,
+            beneficiary=beneficiary.sequence_id,
+            num_computed_tokens=num_computed,
+            num_freed_blocks=self.kv.pool.num_free - num_free,
         )
+        plan.preemptions.append(preemption)
+        self._counters.note_preemption(preemption)
 
     # Planning: the waiting queue.
 
@@ -336,9 +344,14 @@ class Scheduler:
             self._admit(seq, plan)
             plan.urgent.add(seq.sequence_id)
 
-    def _admit_waiting(self, plan: PlanDraft) -> None:
+    def _admit_waiting(self, plan: PlanDraft) -> WaitReason:
+        """In order of rank, until somebody has to wait for something."""
         budget = plan.budget
-        while len(self._waiting) and budget.remaining_seqs > 0 and budget.remaining_tokens > 0:
+        while len(self._waiting):
+            if budget.remaining_seqs <= 0:
+                return WaitReason.PLACES
+            if budget.remaining_tokens <= 0:
+                return WaitReason.TOKENS
             seq = self._waiting.peek()
             fit = self.kv.can_allocate(seq, num_running=len(self._running))
             if fit is Fit.NEVER:
@@ -348,10 +361,11 @@ class Scheduler:
             if fit is Fit.LATER:
                 passing = self._passing(seq)
                 if passing is None:
-                    return
+                    return WaitReason.BLOCKS
                 seq.num_bypasses += 1
                 seq = passing
             self._admit(seq, plan)
+        return WaitReason.STEP
 
     def _passing(self, head: Sequence) -> Sequence | None:
         """One behind a head that does not fit yet, which does; None once enough have passed it."""
@@ -376,12 +390,12 @@ class Scheduler:
         else:
             self._note_start(seq, plan.now_s)
         plan.new_sequences.append(seq.as_new())
-        self._schedule_chunk(seq, plan.budget.take_chunk(seq.num_uncomputed_tokens), plan)
+        self._schedule_chunk(seq, plan.budget.take_chunk(self._chunk_wanted(seq)), plan)
 
     def _note_start(self, seq: Sequence, now_s: float) -> None:
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-        self._num_prefix_queries += seq.num_prompt_tokens
-        self._num_prefix_hits += seq.num_cached_tokens
+        self._counters.num_prefix_queries += seq.num_prompt_tokens
+        self._counters.num_prefix_hits += seq.num_cached_tokens
         if self._ledger is not None:  # once: a preemption is not the tenant's doing
             self._ledger.charge(
                 seq.tenant, PROMPT_TOKEN_COST * (seq.num_prompt_tokens - seq.num_cached_tokens)
@@ -392,10 +406,21 @@ class Scheduler:
 
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
         if plan.is_empty:
-            return plan.finished(self._num_steps, ())
-        self._num_steps += 1
+            self._watch()
+            return plan.finished(self._counters.num_steps, ())
+        self._watchdog.sees_a_stall(has_work=False)
+        self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
-        return plan.finished(self._num_steps, released)
+        return plan.finished(self._counters.num_steps, released)
+
+    def _watch(self) -> None:
+        """Work, nothing under way and nothing planned must not be, and must never become a hang."""
+        is_under_way = any(seq.num_uncomputed_tokens == 0 for seq in self._running)
+        if not self._watchdog.sees_a_stall(has_work=bool(self._sequences) and not is_under_way):
+            return
+        self._counters.num_stalls += 1
+        first = self._running[0] if self._running else self._waiting.peek()
+        self._finish(first, FinishReason.FAILED, message="the scheduler cannot serve this request")
 
     # Learning what came of it.
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 
-from server import chat, completions, models, ops
+from server import admin, chat, completions, models, ops
 from server.answering import VERSION
 from server.auth import OPEN_PATHS, Auth
 from server.body_limit import BodyLimit
@@ -27,6 +27,7 @@ from server.request_ids import RequestIds
 
 _ROUTES = (
     *OPEN_PATHS,
+    "/admin/requests",
     "/openapi.json",
     "/version",
     "/v1/completions",
@@ -61,7 +62,7 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
     )
     app.state.edge = edge
     app.state.metrics_page = ops.MetricsPage(engine.metrics.registry)
-    for part in (chat, completions, models, ops):
+    for part in (chat, completions, models, ops, *((admin,) if settings.enable_admin else ())):
         app.include_router(part.router)
     page: list[dict[str, Any]] = []
 

@@ -10,7 +10,8 @@ Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others co
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
@@ -19,11 +20,14 @@ from engine.options import DECLARATIONS, OptionError, add_flags, closest, read_o
 from server.listening import CannotListen, PortInUse, listen
 
 EXIT_USAGE = 2
+_TOOLS = {"bench": "bench.cli", "simulate": "bench.simulate.cli", "trace": "bench.trace"}
 EXIT_PORT_IN_USE = 98
 
 _USAGE = """\
-usage: tokenyard [serve] [MODEL] [options]    serve a model over HTTP, as OpenAI's API does
+usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI's API does
        tokenyard bench ...                    send load to a server and measure it
+       tokenyard simulate ...                 what would happen with other load, memory, policy
+       tokenyard trace FILE                   show what --trace-steps has written
        tokenyard --version
 
 Without any options a tiny built-in model is served. `tokenyard serve --help` lists all options.
@@ -62,11 +66,11 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if command == "serve":
         return _serve(rest)
-    if command == "bench":
-        return _bench(rest)
+    if command in _TOOLS:
+        return _run_tool(command, rest)
     if command.startswith("-"):
         return _serve(words)
-    fix = closest(command, ("serve", "bench")).replace("tokenyard serve", "tokenyard")
+    fix = closest(command, ("serve", *_TOOLS)).replace("tokenyard serve", "tokenyard")
     raise OptionError(repr(command), "there is no such command", f"{fix} (a model goes after `serve`)")
 
 
@@ -98,10 +102,10 @@ def _serve(words: list[str]) -> int:
         return launch.run(engine_config, server_config, listener)
 
 
-def _bench(words: list[str]) -> int:
-    from bench.cli import main as bench_main
-
-    return bench_main(words)
+def _run_tool(command: str, words: list[str]) -> int:
+    # Imported here: each brings what the others do not need.
+    main: Callable[[list[str]], int] = import_module(_TOOLS[command]).main
+    return main(words)
 
 
 def _unknown_word(words: list[str]) -> OptionError:

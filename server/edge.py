@@ -46,6 +46,10 @@ class Engine(Protocol):
         """Render the chat template and tokenize. Raises RequestRejected, NoChatTemplate."""
         ...
 
+    async def explain(self) -> list[dict[str, Any]]:
+        """Every live sequence, and why it waits. Raises EngineUnavailable."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         """Admit at the first step of the iteration; closing the iterator aborts the request."""
         ...
@@ -61,6 +65,11 @@ class EdgeSettings(Protocol):
 
     @property
     def max_body_bytes(self) -> int: ...
+
+    @property
+    def enable_admin(self) -> bool:
+        """Whether /admin/requests is there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

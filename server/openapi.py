@@ -21,6 +21,7 @@ from server.reply_models import (
     Completion,
     ErrorReplyBody,
     HealthPage,
+    LiveRequests,
     Model,
     ModelList,
     Version,
@@ -67,6 +68,7 @@ MODEL_DOCUMENTATION: dict[str, Any] = {
     },
 }
 VERSION_DOCUMENTATION = _documentation(Version)
+ADMIN_DOCUMENTATION = _documentation(LiveRequests)
 HEALTH_DOCUMENTATION: dict[str, Any] = {
     "responses": {200: {"model": HealthPage}, 503: {"model": HealthPage}},
 }

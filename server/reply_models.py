@@ -147,5 +147,29 @@ class HealthPage(ReplyModel):
     num_steps: int
 
 
+class LiveRequest(ReplyModel):
+    request_id: str | None
+    choice: int = 0
+    sequence_id: int
+    state: Literal["running", "waiting", "swapped"]
+    place: int
+    priority: int
+    rank: list[float]
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_host_blocks: int
+    num_preemptions: int
+    num_bypasses: int
+    age_s: float
+    wait_reason: str
+
+
+class LiveRequests(ReplyModel):
+    requests: list[LiveRequest]
+
+
 class Version(ReplyModel):
     version: str

@@ -22,7 +22,6 @@ MAY_IMPORT = {
 DOORS = {
     ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
 }
-ALSO_ALLOWED_FILES = {("server/cli.py", "bench")}  # one command, `tokenyard`, for both
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 50
@@ -63,12 +62,7 @@ def import_faults(source: str, file: str) -> list[str]:
     for line, module in imports(ast.parse(source)):
         top = module.split(".")[0]
         is_ours = top in PACKAGES
-        is_wrong = (
-            is_ours
-            and top not in MAY_IMPORT[package]
-            and (package, module) not in DOORS
-            and (file, top) not in ALSO_ALLOWED_FILES
-        )
+        is_wrong = is_ours and top not in MAY_IMPORT[package] and (package, module) not in DOORS
         is_wrong |= top in FORBIDDEN_ANYWHERE
         if package == "scheduler":
             is_wrong |= top in FORBIDDEN_IN_SCHEDULER

@@ -20,6 +20,7 @@ from tests.server.fake_engine import FakeEngine
 class Settings:
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 1024
+    enable_admin: bool = True
 
 
 @pytest.fixture

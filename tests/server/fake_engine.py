@@ -72,6 +72,9 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
 
+    async def explain(self) -> list[dict[str, Any]]:
+        return [{"request_id": request.request_id, "state": "running"} for request in self.requests]
+
     @property
     def info(self) -> ModelInfo:
         if self.state.state is not EngineState.READY:

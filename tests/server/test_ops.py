@@ -8,9 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import EngineState
 from server import ops
-from server.app import _ROUTES
+from server.app import _ROUTES, build_app
 from server.reply_models import HealthPage, Model, ModelList
-from tests.server.fake_engine import READY
+from tests.server.conftest import Settings, connect
+from tests.server.fake_engine import READY, FakeEngine
 
 LOADING = dataclasses.replace(
     READY, state=EngineState.LOADING, detail="reading weights", progress=0.25, num_steps=0
@@ -94,6 +95,13 @@ async def test_metrics_are_one_page_of_known_series(client):
         ("other", "unmatched", "404"): 1,
     }
     assert families["tokenyard:unknown_request_fields"].samples[0].value == 1
+
+
+async def test_live_requests_are_listed_only_where_the_operator_wants_it(engine, client):
+    assert (await client.get("/admin/requests")).json() == {"requests": []}
+    closed = build_app(FakeEngine(), Settings(enable_admin=False))
+    async with connect(closed) as other:
+        assert (await other.get("/admin/requests")).status_code == 404
 
 
 async def test_many_scrapes_at_once_render_once(app, monkeypatch):

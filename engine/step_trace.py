@@ -1,0 +1,154 @@
+"""Every step of the engine as one line of JSON, for `tokenyard trace` and `tokenyard simulate --fit`.
+
+Owns: the trace file and the form of its lines.
+Never: stops the engine. What cannot be written ends the trace, is logged once, and nothing else.
+
+One line a step, as large as the step (some 12 bytes a sequence in it), built only while a trace is asked
+for. Times are in seconds of the engine's monotonic clock; a sequence stands under its number.
+"""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from engine.messages import StepTimes
+from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
+
+log = logging.getLogger(__name__)
+
+_FLUSH_INTERVAL_S = 1.0
+_MAX_PENDING_BYTES = 1 << 20
+# A trace that is forgotten must not fill the disk that others need: about a week of a small server, or
+# half an hour of a large one.
+_MAX_FILE_BYTES = 4 << 30
+_APPEND_NEWLINE = orjson.OPT_APPEND_NEWLINE
+
+
+class StepTrace:
+    """Appends to a file, so that an engine process that was replaced goes on where the last one ended.
+
+    Raises OSError if the file cannot be opened; from then on nothing.
+    """
+
+    def __init__(self, path: Path, *, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
+        self._path = path
+        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115  (it lives as long as the engine)
+        self._num_bytes_left = max_file_bytes - path.stat().st_size
+        self._pending: list[bytes] = []
+        self._num_pending_bytes = 0
+        self._flushed_s = float("-inf")
+        self._arrived: list[SequenceId] = []
+        self._ended: list[SequenceId] = []
+        self._last_times = StepTimes()
+
+    def note_arrivals(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """These were added to the scheduler; told with the next line."""
+        if self._file is not None:
+            self._arrived.extend(sequence_ids)
+
+    def note_ends(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """These were aborted. Other ends are known from what the plans release."""
+        if self._file is not None:
+            self._ended.extend(sequence_ids)
+
+    def record(
+        self,
+        plan: SchedulerOutput,
+        *,
+        now_s: float,
+        stats: SchedulerStats,
+        waiting: dict[str, int],
+        times: StepTimes,
+    ) -> None:
+        """One step, after its results are in.
+
+        `now_s` is when it was planned. `times` are the engine's totals since its start: the line holds
+        what was added to them since the last line. `waiting` says how many wait for which reason.
+        A plan with nothing to compute is a line only if it preempted somebody.
+        """
+        if self._file is None or (plan.is_empty and not plan.preemptions):
+            return
+        line = self._line(plan, now_s, stats, waiting, times)
+        self._arrived, self._ended, self._last_times = [], [], times
+        self._pending.append(line)
+        self._num_pending_bytes += len(line)
+        if now_s - self._flushed_s >= _FLUSH_INTERVAL_S or self._num_pending_bytes > _MAX_PENDING_BYTES:
+            self._flushed_s = now_s
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending; the loop calls it before it waits for work, else the last second lingers."""
+        if self._file is None or not self._pending:
+            return
+        data = b"".join(self._pending)
+        self._pending, self._num_pending_bytes = [], 0
+        if len(data) > self._num_bytes_left:
+            self._stop("it has reached its largest size")
+            return
+        try:
+            while data:  # a disk that is almost full takes a part
+                num_written = self._file.write(data)
+                self._num_bytes_left -= num_written
+                data = data[num_written:]
+        except OSError as error:
+            self._stop(error.strerror or str(error))
+
+    def close(self) -> None:
+        """Write the rest. May be called twice."""
+        self.flush()
+        if self._file is not None:
+            self._close_file()
+
+    def _stop(self, reason: str) -> None:
+        log.error("the trace of steps in %s ends here: %s", self._path, reason)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        self._pending, self._arrived, self._ended = [], [], []
+        try:
+            file.close()
+        except OSError as error:
+            log.error("closing the trace of steps in %s: %s", self._path, error)
+
+    def _line(
+        self,
+        plan: SchedulerOutput,
+        now_s: float,
+        stats: SchedulerStats,
+        waiting: dict[str, int],
+        times: StepTimes,
+    ) -> bytes:
+        scheduled, last = plan.scheduled, self._last_times
+        decodes = [(share[0], share[1]) for share in scheduled if share[2] == 1]
+        chunks = [(share[0], share[1], share[2]) for share in scheduled if share[2] > 1]
+        document = {
+            "step": plan.step,
+            "time_s": now_s,
+            "schedule_s": times.schedule_s - last.schedule_s,
+            "execute_s": times.execute_s - last.execute_s,
+            "update_s": times.update_s - last.update_s,
+            "num_tokens": plan.num_scheduled_tokens,
+            "num_decodes": len(decodes),
+            # Keys that are read: all up to the last token of each share.
+            "num_context_tokens": sum([share[1] + share[2] for share in scheduled]),
+            "decodes": decodes,  # [sequence, position]
+            "chunks": chunks,  # [sequence, position of the first token, number of tokens]
+            "arrived": self._arrived,
+            "new": [new.sequence_id for new in plan.new_sequences],
+            "released": plan.released,
+            "ended": self._ended,
+            "preemptions": [preemption._asdict() for preemption in plan.preemptions],
+            "num_swapped_out_blocks": len(plan.swap_out),
+            "num_swapped_in_blocks": len(plan.swap_in),
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_swapped": stats.num_swapped,
+            "num_used_blocks": stats.num_used_blocks,
+            "num_blocks": stats.num_blocks,
+            "waiting": waiting,
+        }
+        return orjson.dumps(document, option=_APPEND_NEWLINE)

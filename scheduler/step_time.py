@@ -1,0 +1,53 @@
+"""How long a step takes on this machine, learnt while it runs.
+
+And the other way round: how many tokens a step may have, so that the time between two tokens of a running
+sequence stays near a target.
+
+Owns: a straight line, seconds = base + slope * tokens, fitted to the recent steps.
+Never: a clock; whoever runs the steps tells.
+"""
+
+_DECAY = 0.98  # of an observation's weight with each later step: a memory of some fifty steps
+_MIN_OBSERVATIONS = 8
+_MIN_SPREAD = 4.0  # of the token counts, as a standard deviation; below it there is no slope to be seen
+
+
+class StepTimeModel:
+    """Weighted least squares with forgetting; five sums, updated in constant time."""
+
+    def __init__(self) -> None:
+        self._num_observations = 0
+        self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
+        self._slope_s: float | None = None
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._num_observations += 1
+        self._weight = self._weight * _DECAY + 1.0
+        self._tokens = self._tokens * _DECAY + num_tokens
+        self._seconds = self._seconds * _DECAY + seconds
+        self._tokens_squared = self._tokens_squared * _DECAY + num_tokens * num_tokens
+        self._tokens_seconds = self._tokens_seconds * _DECAY + num_tokens * seconds
+        mean = self._tokens / self._weight
+        variance = self._tokens_squared / self._weight - mean * mean
+        if variance > _MIN_SPREAD * _MIN_SPREAD:  # else the slope that was seen before still holds
+            covariance = self._tokens_seconds / self._weight - mean * self._seconds / self._weight
+            self._slope_s = max(covariance / variance, 0.0)
+
+    @property
+    def slope_s(self) -> float | None:
+        """Seconds for one more token; None until it was seen."""
+        return self._slope_s if self._num_observations >= _MIN_OBSERVATIONS else None
+
+    @property
+    def base_s(self) -> float:
+        """Seconds of a step without tokens."""
+        mean_s = self._seconds / self._weight if self._weight else 0.0
+        mean_tokens = self._tokens / self._weight if self._weight else 0.0
+        return max(mean_s - (self._slope_s or 0.0) * mean_tokens, 0.0)
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """How many tokens a step of so many seconds has; None if that is not known, or not limited."""
+        slope_s = self.slope_s
+        if not slope_s:
+            return None
+        return max(int((seconds - self.base_s) / slope_s), 0)

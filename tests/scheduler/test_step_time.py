@@ -1,0 +1,134 @@
+"""Steps that keep their pace, chunks that leave room, and a scheduler that never hangs."""
+
+from random import Random
+
+import pytest
+
+from scheduler.kv_cache_manager import Fit
+from scheduler.messages import FinishReason, SequenceId, WaitReason
+from scheduler.step_time import StepTimeModel
+from tests.fakes import continuation, make_sequence
+from tests.world import World, shares, small_config
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(salt * 13 + i * 7 + 1) % 89 for i in range(length)]
+
+
+def test_the_line_is_found_in_noisy_steps_and_followed_when_it_changes() -> None:
+    model, random = StepTimeModel(), Random(1)
+    for base_s, slope_s in ((0.010, 0.0002), (0.020, 0.0004)):
+        for _ in range(400):
+            num_tokens = random.choice([8, 8, 8, 64, 200, 512])
+            model.observe(num_tokens, (base_s + slope_s * num_tokens) * random.uniform(0.95, 1.05))
+        assert model.slope_s == pytest.approx(slope_s, rel=0.1)
+        assert model.base_s == pytest.approx(base_s, rel=0.25)
+    assert model.tokens_within(0.100) == pytest.approx(200, rel=0.1)
+
+
+def test_steps_of_one_size_tell_nothing_about_the_slope_and_do_not_spoil_it() -> None:
+    model = StepTimeModel()
+    for _ in range(20):
+        model.observe(8, 0.01)
+    assert model.tokens_within(0.1) is None
+    for num_tokens in (8, 100, 8, 200, 8, 300):
+        model.observe(num_tokens, 0.01 + 0.001 * num_tokens)
+    slope_s = model.slope_s
+    assert slope_s == pytest.approx(0.001, rel=0.05)
+    for _ in range(500):
+        model.observe(8, 0.018)
+    assert model.slope_s == pytest.approx(slope_s, rel=0.2)
+
+
+def test_with_a_target_decodes_keep_their_pace_while_a_long_prompt_goes_on() -> None:
+    def longest_step(target_itl_s: float) -> tuple[float, int]:
+        """Of the steps with a decode in them, after the model had time to learn; and when all was done."""
+        world = World(
+            small_config(
+                num_blocks=800,
+                max_num_batched_tokens=512,
+                max_model_len=2048,
+                target_itl_s=target_itl_s,
+                max_num_seqs=8,
+            )
+        )
+        longest_s = 0.0
+        for number in range(12):
+            world.add(make_sequence(number, prompt(500 - 30 * number, number), max_tokens=60))
+            for _ in range(6):
+                plan = world.step()  # World tells 0.05 s for each token
+                if number > 3 and any(share.num_tokens == 1 for share in plan.scheduled):
+                    longest_s = max(longest_s, plan.num_scheduled_tokens * 0.05)
+        return longest_s, world.run()
+
+    assert longest_step(float("inf"))[0] > 20.0
+    assert longest_step(2.0)[0] <= 2.0 + 0.05 * 16
+
+
+def test_prefill_goes_on_even_if_the_target_leaves_nothing() -> None:
+    world = World(small_config(num_blocks=200, max_num_batched_tokens=64, target_itl_s=0.0001))
+    world.add(*(make_sequence(i, prompt(3 + 5 * i, i), max_tokens=30) for i in range(4)))
+    world.run()
+    assert world.tokens[SequenceId(3)] == continuation(prompt(18, 3), 30)
+
+
+def test_one_long_prompt_leaves_tokens_of_the_step_to_a_short_one_behind_it() -> None:
+    world = World(small_config(num_blocks=64, max_num_batched_tokens=16, max_chunk_tokens=10))
+    world.add(make_sequence(1, prompt(40, 1)), make_sequence(2, prompt(4, 2)))
+    assert shares(world.step()) == {1: 10, 2: 4}
+
+
+def test_a_long_prompt_that_is_alone_gets_the_whole_step() -> None:
+    world = World(small_config(num_blocks=64, max_num_batched_tokens=16, max_chunk_tokens=10))
+    world.add(make_sequence(1, prompt(40, 1)))
+    assert shares(world.step()) == {1: 16}
+
+
+def test_a_scheduler_that_finds_no_way_fails_one_request_and_serves_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(30, 1)), make_sequence(2, prompt(3, 2)))
+    honest = world.scheduler.kv.can_allocate
+    monkeypatch.setattr(  # a fault is planted: nobody knows a real one
+        world.scheduler.kv,
+        "can_allocate",
+        lambda seq, *, num_running: (
+            Fit.LATER if seq.sequence_id == 1 else honest(seq, num_running=num_running)
+        ),
+    )
+    world.run(max_steps=20)
+    assert world.reason(1) is FinishReason.FAILED
+    assert world.tokens[SequenceId(2)] == continuation(prompt(3, 2), 4)
+    assert world.scheduler.stats().num_stalls == 1
+
+
+def test_every_live_sequence_can_be_explained() -> None:
+    world = World(small_config(max_num_seqs=2))
+    world.add(*(make_sequence(i, prompt(5, i), max_tokens=9, tenant=f"t{i}") for i in (1, 2, 3, 4)))
+    world.step()
+    reports = world.scheduler.report(now_s=world.now_s)
+    assert [(r.sequence_id, r.state, r.place, r.wait_reason) for r in reports] == [
+        (1, "running", 0, ""),
+        (2, "running", 1, ""),
+        (3, "waiting", 0, "places"),
+        (4, "waiting", 1, "places"),
+    ]
+    assert reports[0].num_blocks == 2
+    assert reports[0].num_output_tokens == 1
+    assert reports[2].age_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_num_seqs": 1}, WaitReason.PLACES),
+        ({"num_blocks": 3}, WaitReason.BLOCKS),
+        ({"max_num_batched_tokens": 9}, WaitReason.TOKENS),
+    ],
+)
+def test_the_reason_for_waiting_is_told(changes: dict[str, int], reason: WaitReason) -> None:
+    world = World(small_config(**changes))
+    world.add(make_sequence(1, prompt(9, 1)), make_sequence(2, prompt(9, 2)))
+    world.step()
+    assert world.scheduler.stats().wait_reason is reason
