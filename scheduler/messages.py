@@ -5,6 +5,7 @@ replayed and sent to another process.
 Never: behaviour beyond arithmetic on itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -180,11 +181,11 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """What the worker made of a plan. Every sequence with `samples` is in `token_ids` or in `failures`."""
 
-    token_ids: dict[SequenceId, tuple[int, ...]]
+    token_ids: Mapping[SequenceId, tuple[int, ...]]
     """The tokens drawn in this step: one for each sequence that samples."""
-    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
+    logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]]
     """Aligned with `token_ids`; only sequences that asked."""
-    failures: dict[SequenceId, str]
+    failures: Mapping[SequenceId, str]
     """Sequences that failed alone (logits that are not finite, say), with the reason for the log."""
 
 
