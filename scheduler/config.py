@@ -34,6 +34,13 @@ class VictimChoice(StrEnum):
     CHEAPEST = "cheapest"  # of the last few, the one that loses the fewest tokens
 
 
+class Batching(StrEnum):
+    """What may share a step."""
+
+    MIXED = "mixed"  # decodes first, then chunks of prefill
+    SEPARATE = "separate"  # prefill or decodes
+
+
 class Displacement(StrEnum):
     """Whether a waiting sequence may take the place of a less urgent running one."""
 
@@ -77,6 +84,10 @@ class SchedulerConfig:
     """Inside each priority, if the policy has priorities."""
     tenant_weights: tuple[tuple[str, float], ...] = ()
     """Tenants with a share other than 1."""
+    batching: Batching = Batching.MIXED
+    prefill_delay_factor: float = 0.0
+    """Under SEPARATE: newcomers interrupt decoding only after they have waited for so many times the latest
+    prefill step. 0: at once."""
     target_itl_s: float = inf
     """While sequences decode, prefill gets so few tokens of a step that it takes about this long."""
     max_chunk_tokens: int = 0
@@ -106,6 +117,8 @@ class SchedulerConfig:
             raise ValueError("the weight of a tenant must be above 0")
         if self.target_itl_s <= 0:
             raise ValueError(f"target_itl_s must be above 0, not {self.target_itl_s}")
+        if self.prefill_delay_factor < 0:
+            raise ValueError(f"prefill_delay_factor must be at least 0, not {self.prefill_delay_factor}")
         if self.max_bypasses < 0 or self.max_chunk_tokens < 0:
             raise ValueError("max_bypasses and max_chunk_tokens must be at least 0")
         if not 0 <= self.watermark < 1:

@@ -27,6 +27,7 @@ class PlanDraft:
         "new_sequences",
         "now_s",
         "preemptions",
+        "released",
         "swap_in",
         "swap_out",
         "urgent",
@@ -41,6 +42,7 @@ class PlanDraft:
         self.new_sequences: list[NewSequence] = []
         self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
         self.preemptions: list[Preemption] = []
+        self.released: list[SequenceId] = []
         self.swap_out: list[BlockCopy] = []
         self.swap_in: list[BlockCopy] = []
 

@@ -19,8 +19,12 @@ class StepTimeModel:
         self._num_observations = 0
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
         self._slope_s: float | None = None
+        self.last_prefill_s = 0.0
+        """What the latest step with a prefill chunk took."""
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, *, has_prefill: bool = False) -> None:
+        if has_prefill:
+            self.last_prefill_s = seconds
         self._num_observations += 1
         self._weight = self._weight * _DECAY + 1.0
         self._tokens = self._tokens * _DECAY + num_tokens

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import (
+    Batching,
     Displacement,
     Fairness,
     PreemptionMode,
@@ -101,6 +102,9 @@ CONFIGS = st.builds(
     num_host_blocks=st.sampled_from([0, 3, 20]),
     copy_s_per_block=st.sampled_from([0.0, 0.3]),
     fairness=st.sampled_from(Fairness),
+    batching=st.sampled_from(Batching),
+    max_chunk_tokens=st.sampled_from([0, 5]),
+    target_itl_s=st.sampled_from([inf, 0.4]),
 )
 
 
@@ -188,6 +192,9 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
             preemption_mode=PreemptionMode.RECOMPUTE,
             victim_choice=VictimChoice.LAST,
             fairness=Fairness.NONE,
+            batching=Batching.MIXED,
+            max_chunk_tokens=0,
+            target_itl_s=inf,
         )
         world, oracle = World(config), Oracle(config)
         for number, event in enumerate([*history, Step(200)], start=1):
@@ -249,6 +256,9 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             num_host_blocks=random.choice([0, 4, 30]),
             copy_s_per_block=random.choice([0.0, 0.2]),
             fairness=random.choice(list(Fairness)),
+            batching=random.choice(list(Batching)),
+            max_chunk_tokens=random.choice([0, 5]),
+            target_itl_s=random.choice([inf, 0.5]),
         )
         world = World(with_modes(config, policy, caching))
         accepted = play(world, _random_history(random))

@@ -220,4 +220,4 @@ def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
     for i in range(1, 500):
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
     assert world.scheduler.get_request_counts() == (1, 0, 0)
-    assert len(world.scheduler._waiting._heap) < 100
+    assert len(world.scheduler._lines.waiting._heap) < 100

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from scheduler.config import Batching
 from scheduler.kv_cache_manager import Fit
 from scheduler.messages import FinishReason, SequenceId, WaitReason
 from scheduler.step_time import StepTimeModel
@@ -132,3 +133,43 @@ def test_the_reason_for_waiting_is_told(changes: dict[str, int], reason: WaitRea
     world.add(make_sequence(1, prompt(9, 1)), make_sequence(2, prompt(9, 2)))
     world.step()
     assert world.scheduler.stats().wait_reason is reason
+
+
+def kinds(world: World) -> list[str]:
+    """What each step was made of."""
+    names = {(True, False): "decode", (False, True): "prefill", (True, True): "mixed"}
+    return [
+        names[any(s.num_tokens == 1 for s in plan.scheduled), any(s.num_tokens > 1 for s in plan.scheduled)]
+        for plan in world.worker.plans
+    ]
+
+
+def test_separate_batching_never_mixes_and_prefers_prefill() -> None:
+    world = World(small_config(batching=Batching.SEPARATE, num_blocks=64, max_num_batched_tokens=8))
+    world.add(make_sequence(1, prompt(12, 1), max_tokens=5))
+    for _ in range(3):
+        world.step()
+    world.add(make_sequence(2, prompt(12, 2), max_tokens=3))
+    world.run()
+    assert kinds(world) == ["prefill", "prefill", "decode", "prefill", "prefill", *["decode"] * 3]
+    assert world.tokens[SequenceId(1)] == continuation(prompt(12, 1), 5)
+
+
+def test_the_delay_factor_lets_decodes_go_on_until_the_newcomer_has_waited() -> None:
+    def steps_before_admission(factor: float) -> int:
+        world = World(
+            small_config(
+                batching=Batching.SEPARATE, num_blocks=64, prefill_delay_factor=factor, max_model_len=99
+            )
+        )
+        world.add(make_sequence(1, prompt(12, 1), max_tokens=40))  # its prefill took 12 * 0.05 s
+        world.step()
+        world.add(make_sequence(2, prompt(5, 2), max_tokens=1))
+        num_steps = 0
+        while 2 not in world.ended:
+            world.step()  # a second each
+            num_steps += 1
+        return num_steps
+
+    assert steps_before_admission(0.0) == 1
+    assert steps_before_admission(10.0) == 8, "after more than 10 * 0.6 s"
