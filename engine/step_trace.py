@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 _FLUSH_INTERVAL_S = 1.0
 _MAX_PENDING_BYTES = 1 << 20
-# A trace that is forgotten must not fill the disk that others need: about a week of a small server, or
-# half an hour of a large one.
+# A trace that is forgotten must not fill the disk that others need: hours of a large server, days of a
+# small one.
 _MAX_FILE_BYTES = 4 << 30
 _APPEND_NEWLINE = orjson.OPT_APPEND_NEWLINE
 

@@ -1,0 +1,220 @@
+"""Which requests come, and when: drawn from a seed, or read from a file.
+
+Owns: the form of a request file, the draws, and the token ids that stand for a prompt.
+Never: the scheduler.
+"""
+
+import math
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import orjson
+
+from bench.simulate.lengths import Lengths
+
+_Value = TypeVar("_Value")
+
+_NO_TOKEN = 0
+# Token ids below are requests' own, those above are of prefix groups: so no two prompts are equal by chance.
+_FIRST_GROUP_TOKEN = 1 << 31
+
+
+class ArrivalsError(Exception):
+    """The request file cannot be used; the text says where and why."""
+
+
+class SimRequest(NamedTuple):
+    """One request. Its answer is as long as it may be: nothing stops it earlier."""
+
+    arrival_s: float
+    prompt_len: int
+    """Tokens, those of the shared prefix included."""
+    max_tokens: int
+    priority: int = 0
+    tenant: str = ""
+    prefix_group: str = ""
+    """Requests of one group begin with the same tokens."""
+    prefix_len: int = 0
+    """So many of them."""
+    prompt: tuple[int, ...] = ()
+    """The token ids themselves, if a file gave the prompt; else they are made up."""
+
+
+class Workload(Protocol):
+    """The same requests in the order of arrival, each time they are asked for."""
+
+    def __iter__(self) -> Iterator[SimRequest]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticWorkload:
+    """Drawn while it is iterated, so that millions of requests take no memory."""
+
+    num_requests: int
+    rate_per_s: float
+    """inf: all at once."""
+    burstiness: float
+    """Shape of the gamma distribution of the gaps: 1 is Poisson, below it comes in bursts."""
+    prompt_lens: Lengths
+    output_lens: Lengths
+    priority_mix: tuple[tuple[int, float], ...]
+    """Priority and weight."""
+    tenant_mix: tuple[tuple[str, float], ...]
+    """Tenant and weight."""
+    num_prefix_groups: int
+    prefix_len: int
+    seed: int
+
+    def __iter__(self) -> Iterator[SimRequest]:
+        # Streams of their own, so that a change of one option leaves the other draws as they were.
+        gaps, prompts, outputs, priorities, tenants, groups = (
+            random.Random(f"{name} {self.seed}")
+            for name in ("gaps", "prompts", "outputs", "priorities", "tenants", "groups")
+        )
+        scale_s = 0.0 if math.isinf(self.rate_per_s) else 1 / (self.rate_per_s * self.burstiness)
+        now_s = 0.0
+        for number in range(self.num_requests):
+            if scale_s and number:
+                now_s += gaps.gammavariate(self.burstiness, scale_s)
+            group = f"g{groups.randrange(self.num_prefix_groups)}" if self.num_prefix_groups else ""
+            yield SimRequest(
+                arrival_s=now_s,
+                prompt_len=self.prompt_lens.draw(prompts),
+                max_tokens=self.output_lens.draw(outputs),
+                priority=_draw(self.priority_mix, priorities),
+                tenant=_draw(self.tenant_mix, tenants),
+                prefix_group=group,
+                prefix_len=self.prefix_len if group else 0,
+            )
+
+
+def _draw(mix: Sequence[tuple[_Value, float]], rng: random.Random) -> _Value:
+    if len(mix) == 1:
+        return mix[0][0]
+    return rng.choices([value for value, _ in mix], [weight for _, weight in mix])[0]
+
+
+def read_requests(path: Path) -> list[SimRequest]:
+    """The requests of a JSON lines file, by arrival. Raises ArrivalsError with the line number.
+
+    Fields: `arrival_s`; `prompt_len`, or `prompt` as text or token ids; `max_tokens` or `output_len`, the
+    smaller if both are there; and, where wanted, `priority`, `tenant`, `prefix_group` and `prefix_len`.
+    """
+    requests: list[SimRequest] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    requests.append(_parse(line, f"{path}:{number}"))
+    except OSError as error:
+        raise ArrivalsError(f"cannot read {path}: {error.strerror}") from None
+    if not requests:
+        raise ArrivalsError(f"{path} holds no requests")
+    requests.sort(key=lambda request: request.arrival_s)
+    return requests
+
+
+def write_requests(path: Path, workload: Iterable[SimRequest]) -> None:
+    """What `read_requests` reads. Raises ArrivalsError."""
+    try:
+        with path.open("wb") as lines:
+            for request in workload:
+                entry = request._asdict()
+                del entry["prompt_len" if request.prompt else "prompt"]
+                lines.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+    except OSError as error:
+        raise ArrivalsError(f"cannot write {path}: {error.strerror}") from None
+
+
+_FIELDS = {
+    *("arrival_s", "prompt_len", "prompt", "max_tokens", "output_len"),
+    *("priority", "tenant", "prefix_group", "prefix_len"),
+}
+
+
+def _parse(line: bytes, where: str) -> SimRequest:
+    try:
+        entry: Any = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ArrivalsError(f"{where}: {error}") from None
+    if not isinstance(entry, dict):
+        raise ArrivalsError(f"{where}: expected an object")
+    if unknown := set(entry) - _FIELDS:
+        raise ArrivalsError(f"{where}: unknown field {min(unknown)!r}")
+    prompt = _prompt_tokens(entry.get("prompt"), where)
+    limits = [_whole(entry, name, where, 1) for name in ("max_tokens", "output_len") if name in entry]
+    if not limits:
+        raise ArrivalsError(f"{where}: neither max_tokens nor output_len is there")
+    arrival_s = entry.get("arrival_s")
+    if not isinstance(arrival_s, int | float) or isinstance(arrival_s, bool) or arrival_s < 0:
+        raise ArrivalsError(f"{where}: arrival_s must be a number of seconds, 0 or more")
+    return SimRequest(
+        arrival_s=float(arrival_s),
+        prompt_len=len(prompt) or _whole(entry, "prompt_len", where, 1),
+        max_tokens=min(limits),
+        priority=_whole({"priority": 0} | entry, "priority", where, -(2**31)),
+        tenant=str(entry.get("tenant", "")),
+        prefix_group=str(entry.get("prefix_group", "")),
+        prefix_len=_whole({"prefix_len": 0} | entry, "prefix_len", where, 0),
+        prompt=prompt,
+    )
+
+
+def _whole(entry: dict[str, Any], name: str, where: str, least: int) -> int:
+    value = entry.get(name)
+    if type(value) is not int or value < least:
+        raise ArrivalsError(f"{where}: {name} must be a whole number of at least {least}")
+    return value
+
+
+def _prompt_tokens(prompt: Any, where: str) -> tuple[int, ...]:
+    """Token ids as they are; of text, one for each four bytes, so that equal beginnings stay equal."""
+    if prompt is None:
+        return ()
+    if isinstance(prompt, str) and prompt:
+        data = prompt.encode()
+        return tuple(array("I", data + bytes(-len(data) % 4)))
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and all(type(each) is int and 0 <= each < 2**32 for each in prompt)
+    ):
+        return tuple(prompt)
+    raise ArrivalsError(f"{where}: prompt must be text or token ids, and not empty")
+
+
+class PromptMaker:
+    """The token ids of a request: its own number behind the tokens of its group, then always the same.
+
+    Cheap on purpose: a prompt differs from all others from its first own token on, and that is all that a
+    prefix cache can see.
+    """
+
+    def __init__(self) -> None:
+        self._filling: tuple[int, ...] = ()
+        self._groups: dict[str, tuple[int, ...]] = {}
+
+    def token_ids(self, request: SimRequest, number: int) -> tuple[int, ...]:
+        """`number` tells requests apart; below 2**31 - 1."""
+        if request.prompt:
+            return request.prompt
+        num_shared = min(request.prefix_len, request.prompt_len - 1) if request.prefix_group else 0
+        num_filling = request.prompt_len - num_shared - 1
+        if len(self._filling) < num_filling:
+            self._filling = (_NO_TOKEN,) * (2 * num_filling)
+        own = (number + 1, *self._filling[:num_filling])
+        return self._prefix(request.prefix_group, num_shared) + own if num_shared else own
+
+    def _prefix(self, group: str, num_tokens: int) -> tuple[int, ...]:
+        known = self._groups.get(group, ())
+        if not known:
+            known = (_FIRST_GROUP_TOKEN + len(self._groups),)
+            self._groups[group] = known
+        if len(known) < num_tokens:
+            known = known[:1] * num_tokens
+            self._groups[group] = known
+        return known[:num_tokens]

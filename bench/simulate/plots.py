@@ -1,0 +1,52 @@
+"""The report as pictures: how the first token was waited for, and how long the queue was.
+
+Owns: which points are drawn, few enough for a file that opens quickly.
+Never: how SVG is written (bench/svg.py).
+"""
+
+from collections.abc import Sequence
+
+from bench.report import percentile
+from bench.simulate.run import RunResult
+from bench.svg import Axis, Canvas, axis, line_chart, log_axis, staircase
+
+_NUM_POINTS = 200
+_NUM_QUEUE_POINTS = 1000
+
+
+def draw_ttft(results: Sequence[RunResult]) -> Canvas:
+    """Share of the requests that had their first token within so many milliseconds; a line for each class."""
+    lines = []
+    for result in results:
+        for tally in result.classes:
+            ordered = sorted(tally.ttft_s)
+            if not ordered:
+                continue
+            shares = [number / _NUM_POINTS for number in range(_NUM_POINTS + 1)]
+            points = [(percentile(ordered, 100 * share) * 1e3, share) for share in shares]
+            lines.append((_name(result, results, tally.name), points))
+    values = [x for _, points in lines for x, _ in points]
+    title = "Time to first token: share of requests served within"
+    return line_chart(title, log_axis("ms", values), Axis("share of requests", 0.0, 1.0), lines)
+
+
+def draw_queue(results: Sequence[RunResult]) -> Canvas:
+    """How many waited over virtual time, on all replicas together."""
+    lines = [(result.name, staircase(_thin(result.queue))) for result in results]
+    seconds = [x for _, points in lines for x, _ in points]
+    counts = [y for _, points in lines for _, y in points]
+    title = "Requests waiting, preempted ones included"
+    return line_chart(title, axis("virtual time, s", seconds), axis("waiting", counts), lines)
+
+
+def _thin(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most so many, each the most of its stretch."""
+    stride = -(-len(points) // _NUM_QUEUE_POINTS)
+    return [
+        (points[start][0], max(count for _, count in points[start : start + stride]))
+        for start in range(0, len(points), stride or 1)
+    ]
+
+
+def _name(result: RunResult, results: Sequence[RunResult], name: str) -> str:
+    return name if len(results) == 1 else f"{result.name}, {name}"

@@ -1,0 +1,90 @@
+"""What is simulated: the scheduler's configuration, how long steps take, how many replicas, how much load.
+
+Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
+field of SchedulerConfig may stand there under its own name, and load, replicas and router.
+"""
+
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from bench.simulate.router import RouterKind
+from bench.simulate.step_time import StepTimeModel
+from scheduler.config import SchedulerConfig, SchedulingPolicy
+
+_SHORT_NAMES = {"aging": "priority_aging_s", "blocks": "num_blocks", "seqs": "max_num_seqs"}
+
+
+class SetupError(Exception):
+    """There is no such variant; the text says what there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One column of the report."""
+
+    name: str
+    config: SchedulerConfig
+    step_time: StepTimeModel
+    num_replicas: int = 1
+    router: RouterKind = RouterKind.LEAST_WAITING
+    load: float = 1.0
+    """Requests come so many times as fast."""
+
+
+def settable_fields() -> dict[str, type[Any]]:
+    """Fields of SchedulerConfig that can be given as a word or a number, with their types."""
+    return {
+        each.name: each.type
+        for each in fields(SchedulerConfig)
+        if isinstance(each.type, type) and (each.type in (int, float) or issubclass(each.type, StrEnum))
+    }
+
+
+def parse_value(text: str, kind: type[Any]) -> Any:
+    """Raises ValueError that says what was expected."""
+    if issubclass(kind, StrEnum):
+        if text not in list(kind):
+            raise ValueError(f"expected {' or '.join(list(kind))}, got {text!r}")
+        return kind(text)
+    try:
+        return kind(text)
+    except ValueError:
+        noun = "a whole number" if kind is int else "a number"
+        raise ValueError(f"expected {noun}, got {text!r}") from None
+
+
+def variant(base: Setup, text: str) -> Setup:
+    """`base` with what the words of `text`, joined by +, change in it. Raises SetupError."""
+    setup = replace(base, name=text)
+    for word in text.split("+"):
+        name, equals, value = word.partition("=")
+        try:
+            if equals:
+                setup = _with(setup, _SHORT_NAMES.get(name, name), value)
+            elif word in list(SchedulingPolicy):
+                setup = replace(setup, config=replace(setup.config, policy=SchedulingPolicy(word)))
+            elif word != "base":
+                raise ValueError(f"expected base, {', '.join(SchedulingPolicy)} or NAME=VALUE")
+        except ValueError as error:
+            raise SetupError(f"{word!r} in the variant {text!r}: {error}") from None
+    return setup
+
+
+def _with(setup: Setup, name: str, value: str) -> Setup:
+    if name == "load":
+        load = float(parse_value(value, float))
+        if not 0 < load < float("inf"):
+            raise ValueError("the load must be above 0")
+        return replace(setup, load=load)
+    if name == "replicas":
+        num_replicas = int(parse_value(value, int))
+        if num_replicas < 1:
+            raise ValueError("there must be at least 1 replica")
+        return replace(setup, num_replicas=num_replicas)
+    if name == "router":
+        return replace(setup, router=parse_value(value, RouterKind))
+    kinds = settable_fields()
+    if name not in kinds:
+        raise ValueError(f"there is no such setting; there are load, replicas, router, {', '.join(kinds)}")
+    return replace(setup, config=replace(setup.config, **{name: parse_value(value, kinds[name])}))

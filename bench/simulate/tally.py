@@ -1,0 +1,124 @@
+"""What was measured in a run, as little of it as the report needs.
+
+Owns: percentiles of gaps that are counted, not listed; the length of the queue in a bounded list.
+Never: virtual time; it is told.
+"""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from math import inf
+
+from bench.report import Distribution, distribution_ms
+
+_MAX_QUEUE_POINTS = 4096
+
+
+class GapCounts:
+    """Times between tokens: hundreds for each request, so equal ones (to 1 us) are counted together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, gap_s: float, count: int = 1) -> None:
+        self._counts[round(gap_s * 1e6)] += count
+
+    def distribution_ms(self) -> Distribution | None:
+        """Percentiles are values that occurred: the smallest that so many percent do not exceed."""
+        total = self._counts.total()
+        if not total:
+            return None
+        ordered = sorted(self._counts.items())
+        return Distribution(
+            count=total,
+            mean=sum(gap * count for gap, count in ordered) / total / 1e3,
+            p50=_at(ordered, 0.50 * total),
+            p90=_at(ordered, 0.90 * total),
+            p99=_at(ordered, 0.99 * total),
+            max=ordered[-1][0] / 1e3,
+        )
+
+
+def _at(ordered: list[tuple[int, int]], rank: float) -> float:
+    passed = 0
+    for gap_us, count in ordered:
+        passed += count
+        if passed >= rank:
+            return gap_us / 1e3
+    return ordered[-1][0] / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What a good request keeps to, in seconds; inf does not bind."""
+
+    ttft_s: float
+    itl_s: float
+    """Of the mean time between its tokens."""
+
+    @property
+    def binds(self) -> bool:
+        return min(self.ttft_s, self.itl_s) < inf
+
+    def __str__(self) -> str:
+        bounds = (("TTFT", self.ttft_s), ("mean time between tokens", self.itl_s))
+        return " and ".join(
+            f"{name} at most {bound_s * 1e3:g} ms" for name, bound_s in bounds if bound_s < inf
+        )
+
+
+@dataclass(slots=True)
+class ClassTally:
+    """The requests of one priority and tenant."""
+
+    priority: int
+    tenant: str
+    num_arrived: int = 0
+    num_rejected: int = 0
+    """Could never fit."""
+    num_completed: int = 0
+    num_cut_short: int = 0
+    """Of the completed: ended before max_tokens, by the context window or alone in a full pool."""
+    num_good: int = 0
+    """Of the completed: kept to the SLO."""
+    num_output_tokens: int = 0
+    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
+    e2e_s: "array[float]" = field(default_factory=lambda: array("d"))
+    gaps: GapCounts = field(default_factory=GapCounts)
+
+    @property
+    def name(self) -> str:
+        return class_name(self.priority, self.tenant)
+
+    def ttft_ms(self) -> Distribution | None:
+        return distribution_ms(self.ttft_s)
+
+    def e2e_ms(self) -> Distribution | None:
+        return distribution_ms(self.e2e_s)
+
+
+def class_name(priority: int, tenant: str) -> str:
+    return f"priority {priority}, tenant {tenant}" if tenant else f"priority {priority}"
+
+
+class QueueLine:
+    """How many wait, over time: at most some thousand points, each the most of its stretch."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, int]] = []
+        self._stride = 1
+        self._num_in_last = 0
+
+    def add(self, now_s: float, num_waiting: int) -> None:
+        if self.points and self._num_in_last < self._stride:
+            start_s, most = self.points[-1]
+            self.points[-1] = (start_s, max(most, num_waiting))
+            self._num_in_last += 1
+            return
+        self.points.append((now_s, num_waiting))
+        self._num_in_last = 1
+        if len(self.points) > _MAX_QUEUE_POINTS:
+            pairs = zip(self.points[::2], [*self.points[1::2], self.points[-1]], strict=True)
+            self.points = [(first[0], max(first[1], second[1])) for first, second in pairs]
+            self._stride *= 2
+            self._num_in_last = self._stride
