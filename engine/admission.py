@@ -1,6 +1,6 @@
 """Whether one more request may wait.
 
-Owns: how many sequences were accepted and have not started, and how fast they start.
+Owns: how many sequences and prompt tokens were accepted and have not started, and how fast they start.
 Never: a clock of its own; time is an argument.
 """
 
@@ -13,32 +13,43 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 class Admission:
-    """A bound on the queue: beyond it a client is told when to come back, rather than left to wait."""
+    """A bound on the queue: beyond it a client is told when to come back, rather than left to wait.
 
-    def __init__(self, *, max_queued: int) -> None:
+    A sequence has started when its first output has come; so those whose prompt is being computed count.
+    """
+
+    def __init__(self, *, max_queued: int, max_queued_tokens: int) -> None:
         self._max_queued = max_queued
+        self._max_queued_tokens = max_queued_tokens
         self._starts_s: deque[float] = deque()
         self.num_queued = 0
+        self.num_queued_tokens = 0
 
-    def admit(self, num_sequences: int, *, now_s: float) -> None:
+    def admit(self, num_sequences: int, num_tokens: int, *, now_s: float) -> None:
         """All of them or none. Raises Overloaded.
 
         A request that is larger than the queue may still have it to itself: it would never fit else.
         """
-        if self.num_queued and self.num_queued + num_sequences > self._max_queued:
+        if self.num_queued and (
+            self.num_queued + num_sequences > self._max_queued
+            or self.num_queued_tokens + num_tokens > self._max_queued_tokens
+        ):
             raise Overloaded(
-                f"{self.num_queued} sequences are waiting, at most {self._max_queued} may; try again later",
+                f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
+                f"at most {self._max_queued} and {self._max_queued_tokens} may wait; try again later",
                 retry_after_s=self.retry_after_s(now_s=now_s),
             )
         self.num_queued += num_sequences
+        self.num_queued_tokens += num_tokens
 
-    def leave(self, num_sequences: int) -> None:
+    def leave(self, num_sequences: int, num_tokens: int) -> None:
         """Ended before they started."""
         self.num_queued -= num_sequences
+        self.num_queued_tokens -= num_tokens
 
-    def start(self, *, now_s: float) -> None:
-        """One of them has started."""
-        self.num_queued -= 1
+    def start(self, num_tokens: int, *, now_s: float) -> None:
+        """One of them has started; `num_tokens` of the queue's go with it."""
+        self.leave(1, num_tokens)
         self._starts_s.append(now_s)
         self._forget_old(now_s)
 

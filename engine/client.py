@@ -1,6 +1,6 @@
 """AsyncEngine: the engine as the API process sees it.
 
-Owns: the requests in flight and what becomes of them. Every admitted request ends once: with its last
+Owns: the face that the server sees, and where messages go. Every admitted request ends once: with its last
 output, with an error, or because its reader left.
 Never: imports torch or transformers; the event loop waits for nothing but the network.
 """
@@ -8,21 +8,19 @@ Never: imports torch or transformers; the event loop waits for nothing but the n
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from engine.admission import Admission
 from engine.chat_template import ChatTemplate
 from engine.config import EngineConfig
 from engine.encoding import Encoder
-from engine.errors import EngineDied, EngineUnavailable, Overloaded
+from engine.errors import EngineDied, EngineUnavailable
 from engine.health import HealthMonitor
-from engine.live_request import LiveRequest
+from engine.in_flight import InFlight
 from engine.lives import EngineLives, GaveUp
 from engine.messages import (
-    AddRequest,
     Beat,
     EndSequences,
     Explain,
@@ -41,14 +39,13 @@ from engine.types import (
     GenerationRequest,
     Health,
     ModelInfo,
-    ServiceTerms,
-    TimeLimits,
     TokenOutput,
 )
-from scheduler.messages import SequenceId, SequenceOutput, SequenceReport
+from scheduler.messages import SequenceReport
 from worker.config import ModelFacts
 
 _MAX_ANSWER_S = 5.0
+_SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="shutting_down")
 
 
 class AsyncEngine:
@@ -60,19 +57,14 @@ class AsyncEngine:
         self._tokenizer = Tokenizer.load(folder)
         self._template = ChatTemplate.load(folder, special_tokens=self._tokenizer.special_tokens)
         self._encoder = Encoder(self._tokenizer, self._template)
-        self._admission = Admission(max_queued=config.max_queued_requests)
         self._health = HealthMonitor(heartbeat_timeout_s=config.heartbeat_timeout_s)
         self._lives = EngineLives(config, on_message=self._take_message, on_death=self._take_death)
         self._living: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None
-        self._next_id = 1
         self._num_questions = 0
         self._answers: dict[int, asyncio.Future[list[SequenceReport]]] = {}
-        self._live: dict[str, LiveRequest] = {}
-        self._by_sequence: dict[SequenceId, LiveRequest] = {}
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
         self.metrics = EngineMetrics(config.served_names[0])
+        self._in_flight = InFlight(config, self._tokenizer, self.metrics, self._lives.send)
 
     # Life.
 
@@ -96,16 +88,17 @@ class AsyncEngine:
     async def drain(self, *, timeout_s: float) -> bool:
         """Refuse new requests and let the accepted ones end; False if some had to be cut off."""
         self._health.is_draining = True
+        self._lives.no_more_lives()
+        num_cut_off = self._in_flight.num_cut_off
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
-        is_clean = not self._live
-        self._fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
-        return is_clean
+            await asyncio.wait_for(self._in_flight.is_empty.wait(), timeout_s)
+        self._in_flight.fail_all(_SHUTTING_DOWN)
+        return self._in_flight.num_cut_off == num_cut_off
 
     async def close(self) -> None:
         """End the engine process; whoever is still in flight is told."""
         self._health.is_draining = True
-        self._fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
+        self._in_flight.fail_all(_SHUTTING_DOWN)
         await self._lives.stop()
         if self._living is not None:
             await self._living
@@ -144,13 +137,31 @@ class AsyncEngine:
         Raises Overloaded, EngineUnavailable, RequestRejected before the first output; RequestFailed,
         EngineDied at any time.
         """
-        live = self._admit(request)
+        async with aclosing(self.generate_all([request])) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    async def generate_all(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
+        """Several requests as one: admitted together or not at all, and aborted together.
+
+        Yields each output with the place of its request. Raises as `generate` does; the first error of
+        one ends all.
+        """
+        self._health.require_ready(now_s=time.monotonic())
+        news = asyncio.Event()
+        lives = self._in_flight.admit(requests, news)
         try:
-            while outputs := await live.next_outputs():
-                for output in outputs:
-                    yield output
+            while not all(live.is_over for live in lives) or news.is_set():
+                await news.wait()
+                news.clear()
+                for place, live in enumerate(lives):
+                    for output in live.take():
+                        yield place, output
         finally:
-            self._leave(live)
+            for live in lives:
+                self._in_flight.leave(live)
 
     async def explain(self) -> list[dict[str, Any]]:
         """Every live sequence: state, place in line, blocks, why it waits. Raises EngineUnavailable."""
@@ -170,7 +181,7 @@ class AsyncEngine:
 
     def _name(self, report: SequenceReport) -> dict[str, Any]:
         """As a client knows it: by request and choice."""
-        live = self._by_sequence.get(report.sequence_id)
+        live = self._in_flight.of_sequence(report.sequence_id)
         if live is None:
             return {"request_id": None, **report._asdict()}
         index = live.choices[report.sequence_id].index
@@ -178,73 +189,18 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request from outside: its reader gets what there is and finish reason ABORTED."""
-        live = self._live.get(request_id)
+        live = self._in_flight.find(request_id)
         if live is not None:
             self._lives.send(EndSequences(sequence_ids=live.unfinished_ids, reason=FinishReason.ABORTED))
-
-    def _admit(self, request: GenerationRequest) -> LiveRequest:
-        self._health.require_ready(now_s=time.monotonic())
-        if request.request_id in self._live:
-            raise ValueError(f"request {request.request_id} is in flight already")
-        try:
-            self._admission.admit(request.n, now_s=time.monotonic())
-        except Overloaded:
-            self.metrics.request_refused()
-            raise
-        ids = tuple(SequenceId(self._next_id + index) for index in range(request.n))
-        self._next_id += request.n
-        live = LiveRequest(request, ids, self._tokenizer)
-        self._live[request.request_id] = live
-        self._by_sequence.update(dict.fromkeys(ids, live))
-        self._is_empty.clear()
-        self.metrics.request_admitted(len(request.prompt_token_ids))
-        self._lives.send(
-            AddRequest(
-                sequence_ids=ids,
-                prompt_token_ids=request.prompt_token_ids,
-                params=request.params,
-                terms=self._terms(request),
-            )
-        )
-        return live
-
-    def _terms(self, request: GenerationRequest) -> ServiceTerms:
-        """The request's own, but with no time limit longer than the operator's."""
-        asked, allowed = request.terms.time_limits, self._config.time_limits
-        return replace(
-            request.terms,
-            time_limits=TimeLimits(
-                queue_s=min(asked.queue_s, allowed.queue_s),
-                first_token_s=min(asked.first_token_s, allowed.first_token_s),
-                total_s=min(asked.total_s, allowed.total_s),
-            ),
-        )
-
-    def _leave(self, live: LiveRequest) -> None:
-        """The one way out of flight, however it ended."""
-        if self._live.pop(live.request.request_id, None) is None:
-            return
-        unfinished = [sequence_id for sequence_id in live.unfinished_ids if sequence_id in self._by_sequence]
-        for sequence_id in live.choices:
-            self._by_sequence.pop(sequence_id, None)
-        self._admission.leave(live.num_unstarted)
-        if unfinished:
-            self._lives.send(EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED))
-            for sequence_id in unfinished:
-                reason = FinishReason.FAILED if live.error else FinishReason.ABORTED
-                self.metrics.choice_finished(reason, live.choices[sequence_id].num_tokens)
-        self.metrics.request_finished(time.monotonic() - live.arrived_s)
-        if not self._live:
-            self._is_empty.set()
 
     # News from the engine process.
 
     def _take_message(self, message: ToClient) -> None:
         match message:
             case Outputs():
-                now_s = time.monotonic()
+                now_s, eos_token_ids = time.monotonic(), self.info.eos_token_ids
                 for output in message.outputs:
-                    self._take_output(output, now_s)
+                    self._in_flight.take_output(output, eos_token_ids, now_s)
             case Beat():
                 self._health.beat(message, now_s=time.monotonic())
                 self.metrics.beat(message)
@@ -253,7 +209,7 @@ class AsyncEngine:
                 if answer is not None and not answer.done():
                     answer.set_result(message.reports)
             case Loading():
-                self._health.loading(message.progress)
+                self._health.loading(message.progress, now_s=time.monotonic())
             case Ready():
                 if self._info is not None:
                     self.metrics.engine_restarted()
@@ -261,38 +217,15 @@ class AsyncEngine:
                 self.metrics.model_is_ready(self._info)
                 self._health.ready(now_s=time.monotonic())
 
-    def _take_output(self, output: SequenceOutput, now_s: float) -> None:
-        live = self._by_sequence.get(output.sequence_id)
-        if live is None:  # its reader has left
-            return
-        choice = live.choices[output.sequence_id]
-        if output.start is not None:
-            live.num_unstarted -= 1
-            self._admission.start(now_s=now_s)
-            self.metrics.sequence_started(output.start.queue_s)
-        live.push(output, self.info.eos_token_ids)
-        if output.token_ids:
-            if choice.last_token_s is None:
-                self.metrics.first_token_arrived(len(output.token_ids), now_s - live.arrived_s)
-            else:
-                self.metrics.tokens_arrived(len(output.token_ids), now_s - choice.last_token_s)
-            choice.last_token_s = now_s
-        if choice.finish_reason is not None:
-            del self._by_sequence[output.sequence_id]
-            self.metrics.choice_finished(choice.finish_reason, choice.num_tokens)
-            if output.finish_reason is None:  # a stop string, which only we can see
-                ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
-                self._lives.send(ended)
-
     def _take_death(self, cause: str) -> None:
         self._health.died(cause)
         self.metrics.engine_is_gone()
-        self._fail_all(EngineDied("the engine stopped while this request was running; it may be sent again"))
-
-    def _fail_all(self, error: EngineUnavailable | EngineDied) -> None:
-        for live in list(self._live.values()):
-            live.fail(error)
-            self._leave(live)
+        self._in_flight.fail_all(
+            EngineDied("the engine stopped while this request was running; it may be sent again")
+        )
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable("the engine stopped"))
 
     def _describe(self, facts: ModelFacts) -> ModelInfo:
         return ModelInfo(

@@ -44,6 +44,7 @@ class EngineConfig:
     trace_file: str | None
     """Where each step is written down."""
     max_queued_requests: int
+    max_queued_tokens: int
     heartbeat_timeout_s: float
     worker: WorkerConfig
 
@@ -97,6 +98,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         ),
         trace_file=None if options.trace_steps is None else str(Path(options.trace_steps).absolute()),
         max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         worker=WorkerConfig(
             model_path=str(folder),
@@ -167,6 +169,10 @@ def _check_scheduler(options: Options) -> None:
         )
     if options.fairness == "none" and options.tenant_weight:
         raise OptionError("--tenant-weight", "without --fairness tenant it has no effect", "add the latter")
+    if options.preemption_mode == "recompute" and options.swap_space:
+        raise OptionError(
+            "--swap-space", "with --preemption-mode recompute nothing is swapped", "leave one of them out"
+        )
     if options.preemption_mode == "swap" and not options.swap_space:
         raise OptionError(
             "--preemption-mode swap", "there is no swap space", "give --swap-space 4GiB, say, or use auto"

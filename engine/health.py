@@ -12,6 +12,9 @@ from engine.messages import Beat
 from engine.types import EngineState, Health
 from worker.config import LoadProgress
 
+_GUESSED_LOAD_S = 10.0
+_MIN_RETRY_S = 1.0
+
 
 class HealthMonitor:
     """Told of everything that the engine process says; asked by probes and by admission."""
@@ -22,15 +25,20 @@ class HealthMonitor:
         self._cause_of_death: str | None = None
         self._last_beat_s = 0.0
         self._num_steps = 0
+        self._load_s = _GUESSED_LOAD_S
+        self._loading_since_s = 0.0
         self.is_draining = False
         self.became_ready = asyncio.Event()
 
-    def loading(self, progress: LoadProgress) -> None:
+    def loading(self, progress: LoadProgress, *, now_s: float) -> None:
+        if self._progress is None:
+            self._loading_since_s = now_s
         self._progress = progress
         self._cause_of_death = None
 
     def ready(self, *, now_s: float) -> None:
         self._last_beat_s = now_s
+        self._load_s = now_s - self._loading_since_s
         self._num_steps = 0
         self.became_ready.set()
 
@@ -60,7 +68,13 @@ class HealthMonitor:
         health = self.judge(now_s=now_s)
         if not health.is_ready:
             code = "shutting_down" if health.state is EngineState.DRAINING else "not_ready"
-            raise EngineUnavailable(health.detail, code=code)
+            raise EngineUnavailable(health.detail, code=code, retry_after_s=self._retry_after_s(now_s))
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """As long as the last load took, less what this one has taken."""
+        if self.became_ready.is_set():
+            return _MIN_RETRY_S
+        return max(self._load_s - (now_s - self._loading_since_s), _MIN_RETRY_S)
 
     def _state(self) -> EngineState:
         if self.is_draining:

@@ -8,7 +8,13 @@ import asyncio
 import time
 
 from engine.detokenizer import IncrementalDetokenizer, StopText
-from engine.errors import DeadlineExceeded, EngineError, RequestFailed, RequestRejected
+from engine.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRejected,
+)
 from engine.tokenizer import SpecialTokens, Tokenizer
 from engine.types import GenerationRequest, LogprobEntry, TokenLogprob, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
@@ -31,6 +37,8 @@ class Choice:
             stop_text=StopText.INCLUDE if request.include_stop_str_in_output else StopText.EXCLUDE,
             special=SpecialTokens.SKIP if request.skip_special_tokens else SpecialTokens.KEEP,
         )
+        self._shows_stop = request.include_stop_str_in_output
+        self._num_hidden = 0
         self._num_cached_tokens = 0
         self._stop_reason: int | str | None = None
         self._texts: list[str] = []
@@ -41,8 +49,13 @@ class Choice:
         """Take in what the engine generated; `finish_reason` says afterwards whether that was all."""
         if output.start is not None:
             self._num_cached_tokens = output.start.num_cached_tokens
-        self._texts.append(self._detokenizer.push(output.token_ids))
-        num_kept = self._detokenizer.num_tokens - self.num_tokens  # none of those after a stop string
+        ends_by_token = output.finish_reason is FinishReason.STOP and not self._shows_stop
+        shown = output.token_ids[:-1] if ends_by_token else output.token_ids
+        self._texts.append(self._detokenizer.push(shown))
+        if ends_by_token and self._detokenizer.matched_stop is None:
+            self._num_hidden = 1  # the stop token: it counts, but it is not part of the text
+        num_seen = self._detokenizer.num_tokens + self._num_hidden
+        num_kept = num_seen - self.num_tokens  # none of those after a stop string
         self.num_tokens += num_kept
         self._token_ids.extend(output.token_ids[:num_kept])
         self._logprobs.extend(self._explain(logprobs) for logprobs in output.logprobs[:num_kept])
@@ -88,11 +101,25 @@ class Choice:
         )
 
 
+_REASONS: dict[type[EngineError], FinishReason] = {
+    RequestRejected: FinishReason.REJECTED,
+    DeadlineExceeded: FinishReason.EXPIRED,
+    EngineUnavailable: FinishReason.ABORTED,  # cut off by the end of the server
+}
+
+
 class LiveRequest:
-    """Fed by the receiver, read by one `generate`; ends when every choice has, or with `fail`."""
+    """Fed by the receiver, read by one reader; over when every choice has ended, or with an error.
+
+    `news` is set whenever there is something to read; several requests may share it.
+    """
 
     def __init__(
-        self, request: GenerationRequest, sequence_ids: tuple[SequenceId, ...], tokenizer: Tokenizer
+        self,
+        request: GenerationRequest,
+        sequence_ids: tuple[SequenceId, ...],
+        tokenizer: Tokenizer,
+        news: asyncio.Event,
     ) -> None:
         self.request = request
         self.arrived_s = time.monotonic()
@@ -102,7 +129,15 @@ class LiveRequest:
             sequence_id: Choice(index, request, tokenizer) for index, sequence_id in enumerate(sequence_ids)
         }
         self.error: EngineError | None = None
-        self._news = asyncio.Event()
+        self._news = news
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def has_started(self) -> bool:
+        return self.num_unstarted < len(self.choices)
 
     @property
     def is_over(self) -> bool:
@@ -114,7 +149,15 @@ class LiveRequest:
             sequence_id for sequence_id, choice in self.choices.items() if choice.finish_reason is None
         )
 
+    @property
+    def reason_of_end(self) -> FinishReason:
+        """Of the choices that have none of their own: what the error says, or that the reader left."""
+        if self.error is None:
+            return FinishReason.ABORTED
+        return _REASONS.get(type(self.error), FinishReason.FAILED)
+
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
+        """Take in news of one of the choices."""
         if output.finish_reason is FinishReason.REJECTED:
             self.fail(RequestRejected(output.message, param="prompt", code="context_length_exceeded"))
         elif output.finish_reason is FinishReason.FAILED:
@@ -125,21 +168,17 @@ class LiveRequest:
             self.choices[output.sequence_id].push(output, eos_token_ids)
             self._news.set()
 
-    @property
-    def _has_tokens(self) -> bool:
-        return any(choice.num_tokens for choice in self.choices.values())
-
     def fail(self, error: EngineError) -> None:
         """End it with an error; the first one counts."""
         self.error = self.error or error
         self._news.set()
 
-    async def next_outputs(self) -> list[TokenOutput]:
-        """What is new, at least one output; empty when all was told. Raises the error that ended it."""
-        if not self._news.is_set() and self.is_over:
-            return []
-        await self._news.wait()
-        self._news.clear()
+    def take(self) -> list[TokenOutput]:
+        """What is new; may be nothing. Raises the error that ended the request."""
         if self.error is not None:
             raise self.error
         return [choice.take() for choice in self.choices.values() if choice.has_news]
+
+    @property
+    def _has_tokens(self) -> bool:
+        return any(choice.num_tokens for choice in self.choices.values())

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import zmq
+
 from engine.config import EngineConfig
 from engine.messages import Shutdown, StartFailed, ToClient, ToEngine
 from engine.process import EXIT_START_FAILED
@@ -20,7 +22,7 @@ from engine.supervisor import EngineProcess
 
 log = logging.getLogger(__name__)
 
-EXIT_CRASH_LOOP = 70
+EXIT_CRASH_LOOP = EXIT_DIED = 70
 _MAX_DEATHS, _DEATHS_WINDOW_S = 3, 300.0
 _FIRST_BACK_OFF_S = 1.0
 _GOODBYE_S = 2.0
@@ -49,7 +51,8 @@ class EngineLives:
         self._on_message = on_message
         self._on_death = on_death
         self._process: EngineProcess | None = None
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
+        self._is_last_life = False
         self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
         self._start_failure: StartFailed | None = None
 
@@ -64,47 +67,62 @@ class EngineLives:
 
     async def run(self) -> GaveUp | None:
         """None after `stop`."""
-        while not self._is_stopping:
-            exit_code = await self._live()
-            if self._is_stopping:
+        while not self._stopping.is_set():
+            cause = await self._live()
+            if self._stopping.is_set():
                 return None
-            gave_up = self._judge(exit_code)
+            gave_up = self._judge(cause)
             if gave_up is not None:
                 log.critical("%s", gave_up.what)
                 return gave_up
             back_off_s = _FIRST_BACK_OFF_S * 2 ** (len(self._deaths_s) - 1)
             log.critical("the engine process is replaced in %.0f s", back_off_s)
-            await asyncio.sleep(back_off_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), back_off_s)
         return None
 
     async def stop(self) -> None:
         """Ask it to leave, then insist."""
-        self._is_stopping = True
+        self._stopping.set()
         if self._process is not None:
             self.send(Shutdown())
             await self._process.stop(grace_s=_GOODBYE_S)
 
-    async def _live(self) -> int:
-        process = await EngineProcess.start(self._config)
+    def no_more_lives(self) -> None:
+        """The living process goes on; should it die, it is not replaced."""
+        self._is_last_life = True
+
+    async def _live(self) -> str:
+        """From birth to death; returns the cause of death."""
+        try:
+            process = await EngineProcess.start(self._config)
+        except (OSError, zmq.ZMQError) as error:
+            return f"could not be started: {error}"
         self._process = process
         receiver = asyncio.create_task(self._receive(process))
+        dying = asyncio.create_task(process.wait())
         try:
-            exit_code = await process.wait()
+            if self._stopping.is_set():  # meanwhile
+                process.kill()
+            await asyncio.wait([dying, receiver], return_when=asyncio.FIRST_COMPLETED)
+            if receiver.done():
+                # A message that cannot be taken in: nobody would ever hear of this process again.
+                log.critical("the engine process said what nobody understands", exc_info=receiver.exception())
+                process.kill()
+            exit_code = await dying
             # What it said before it died still counts; the socket holds it already.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(receiver), 0.05)
+            await asyncio.wait([receiver], timeout=0.05)
         finally:
             receiver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await receiver
+            await asyncio.gather(receiver, return_exceptions=True)
             process.kill()
             self._process = None
             process.clean_up()
-        if not self._is_stopping:
-            cause = _describe(exit_code)
+        cause = _describe(exit_code)
+        if not self._stopping.is_set():
             log.critical("the engine process (pid %d) %s", process.pid, cause)
             self._on_death(cause)
-        return exit_code
+        return cause
 
     async def _receive(self, process: EngineProcess) -> None:
         while True:
@@ -114,10 +132,14 @@ class EngineLives:
             else:
                 self._on_message(message)
 
-    def _judge(self, exit_code: int) -> GaveUp | None:
+    def _judge(self, cause: str) -> GaveUp | None:
         if self._start_failure is not None:
             failure = self._start_failure
             return GaveUp(what=failure.what, fix=failure.fix, exit_code=EXIT_START_FAILED)
+        if self._is_last_life:
+            return GaveUp(
+                what=f"the engine process {cause}", fix="start the server again", exit_code=EXIT_DIED
+            )
         now_s = time.monotonic()
         self._deaths_s.append(now_s)
         while self._deaths_s[0] < now_s - _DEATHS_WINDOW_S:
@@ -125,7 +147,7 @@ class EngineLives:
         if len(self._deaths_s) > _MAX_DEATHS:
             return GaveUp(
                 what=f"the engine process died {len(self._deaths_s)} times in {_DEATHS_WINDOW_S:.0f} s, "
-                f"last: it {_describe(exit_code)}",
+                f"last: it {cause}",
                 fix="the log above says what each one died of",
                 exit_code=EXIT_CRASH_LOOP,
             )

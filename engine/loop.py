@@ -100,10 +100,12 @@ class EngineLoop:
             self._post(self._scheduler.take_outputs())
         else:
             result = self._execute(plan)
-            # Aborts that came while the worker computed win over its results.
-            self._take_messages(wait_s=0.0)
+            if result is not None and not result.failures:
+                # Aborts that came while the worker computed win over its results; not over its failures,
+                # since what those wrote must be forgotten while it is known whose it was.
+                self._take_messages(wait_s=0.0)
             self._post(self._update(plan, result))
-            self._note(plan, planned_s)
+        self._note(plan, planned_s)
         self._num_turns += 1
         self._beat()
 

@@ -41,22 +41,20 @@ class EngineProcess:
     @classmethod
     async def start(cls, config: EngineConfig) -> "EngineProcess":
         directory = Path(tempfile.mkdtemp(prefix="tokenyard-"))  # mode 0700
-        side = ClientSide(directory)
+        side: ClientSide | None = None
         try:
+            side = ClientSide(directory)
             (directory / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # a folder with an `engine` of its own, where the server is started, changes nothing
-                "-m",
-                "engine.process",
-                str(directory),
-                str(os.getpid()),
-                str(logging.getLogger().getEffectiveLevel()),
+                *_child_arguments(directory),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": _python_path()},
             )
         except BaseException:
-            side.close()
+            if side is not None:
+                side.close()
             shutil.rmtree(directory, ignore_errors=True)
             raise
         return cls(child, directory, side)
@@ -84,6 +82,12 @@ class EngineProcess:
     def clean_up(self) -> None:
         self.side.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _child_arguments(directory: Path) -> list[str]:
+    """As engine/process.py reads them."""
+    log_level = logging.getLogger().getEffectiveLevel()
+    return ["-m", "engine.process", str(directory), str(os.getpid()), str(log_level)]
 
 
 def _python_path() -> str:

@@ -32,7 +32,11 @@ class ClientSide:
             # message would break the promise that every request ends once.
             socket.set_hwm(0)
             socket.linger = 0
-            socket.bind(_address(directory, street))
+            try:
+                socket.bind(_address(directory, street))
+            except zmq.ZMQError:
+                self.close()
+                raise
 
     def send(self, message: ToEngine) -> None:
         """Never blocks. Without a peer it is lost: then the engine is dead and all its requests failed."""

@@ -58,6 +58,8 @@ class TokenLogprob:
 
     chosen: LogprobEntry
     top: tuple[LogprobEntry, ...]
+    is_hidden: bool = False
+    """The chosen token was left out of the text: a special token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

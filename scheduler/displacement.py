@@ -19,8 +19,8 @@ from scheduler.kv_cache_manager import Need
 from scheduler.messages import BlockId
 from scheduler.sequence import Sequence
 
-# Tokens that a resumed sequence generates before it can be displaced again: an urgent newcomer waits
-# at most so many steps for it, and recomputing it was not for nothing.
+# Tokens that a resumed sequence generates before it can be displaced again, so that bringing it back was
+# not for nothing. An urgent newcomer that finds everybody protected waits for so many tokens.
 PROTECTED_TOKENS = 16
 
 

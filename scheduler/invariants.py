@@ -28,6 +28,8 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     assert len(ids) == len(set(ids)) <= scheduler.config.max_num_seqs
     assert {new.sequence_id for new in plan.new_sequences} <= set(ids)
     assert not {new.sequence_id for new in plan.new_sequences} & plan.new_blocks.keys()
+    preempted = {preemption.sequence_id for preemption in plan.preemptions}
+    assert not preempted & set(ids), "somebody was preempted who has a share of the same step"
 
 
 def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[Sequence]) -> None:

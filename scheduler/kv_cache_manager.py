@@ -54,9 +54,13 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether the empty pool would be large enough."""
+        return self.blocks_for(num_tokens) <= self.pool.num_blocks
+
     def can_allocate(self, seq: Sequence, *, num_running: int) -> Fit:
         """Whether `seq` could be admitted now. The watermark counts only while others run."""
-        if self.blocks_for(seq.num_tokens) > self.pool.num_blocks:
+        if not self.can_ever_fit(seq.num_tokens):
             return Fit.NEVER
         reserve = self._watermark_blocks if num_running else 0
         return Fit.OK if self.need(seq).num_from_free + reserve <= self.pool.num_free else Fit.LATER

@@ -230,7 +230,8 @@ class SequenceReport(NamedTuple):
     sequence_id: SequenceId
     state: str
     place: int
-    """In the running line, or in the waiting line by rank; 0 is the best."""
+    """In the running line, or among those who wait, by rank; 0 is the best. With fairness between tenants
+    another tenant's turn may come first."""
     priority: int
     rank: tuple[float, ...]
     tenant: str

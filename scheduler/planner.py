@@ -62,6 +62,7 @@ class Planner:
         self._finish = finish
         self.step_time = StepTimeModel()
         self.preemptor = Preemptor(config, kv, self.step_time)
+        self._nobody_fitted: tuple[int, ...] | None = None
         self.wait_reason = WaitReason.STEP
         """What the waiting line waited for in the last step."""
         self._may_displace = (
@@ -203,8 +204,8 @@ class Planner:
                 pool=self._kv.pool,
                 num_free_slots=budget.remaining_seqs,
             )
-            if victims is None:
-                return
+            if victims is None or any(victim.sequence_id in plan.urgent for victim in victims):
+                return  # whoever has a share of this step keeps it
             num_decodes = budget.num_decodes_ahead - sum(v.num_uncomputed_tokens == 1 for v in victims)
             if budget.remaining_tokens <= num_decodes:
                 return
@@ -221,6 +222,9 @@ class Planner:
     def _admit_in_order(self, plan: PlanDraft) -> WaitReason:
         """In order of rank, until somebody has to wait for something."""
         budget = plan.budget
+        if self._nobody_fitted is not None and self._nobody_fitted == self._memory_state():
+            return WaitReason.BLOCKS  # looking again would find the same
+        self._nobody_fitted = None
         while len(self._lines.waiting):
             if budget.remaining_seqs <= 0:
                 return WaitReason.PLACES
@@ -235,11 +239,23 @@ class Planner:
             if fit is Fit.LATER:
                 passing = self._passing(seq)
                 if passing is None:
+                    self._nobody_fitted = self._memory_state()
                     return WaitReason.BLOCKS
                 seq.num_bypasses += 1
                 seq = passing
             self._admit(seq, plan)
         return WaitReason.STEP
+
+    def _memory_state(self) -> tuple[int, ...]:
+        """Whatever decides whether anybody of the waiting line fits."""
+        head = self._lines.waiting.peek().admission if len(self._lines.waiting) else 0
+        return (
+            self._kv.pool.num_free,
+            self._kv.prefix_cache.num_changes,
+            len(self._lines.running),
+            len(self._lines.waiting),
+            head,
+        )
 
     def _passing(self, head: Sequence) -> Sequence | None:
         """One behind a head that does not fit yet, which does; None once enough have passed it."""

@@ -31,6 +31,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_by_key: dict[bytes, BlockId] = {}
         self._key_by_block: dict[BlockId, bytes] = {}
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._block_by_key)
@@ -52,16 +53,19 @@ class PrefixCache:
         if key not in self._block_by_key:
             self._block_by_key[key] = block
             self._key_by_block[block] = key
+            self.num_changes += 1
 
     def forget(self, block: BlockId) -> None:
         """Its content is about to change, or was never written. A block that is not known is fine."""
         key = self._key_by_block.pop(block, None)
         if key is not None:
             del self._block_by_key[key]
+            self.num_changes += 1
 
     def clear(self) -> None:
         self._block_by_key.clear()
         self._key_by_block.clear()
+        self.num_changes += 1
 
     def published(self) -> dict[BlockId, bytes]:
         """A copy of what is known; for tests and invariants."""

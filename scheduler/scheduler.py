@@ -15,7 +15,7 @@ from scheduler.deadlines import Deadlines
 from scheduler.fairness import (
     GENERATED_TOKEN_COST,
 )
-from scheduler.kv_cache_manager import Fit, KVCacheManager
+from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.lines import Lines
 from scheduler.messages import (
     FinishReason,
@@ -256,7 +256,7 @@ class Scheduler:
                 f"the prompt has {seq.num_tokens} tokens; with at least one to generate, at most "
                 f"{self.config.max_model_len - 1} fit the context window"
             )
-        if self.kv.can_allocate(seq, num_running=0) is Fit.NEVER:
+        if not self.kv.can_ever_fit(seq.num_tokens):
             raise NeverFits(
                 f"the prompt has {seq.num_tokens} tokens; the KV cache holds "
                 f"{self.kv.pool.num_blocks * self.config.block_size}"

@@ -9,6 +9,7 @@ Never: a clock; whoever runs the steps tells.
 
 _DECAY = 0.98  # of an observation's weight with each later step: a memory of some fifty steps
 _MIN_OBSERVATIONS = 8
+_MAX_SURPRISE = 2.0
 _MIN_SPREAD = 4.0  # of the token counts, as a standard deviation; below it there is no slope to be seen
 
 
@@ -25,6 +26,7 @@ class StepTimeModel:
     def observe(self, num_tokens: int, seconds: float, *, has_prefill: bool = False) -> None:
         if has_prefill:
             self.last_prefill_s = seconds
+        seconds = self._without_hiccup(num_tokens, seconds)
         self._num_observations += 1
         self._weight = self._weight * _DECAY + 1.0
         self._tokens = self._tokens * _DECAY + num_tokens
@@ -36,6 +38,19 @@ class StepTimeModel:
         if variance > _MIN_SPREAD * _MIN_SPREAD:  # else the slope that was seen before still holds
             covariance = self._tokens_seconds / self._weight - mean * self._seconds / self._weight
             self._slope_s = max(covariance / variance, 0.0)
+        if self._slope_s is not None and num_tokens:
+            # No step may have taken less than its tokens alone: so a slope that one slow step spoilt, and
+            # that small steps cannot correct, comes down again.
+            self._slope_s = min(self._slope_s, seconds / num_tokens)
+
+    def _without_hiccup(self, num_tokens: int, seconds: float) -> float:
+        """A step much slower than expected counts as somewhat slower: one page-in must not bend the line.
+
+        A machine that has really become slower is believed all the same, after a few steps.
+        """
+        if self.slope_s is None:
+            return seconds
+        return min(seconds, _MAX_SURPRISE * (self.base_s + self.slope_s * num_tokens))
 
     @property
     def slope_s(self) -> float | None:

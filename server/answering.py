@@ -19,9 +19,8 @@ from starlette.responses import Response
 from engine.types import GenerationRequest, ModelInfo
 from server.auth import KEY_NAME
 from server.disconnect import while_connected
-from server.edge import Edge, edge_of
+from server.edge import Edge, NumberedOutputs, edge_of
 from server.header_fields import tenant_from_headers
-from server.merging import NumberedOutputs, merged
 from server.protocol import GenerationFields
 from server.replies import FullReply, ReplyHead, StreamReply, UsageReport
 from server.sse import EventStream
@@ -67,7 +66,7 @@ def usage_report(body: GenerationFields) -> UsageReport:
 
 def start(edge: Edge, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
     """Nothing runs until the first output is asked for."""
-    return merged([edge.engine.generate(request) for request in requests])
+    return edge.engine.generate_all(requests)
 
 
 def stream(request: Request, outputs: NumberedOutputs, reply: StreamReply) -> Response:

@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from engine.config import resolve
-from engine.options import DECLARATIONS, OptionError, add_flags, closest, read_options
+from engine.option_sources import add_flags, closest, read_options
+from engine.options import DECLARATIONS, OptionError
 from server.listening import CannotListen, PortInUse, listen
 
 EXIT_USAGE = 2

@@ -6,7 +6,7 @@ Never: behaviour.
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from prometheus_client import CollectorRegistry
@@ -14,6 +14,10 @@ from starlette.requests import Request
 
 from engine.types import ChatOptions, GenerationRequest, Health, ModelInfo, TokenOutput
 from server.http_metrics import HttpMetrics
+from server.listening import num_connections_allowed
+
+NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
+"""Each output with the place of its request among those of one HTTP request."""
 
 
 class HasRegistry(Protocol):
@@ -50,8 +54,8 @@ class Engine(Protocol):
         """Every live sequence, and why it waits. Raises EngineUnavailable."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Admit at the first step of the iteration; closing the iterator aborts the request."""
+    def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
+        """Admit all or none at the first step of the iteration; closing the iterator aborts them."""
         ...
 
 
@@ -74,12 +78,16 @@ class EdgeSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a stream waits, and for whom."""
+    """How long the edge waits for clients, and for how many."""
 
     keep_alive_s: float = 15.0
     """Silence after which a comment line is sent, so that no proxy takes the stream for dead."""
     send_timeout_s: float = 30.0
     """How long a client may leave its socket full before its request is aborted."""
+    head_timeout_s: float = 30.0
+    """From a connection, or from the first byte of a further request, to the end of the request's head."""
+    max_connections: int = field(default_factory=num_connections_allowed)
+    """Beyond them only probes are answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

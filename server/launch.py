@@ -23,10 +23,12 @@ from engine.lives import GaveUp
 from engine.tokenizer import TokenizerError
 from server.app import build_app
 from server.banner import LoadingDisplay, render_banner
+from server.connections import ClientConnection
 from server.listening import url_of
 
 log = logging.getLogger(__name__)
 
+EXIT_HTTP_ENDED = 70
 EXIT_BAD_MODEL = 78
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MAX_HEADER_BYTES = 64 * 1024
@@ -58,7 +60,7 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(engine, engine_config, server_config, url))
     try:
-        return await _until_the_end(engine, signals, server_config.shutdown_timeout_s)
+        return await _until_the_end(engine, signals, serving, server_config.shutdown_timeout_s)
     finally:
         announcing.cancel()
         http.should_exit = True
@@ -68,10 +70,16 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
         signals.restore()
 
 
-async def _until_the_end(engine: AsyncEngine, signals: "_Signals", timeout_s: float) -> int:
+async def _until_the_end(
+    engine: AsyncEngine, signals: "_Signals", serving: "asyncio.Task[None]", timeout_s: float
+) -> int:
     gave_up = asyncio.create_task(engine.gave_up())
     stopped = asyncio.create_task(signals.first.wait())
-    await asyncio.wait([gave_up, stopped], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([gave_up, stopped, serving], return_when=asyncio.FIRST_COMPLETED)
+    if serving.done() and not stopped.done():
+        stopped.cancel()
+        gave_up.cancel()
+        return _complain("the HTTP server ended by itself", "the log above may say why", EXIT_HTTP_ENDED)
     if gave_up.done():
         stopped.cancel()
         return _report(gave_up.result())
@@ -145,7 +153,7 @@ class _Signals:
 def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # httptools would ignore the limit on headers
+        http=ClientConnection,  # h11: httptools would ignore the limit on headers
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",

@@ -16,10 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.connections import cut_off
 from server.disconnect import while_connected
-from server.edge import Edge
+from server.edge import Edge, NumberedOutputs
 from server.errors import describe, log_failure
-from server.merging import NumberedOutputs
 from server.replies import StreamReply
 from server.request_ids import request_id_of
 
@@ -64,6 +64,7 @@ class EventStream(Response):
         self._slow_client_aborts = edge.metrics.slow_client_aborts
         self._sending = asyncio.Lock()
         self._has_started = False
+        self._is_refused = False
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,6 +73,7 @@ class EventStream(Response):
             await while_connected(receive, self._write(scope, send))
         except SlowClient:
             self._slow_client_aborts.inc()
+            await cut_off(scope, receive)
         except ClientDisconnect:
             if not self._has_started:
                 raise
@@ -91,6 +93,7 @@ class EventStream(Response):
             raise
         except Exception as error:
             if not self._has_started:
+                self._is_refused = True
                 raise
             last = _error_event(error, request_id_of(scope))
         await self._send(send, last + DONE)
@@ -113,7 +116,7 @@ class EventStream(Response):
         """Break every silence. Ends when a send is stuck: the next chunk will find that out as well."""
         clock = asyncio.get_running_loop().time
         self._last_sent_s = clock()
-        while True:
+        while not self._is_refused:  # a comment now would take the refusal its status
             silence_s = clock() - self._last_sent_s
             if silence_s >= self._patience.keep_alive_s:
                 await self._send(send, KEEP_ALIVE)

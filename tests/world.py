@@ -42,7 +42,8 @@ class World:
             self.tokens[seq.sequence_id] = []
         check_invariants(self.scheduler)
 
-    def step(self) -> SchedulerOutput:
+    def step(self, *, abort_meanwhile: int | None = None) -> SchedulerOutput:
+        """`abort_meanwhile` ends a sequence while the worker computes, as the loop may."""
         plan = self.scheduler.schedule(now_s=self.now_s)
         check_plan(self.scheduler, plan)
         if plan.is_empty:
@@ -53,6 +54,8 @@ class World:
             except WorkerExploded:
                 self._take(self.scheduler.fail_step(plan, "the worker failed"))
             else:
+                if abort_meanwhile is not None and not result.failures:
+                    self.abort(abort_meanwhile)
                 self.scheduler.observe_step(plan, plan.num_scheduled_tokens * 0.05)
                 self._take(self.scheduler.update_from_output(plan, result))
         self.now_s += 1.0

@@ -7,37 +7,46 @@ from engine.errors import Overloaded
 
 
 def test_a_full_queue_refuses_and_a_started_request_makes_room() -> None:
-    admission = Admission(max_queued=2)
-    admission.admit(2, now_s=0.0)
+    admission = Admission(max_queued_tokens=1000, max_queued=2)
+    admission.admit(2, 0, now_s=0.0)
     with pytest.raises(Overloaded):
-        admission.admit(1, now_s=0.0)
-    admission.start(now_s=1.0)
-    admission.admit(1, now_s=1.0)
+        admission.admit(1, 0, now_s=0.0)
+    admission.start(0, now_s=1.0)
+    admission.admit(1, 0, now_s=1.0)
 
 
 def test_a_request_is_admitted_whole_or_not_at_all() -> None:
-    admission = Admission(max_queued=4)
-    admission.admit(2, now_s=0.0)
+    admission = Admission(max_queued_tokens=1000, max_queued=4)
+    admission.admit(2, 0, now_s=0.0)
     with pytest.raises(Overloaded):
-        admission.admit(3, now_s=0.0)
+        admission.admit(3, 0, now_s=0.0)
     assert admission.num_queued == 2
 
 
 def test_a_request_larger_than_the_queue_is_served_when_nothing_waits() -> None:
-    Admission(max_queued=4).admit(100, now_s=0.0)
+    Admission(max_queued_tokens=1000, max_queued=4).admit(100, 0, now_s=0.0)
 
 
 def test_one_that_leaves_before_it_started_makes_room() -> None:
-    admission = Admission(max_queued=1)
-    admission.admit(1, now_s=0.0)
-    admission.leave(1)
-    admission.admit(1, now_s=0.0)
+    admission = Admission(max_queued_tokens=1000, max_queued=1)
+    admission.admit(1, 0, now_s=0.0)
+    admission.leave(1, 0)
+    admission.admit(1, 0, now_s=0.0)
 
 
 def test_the_client_is_told_to_come_back_when_the_queue_will_have_emptied() -> None:
-    admission = Admission(max_queued=200)
-    admission.admit(120, now_s=0.0)
+    admission = Admission(max_queued_tokens=1000, max_queued=200)
+    admission.admit(120, 0, now_s=0.0)
     for i in range(20):
-        admission.start(now_s=i * 0.1)  # 20 in the window of ten seconds
+        admission.start(0, now_s=i * 0.1)  # 20 in the window of ten seconds
     assert admission.retry_after_s(now_s=2.0) == pytest.approx(50.0)
-    assert Admission(max_queued=1).retry_after_s(now_s=0.0) == 1.0
+    assert Admission(max_queued_tokens=1000, max_queued=1).retry_after_s(now_s=0.0) == 1.0
+
+
+def test_long_prompts_fill_the_queue_too() -> None:
+    admission = Admission(max_queued=100, max_queued_tokens=1000)
+    admission.admit(1, 900, now_s=0.0)
+    with pytest.raises(Overloaded, match="900 prompt tokens"):
+        admission.admit(1, 101, now_s=0.0)
+    admission.start(900, now_s=1.0)
+    admission.admit(1, 999, now_s=1.0)

@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from engine.errors import EngineDied, RequestFailed, RequestRejected
+from engine.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRejected,
+)
 from engine.live_request import LiveRequest
 from engine.tokenizer import SpecialTokens
 from engine.types import GenerationRequest
@@ -26,7 +32,7 @@ def live_request(*, n: int = 1, **changes: object) -> LiveRequest:
     request = GenerationRequest(
         request_id="r", prompt_token_ids=(1, 2), params=SamplingParams(), n=n, **changes
     )
-    return LiveRequest(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER)
+    return LiveRequest(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
 
 
 def feed(live: LiveRequest, text: str, *, index: int = 0, end: FinishReason | None = None) -> None:
@@ -39,7 +45,7 @@ def feed(live: LiveRequest, text: str, *, index: int = 0, end: FinishReason | No
 async def test_a_slow_reader_gets_several_steps_as_one_output() -> None:
     live = live_request()
     feed(live, "hello world")
-    (output,) = await live.next_outputs()
+    (output,) = live.take()
     assert output.text == "hello world"
     assert output.finish_reason is None
 
@@ -47,16 +53,16 @@ async def test_a_slow_reader_gets_several_steps_as_one_output() -> None:
 async def test_the_end_is_told_once_and_then_there_is_nothing() -> None:
     live = live_request()
     feed(live, "hello", end=FinishReason.LENGTH)
-    (output,) = await live.next_outputs()
+    (output,) = live.take()
     assert output.finish_reason is FinishReason.LENGTH
-    assert await live.next_outputs() == []
+    assert live.take() == []
 
 
 async def test_choices_are_told_apart_and_the_request_is_over_with_the_last() -> None:
     live = live_request(n=2)
-    feed(live, "one", index=0, end=FinishReason.STOP)
+    feed(live, "one", index=0, end=FinishReason.LENGTH)
     feed(live, "two", index=1)
-    assert [(o.index, o.text) for o in await live.next_outputs()] == [(0, "one"), (1, "two")]
+    assert [(o.index, o.text) for o in live.take()] == [(0, "one"), (1, "two")]
     assert not live.is_over
     assert live.unfinished_ids == (1,)
 
@@ -64,7 +70,7 @@ async def test_choices_are_told_apart_and_the_request_is_over_with_the_last() ->
 async def test_a_stop_string_ends_the_choice_and_later_tokens_do_not_count() -> None:
     live = live_request(stop=("lo w",))
     feed(live, "hello world and more")
-    (output,) = await live.next_outputs()
+    (output,) = live.take()
     assert output.text == "hel"
     assert output.finish_reason is FinishReason.STOP
     assert output.stop_reason == "lo w"
@@ -76,7 +82,7 @@ async def test_the_stop_token_is_named_but_not_the_end_of_sequence_token() -> No
     for token_id, named in ((5, 5), (0, None)):
         live = live_request()
         live.push(SequenceOutput(SequenceId(0), (token_id,), FinishReason.STOP), EOS)
-        (output,) = await live.next_outputs()
+        (output,) = live.take()
         assert output.stop_reason == named
 
 
@@ -85,7 +91,7 @@ async def test_cached_tokens_are_in_every_output() -> None:
     start = SequenceStart(queue_s=0.0, num_cached_tokens=32)
     live.push(SequenceOutput(SequenceId(0), (5,), None, (), start), EOS)
     feed(live, "x", end=FinishReason.LENGTH)
-    assert [o.num_cached_tokens for o in await live.next_outputs()] == [32]
+    assert [o.num_cached_tokens for o in live.take()] == [32]
 
 
 async def test_logprobs_come_with_the_text_and_the_bytes_of_each_token() -> None:
@@ -93,7 +99,7 @@ async def test_logprobs_come_with_the_text_and_the_bytes_of_each_token() -> None
     (token_id,) = TOKENIZER.encode_rendered_chat("a")
     logprobs = TokenLogprobs(token_id, -0.5, 1, ((token_id, -0.5), (9, -2.0)))
     live.push(SequenceOutput(SequenceId(0), (token_id,), None, (logprobs,)), EOS)
-    (output,) = await live.next_outputs()
+    (output,) = live.take()
     (entry,) = output.logprobs
     assert (entry.chosen.token, entry.chosen.token_bytes, entry.chosen.logprob) == ("a", b"a", -0.5)
     assert [top.token_id for top in entry.top] == [token_id, 9]
@@ -109,13 +115,33 @@ async def test_a_refusal_and_a_failure_reach_the_reader_as_errors(
     live = live_request(n=2)
     live.push(SequenceOutput(SequenceId(1), (), reason, message="because"), EOS)
     with pytest.raises(error, match="because"):
-        await live.next_outputs()
+        live.take()
 
 
-async def test_a_reader_that_waits_is_woken_by_the_death_of_the_engine() -> None:
-    live = live_request()
-    waiting = asyncio.create_task(live.next_outputs())
-    await asyncio.sleep(0)
-    live.fail(EngineDied("gone"))
-    with pytest.raises(EngineDied):
-        await waiting
+async def test_a_stop_token_counts_but_is_no_part_of_the_text_unless_asked_for() -> None:
+    *ids, last = TOKENIZER.encode_rendered_chat("hello world")
+    for include in (False, True):
+        live = live_request(include_stop_str_in_output=include)
+        for token_id in ids:
+            live.push(SequenceOutput(SequenceId(0), (token_id,)), EOS)
+        live.push(SequenceOutput(SequenceId(0), (last,), FinishReason.STOP), EOS)
+        (output,) = live.take()
+        assert output.text == TOKENIZER.decode(
+            [*ids, *([last] if include else [])], special=SpecialTokens.SKIP
+        )
+        assert output.token_ids == (*ids, last)
+        assert output.stop_reason == last
+
+
+async def test_the_reason_of_an_end_by_error_is_what_the_error_says() -> None:
+    for error, reason in (
+        (EngineDied("x"), FinishReason.FAILED),
+        (DeadlineExceeded("x"), FinishReason.EXPIRED),
+        (RequestRejected("x"), FinishReason.REJECTED),
+        (EngineUnavailable("x"), FinishReason.ABORTED),
+    ):
+        live = live_request()
+        live.fail(error)
+        assert live.reason_of_end is reason
+        with pytest.raises(type(error)):
+            live.take()

@@ -133,6 +133,21 @@ def test_one_failed_step_fails_its_requests_and_the_loop_goes_on() -> None:
     assert [output.finish_reason for output in desk.news()] == [FinishReason.FAILED, FinishReason.LENGTH]
 
 
+def test_what_a_failed_step_should_have_written_is_forgotten_although_its_request_was_aborted() -> None:
+    """The abort waits in the mailbox while the step fails."""
+    desk, worker = Desk(), FakeWorker(4)
+    loop = make_loop(desk, worker)
+    worker.explode_next = True
+    desk.letters.append([request(1, prompt=[1] * 9)])
+    desk.letters.append([EndSequences(sequence_ids=(SequenceId(1),), reason=FinishReason.ABORTED)])
+    loop.turn()
+    desk.letters.append([request(2, prompt=[1] * 9, max_tokens=2)])
+    for _ in range(3):
+        loop.turn()
+    tokens = [token for output in desk.news() if output.sequence_id == 2 for token in output.token_ids]
+    assert tokens == continuation([1] * 9, 2)
+
+
 def test_a_worker_that_fails_three_steps_in_a_row_is_given_up_after_everybody_was_told() -> None:
     desk, worker = Desk(), FakeWorker(4)
     loop = make_loop(desk, worker)

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig, resolve
+from engine.option_sources import add_flags, read_options
 from engine.option_values import Bytes, Count, Duration, Kind, Share, Switch, show_bytes
-from engine.options import DECLARATIONS, Arity, OptionError, Options, add_flags, read_options
+from engine.options import DECLARATIONS, Arity, OptionError, Options
 
 
 def read(*words: str, environment: dict[str, str] | None = None) -> Options:
@@ -82,6 +83,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "allow_unauthenticated": ("on", True),
     "max_queued_requests": ("7", 7),
     "enable_admin": ("on", True),
+    "max_queued_tokens": ("1M", 2**20),
     "max_body_size": ("1MB", 1_000_000),
     "shutdown_timeout": ("2m", 120.0),
     "heartbeat_timeout": ("5s", 5.0),

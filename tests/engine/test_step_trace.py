@@ -1,6 +1,7 @@
 """The trace of steps: what a line says, when it is written, and that it never stops the engine."""
 
 import errno
+import io
 import logging
 from pathlib import Path
 
@@ -149,6 +150,21 @@ def test_a_full_disk_ends_the_trace_and_is_logged_once(
     assert [entry.getMessage().endswith("No space left on device") for entry in caplog.records] == [True]
     assert disk.is_closed
     assert disk.num_calls == 2
+
+
+def test_what_a_disk_takes_in_parts_arrives_whole(tmp_path: Path) -> None:
+    class Piecemeal(io.BytesIO):
+        def write(self, data: bytes) -> int:
+            return super().write(data[:100])
+
+    trace, disk = StepTrace(tmp_path / "t"), Piecemeal()
+    trace._file.close()
+    trace._file = disk
+    record(trace, plan_of(3))
+    line = disk.getvalue()
+    assert len(line) > 200
+    assert orjson.loads(line)["step"] == 1
+    trace.close()
 
 
 def test_a_trace_stops_at_its_largest_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

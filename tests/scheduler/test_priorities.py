@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import Displacement, SchedulingPolicy
+from scheduler.config import Displacement, Fairness, SchedulingPolicy
 from scheduler.displacement import PROTECTED_TOKENS
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
 from tests.fakes import continuation, make_sequence
@@ -106,6 +106,27 @@ def test_one_that_was_sent_away_is_left_alone_until_it_has_made_progress() -> No
     assert num_steps == PROTECTED_TOKENS
     world.run()
     assert world.tokens[SequenceId(1)] == continuation(prompt(3, 1), 60)
+
+
+def test_one_that_was_admitted_in_this_step_is_not_displaced_in_it_again() -> None:
+    """Admitting charges a tenant, which brings a still more urgent one of another priority to the front."""
+    world = priority_world(priority_aging_s=10.0, fairness=Fairness.TENANT, max_num_seqs=1, num_blocks=30)
+    world.now_s = 0.0
+    world.add(make_sequence(1, prompt(3, 1), max_tokens=30, priority=50, tenant="c"))
+    world.step()
+    for number, priority, tenant, now_s in (
+        (5, 60, "b", 75.0),  # keeps the account of b open
+        (2, 0, "b", 80.0),
+        (3, 1, "a", 75.0),
+        (4, 0, "a", 90.0),
+    ):
+        world.now_s = now_s
+        world.add(make_sequence(number, prompt(9, number), tenant=tenant, priority=priority))
+    world.scheduler._lines.charge("b", 1.0)
+    world.now_s = 101.0
+    plan = world.step()  # checks that nobody who was preempted has a share
+    assert len(plan.new_sequences) == 1
+    world.run()
 
 
 def test_displacement_can_be_switched_off() -> None:

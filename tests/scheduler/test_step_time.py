@@ -41,6 +41,17 @@ def test_steps_of_one_size_tell_nothing_about_the_slope_and_do_not_spoil_it() ->
     assert model.slope_s == pytest.approx(slope_s, rel=0.2)
 
 
+def test_one_slow_step_does_not_spoil_the_slope_for_good() -> None:
+    model = StepTimeModel()
+    for num_tokens in (8, 100, 8, 200, 8, 300, 8, 500):
+        model.observe(num_tokens, 0.005 + 0.00002 * num_tokens)
+    model.observe(512, 3.0)  # a page-in, a noisy neighbour
+    for _ in range(300):
+        num_tokens = min(model.tokens_within(0.05) or 2048, 2048)
+        model.observe(num_tokens, 0.005 + 0.00002 * num_tokens)
+    assert (model.tokens_within(0.05) or 0) > 1500
+
+
 def test_with_a_target_decodes_keep_their_pace_while_a_long_prompt_goes_on() -> None:
     def longest_step(target_itl_s: float) -> tuple[float, int]:
         """Of the steps with a decode in them, after the model had time to learn; and when all was done."""

@@ -4,7 +4,7 @@ A token is one byte; the reply repeats the prompt's letters in capitals, one tok
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from engine.types import (
     TokenLogprob,
     TokenOutput,
 )
+from server.edge import NumberedOutputs
+from tests.server.merging import merged
 
 EOS = 256
 INFO = ModelInfo(
@@ -94,6 +96,9 @@ class FakeEngine:
             raise NoChatTemplate
         self.chats.append((messages, options))
         return tuple("".join(message["content"] for message in messages).encode()) or (10,)
+
+    def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
+        return merged([self.generate(request) for request in requests])
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)

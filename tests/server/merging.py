@@ -10,9 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine.types import TokenOutput
+from server.edge import NumberedOutputs
 
 Outputs = AsyncGenerator[TokenOutput, None]
-NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
 
 
 @dataclass(frozen=True, slots=True)

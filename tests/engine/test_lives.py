@@ -1,0 +1,112 @@
+"""Births and deaths of a process that is not an engine: only its exit and its messages matter here."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine import lives, supervisor
+from engine.config import resolve
+from engine.lives import EngineLives
+from engine.messages import ToClient
+from engine.option_sources import read_options
+from tests.checkpoints import write_tokenizer
+
+_CHILD = """
+import sys, time
+from pathlib import Path
+from engine.messages import Outputs
+from engine.transport import EngineSide
+side = EngineSide(Path(sys.argv[1]))
+{body}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
+
+
+def make_lives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, deaths: list[str], **changes: object
+) -> EngineLives:
+    """The child runs `body`."""
+    script = folder / "child.py"
+    script.write_text(_CHILD.format(body=body))
+    monkeypatch.setattr(supervisor, "_child_arguments", lambda directory: [str(script), str(directory)])
+    config, _ = resolve(read_options({"model": str(folder)}, {}), environment={})
+
+    on_message = changes.get("on_message", lambda message: None)
+    return EngineLives(config, on_message=on_message, on_death=deaths.append)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_process_that_dies_again_and_again_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+    engine = make_lives(folder, monkeypatch, "sys.exit(3)", deaths)
+    gave_up = await asyncio.wait_for(engine.run(), 30)
+    assert gave_up is not None
+    assert gave_up.exit_code == 70
+    assert "died 4 times" in gave_up.what
+    assert deaths == ["ended with code 3"] * 4
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+
+    def explode(message: ToClient) -> None:
+        raise KeyError("planted")
+
+    body = "side.send(Outputs([]))\ntime.sleep(60)"
+    engine = make_lives(folder, monkeypatch, body, deaths, on_message=explode)
+    gave_up = await asyncio.wait_for(engine.run(), 30)
+    assert gave_up is not None
+    assert deaths == ["was killed by signal SIGKILL"] * 4
+
+
+async def test_stopping_while_the_process_is_being_born_ends_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_lives(folder, monkeypatch, "time.sleep(60)", [])
+    living = asyncio.create_task(engine.run())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(engine.stop(), 5)
+    assert await asyncio.wait_for(living, 5) is None
+
+
+async def test_stopping_does_not_wait_for_the_back_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "_FIRST_BACK_OFF_S", 60.0)
+    deaths: list[str] = []
+    engine = make_lives(folder, monkeypatch, "sys.exit(3)", deaths)
+    living = asyncio.create_task(engine.run())
+    while not deaths:
+        await asyncio.sleep(0.01)
+    await engine.stop()
+    assert await asyncio.wait_for(living, 5) is None
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_folder_for_sockets_with_too_long_a_name_is_reported_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = folder / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(long))
+    engine = make_lives(folder, monkeypatch, "", [])
+    gave_up = await asyncio.wait_for(engine.run(), 30)
+    assert gave_up is not None
+    assert "could not be started" in gave_up.what
+    assert not list(long.iterdir())
