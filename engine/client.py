@@ -28,6 +28,7 @@ from engine.messages import (
     Loading,
     Outputs,
     Ready,
+    ResetPrefixCache,
     ToClient,
 )
 from engine.metrics import EngineMetrics
@@ -178,6 +179,11 @@ class AsyncEngine:
         finally:
             del self._answers[question]
         return [self._name(report) for report in reports]
+
+    def reset_prefix_cache(self) -> None:
+        """Let nothing that was cached so far be found again. Raises EngineUnavailable."""
+        self._health.require_ready(now_s=time.monotonic())
+        self._lives.send(ResetPrefixCache())
 
     def _name(self, report: SequenceReport) -> dict[str, Any]:
         """As a client knows it: by request and choice."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine.options import OptionError, Options
 from scheduler.config import (
+    Batching,
     Displacement,
     Fairness,
     PreemptionMode,
@@ -133,6 +134,8 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         tenant_weights=_tenant_weights(options.tenant_weight),
         preemption_mode=PreemptionMode(options.preemption_mode),
         max_bypasses=options.max_bypasses,
+        batching=Batching(options.batching),
+        prefill_delay_factor=options.prefill_delay_factor or 0.0,
         target_itl_s=_or_no_limit(options.target_itl),
         max_chunk_tokens=options.long_prefill_token_threshold,
     )
@@ -166,6 +169,10 @@ def _check_scheduler(options: Options) -> None:
             "--priority-aging",
             "--scheduling-policy fcfs has no priorities",
             "use --scheduling-policy priority",
+        )
+    if options.batching == "mixed" and options.prefill_delay_factor is not None:
+        raise OptionError(
+            "--prefill-delay-factor", "mixed steps delay no prefill", "use --batching separate with it"
         )
     if options.fairness == "none" and options.tenant_weight:
         raise OptionError("--tenant-weight", "without --fairness tenant it has no effect", "add the latter")

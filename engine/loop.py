@@ -16,6 +16,7 @@ from engine.messages import (
     Explain,
     Explanation,
     Outputs,
+    ResetPrefixCache,
     Shutdown,
     StepTimes,
     ToClient,
@@ -121,6 +122,8 @@ class EngineLoop:
                 case Explain():
                     reports = self._scheduler.report(now_s=self._clock())
                     self._mailbox.send(Explanation(question=message.question, reports=reports))
+                case ResetPrefixCache():
+                    self._scheduler.reset_prefix_cache()
                 case Shutdown():
                     self._is_stopping = True
 

@@ -45,11 +45,15 @@ class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Comes back with the answer."""
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Let nothing that was cached so far be found again."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave now; what runs is lost."""
 
 
-ToEngine = AddRequest | EndSequences | Explain | Shutdown
+ToEngine = AddRequest | EndSequences | Explain | ResetPrefixCache | Shutdown
 
 # To the API process.
 

@@ -210,6 +210,21 @@ class Options:
         open_default="steps are as large as --max-num-batched-tokens allows",
         default=None,
     )
+    batching: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("mixed", "separate")),
+        "mixed lets decodes and chunks of prefill share a step; separate makes each step one or the other, "
+        "prefill first, and lets running requests stutter.",
+        default="mixed",
+    )
+    prefill_delay_factor: float | None = _option(
+        Group.SCHEDULER,
+        Share(low=0.0, high=1000.0),
+        "With --batching separate: newcomers interrupt decoding only after they have waited for so many "
+        "times the latest prefill step. More gathers larger batches of prompts.",
+        open_default="at once",
+        default=None,
+    )
     long_prefill_token_threshold: int = _option(
         Group.SCHEDULER,
         Count(low=0, high=2**20, metavar="TOKENS"),

@@ -129,6 +129,10 @@ class Scheduler:
             if seq is not None:
                 self._finish(seq, reason)
 
+    def reset_prefix_cache(self) -> None:
+        """Let nothing that was cached so far be found again; running sequences keep their blocks."""
+        self.kv.prefix_cache.clear()
+
     def take_outputs(self) -> Outputs:
         """What was not delivered yet, for steps that had nothing to compute."""
         outputs, self._outputs = self._outputs, {}

@@ -1,4 +1,4 @@
-"""GET /admin/requests: what every live request does, or waits for.
+"""What an operator asks and orders: live requests, and an empty prefix cache.
 
 Off unless the operator asks for it (--enable-admin), and then behind the API keys, if there are any: it
 names the requests and tenants of everybody.
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.edge import edge_of
-from server.openapi import ADMIN_DOCUMENTATION
+from server.openapi import ADMIN_DOCUMENTATION, RESET_DOCUMENTATION
 
 router = APIRouter()
 
@@ -20,3 +20,10 @@ async def list_live_requests(request: Request) -> Response:
     """The running line, then the waiting line, each in the order in which it is served."""
     reports = await edge_of(request).engine.explain()
     return Response(orjson.dumps({"requests": reports}), media_type="application/json")
+
+
+@router.post("/admin/reset_prefix_cache", status_code=204, **RESET_DOCUMENTATION)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Let nothing that was cached so far be found again."""
+    edge_of(request).engine.reset_prefix_cache()
+    return Response(status_code=204)

@@ -3,8 +3,8 @@
 Owns: the order of the layers.
 Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
 
-From outside in: request id, count, error replies, key, body size, router. Each layer may rely on those
-outside of it; whatever one of them raises becomes a reply in exactly one place.
+From outside in: request id, count, error replies, places in reserve, key, body size, router. Each layer may
+rely on those outside of it; whatever one of them raises becomes a reply in exactly one place.
 """
 
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from server import admin, chat, completions, models, ops
 from server.answering import VERSION
 from server.auth import OPEN_PATHS, Auth
 from server.body_limit import BodyLimit
+from server.connections import ReservedPlaces
 from server.edge import Edge, EdgeSettings, Engine, Patience
 from server.errors import ErrorBoundary
 from server.http_metrics import HttpMetrics, RequestCounter
@@ -28,6 +29,7 @@ from server.request_ids import RequestIds
 _ROUTES = (
     *OPEN_PATHS,
     "/admin/requests",
+    "/admin/reset_prefix_cache",
     "/openapi.json",
     "/version",
     "/v1/completions",
@@ -55,6 +57,7 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
             Middleware(RequestIds),
             Middleware(RequestCounter, metrics=edge.metrics, routes=_ROUTES),
             Middleware(ErrorBoundary),
+            Middleware(ReservedPlaces),
             Middleware(Auth, api_keys=tuple(settings.api_keys)),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
         ],

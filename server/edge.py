@@ -54,6 +54,10 @@ class Engine(Protocol):
         """Every live sequence, and why it waits. Raises EngineUnavailable."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Raises EngineUnavailable."""
+        ...
+
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
         """Admit all or none at the first step of the iteration; closing the iterator aborts them."""
         ...

@@ -69,6 +69,7 @@ MODEL_DOCUMENTATION: dict[str, Any] = {
 }
 VERSION_DOCUMENTATION = _documentation(Version)
 ADMIN_DOCUMENTATION = _documentation(LiveRequests)
+RESET_DOCUMENTATION: dict[str, Any] = {"responses": {204: {"description": "It is empty."}, **_ERRORS}}
 HEALTH_DOCUMENTATION: dict[str, Any] = {
     "responses": {200: {"model": HealthPage}, 503: {"model": HealthPage}},
 }

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.serving import RunningServer, running_server
 
-CROWDED = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64")
+CROWDED = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64", "--enable-admin")
 
 
 @pytest.fixture(scope="session")

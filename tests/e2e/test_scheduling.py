@@ -106,6 +106,20 @@ async def test_a_flood_of_one_tenant_delays_the_other_by_one_turn_only(
     await asyncio.gather(*flood)
 
 
+async def test_after_a_reset_nothing_cached_before_is_found(crowded_server: RunningServer) -> None:
+    async with httpx.AsyncClient(base_url=crowded_server.url) as client:
+
+        async def cached() -> int:
+            body = {"prompt": [7] * 40, "max_tokens": 1}
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        assert await cached() == 0
+        assert await cached() == 32
+        assert (await client.post("/admin/reset_prefix_cache")).status_code == 204
+        assert await cached() == 0
+
+
 def test_the_trace_of_all_this_can_be_read(priority_server: RunningServer, trace_file: Path) -> None:
     priority_server.wait_until_idle(within_s=5)
     time.sleep(1.2)  # the loop writes what is pending before it waits for work

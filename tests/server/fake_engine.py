@@ -73,6 +73,7 @@ class FakeEngine:
     chats: list[tuple[list[dict[str, Any]], ChatOptions]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
+    num_resets: int = 0
 
     async def explain(self) -> list[dict[str, Any]]:
         return [{"request_id": request.request_id, "state": "running"} for request in self.requests]
@@ -96,6 +97,9 @@ class FakeEngine:
             raise NoChatTemplate
         self.chats.append((messages, options))
         return tuple("".join(message["content"] for message in messages).encode()) or (10,)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
         return merged([self.generate(request) for request in requests])
