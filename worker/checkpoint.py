@@ -1,26 +1,32 @@
 """A checkpoint folder as files: found, read and checked before torch sees any of it.
 
-Owns: where the folder is, its JSON files, and whether its safetensors are whole.
+Owns: where the folder is, its JSON files, whether its safetensors are whole, and how large once loaded.
 Never: network, pickled weights, code that comes with a checkpoint.
 """
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from worker.errors import StartupError
+from worker.memory import WeightBytes
 
 _READ_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"
+# torch's name of a dtype -> the name in a safetensors header, and bytes per number. Others are not converted.
+_FLOATS = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     path: Path
     num_bytes: int
+    bytes_of_dtype: dict[str, int]
+    """By the header's names: F32, BF16."""
 
 
 def find_checkpoint(model_path: str) -> Path:
@@ -78,7 +84,24 @@ def find_weights(folder: Path) -> list[WeightFile]:
         )
     if missing:
         raise StartupError(f"{folder} lacks {', '.join(missing[:3])}", fix="download the checkpoint again")
-    return [WeightFile(folder / name, _check_whole(folder / name)) for name in names]
+    return [_open_weights(folder / name) for name in names]
+
+
+def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
+    """Size the weights in `dtype`, a name of torch's; None keeps the files' own.
+
+    Counts all that the files hold, which for a few families is more than the language model takes.
+    """
+    item_bytes = {name: num_bytes for name, num_bytes in _FLOATS.values()}
+    target, target_bytes = _FLOATS.get(dtype or "", ("", 0))
+    total = converted = 0
+    for file in files:
+        for stored, num_bytes in file.bytes_of_dtype.items():
+            if not target or stored == target or stored not in item_bytes:
+                total += num_bytes
+                continue
+            converted += num_bytes // item_bytes[stored] * target_bytes
+    return WeightBytes(total=total + converted, converted=converted)
 
 
 def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> None:
@@ -93,8 +116,8 @@ def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> 
                 on_read(num_read)
 
 
-def _check_whole(path: Path) -> int:
-    """Compare the file's size with what its header promises; returns the size."""
+def _open_weights(path: Path) -> WeightFile:
+    """Read the header, and compare the file's size with what it promises."""
     num_bytes = os.path.getsize(path)
     try:
         with path.open("rb") as stream:
@@ -102,14 +125,18 @@ def _check_whole(path: Path) -> int:
             if header_bytes > num_bytes - 8:
                 raise ValueError("the header is cut off")
             header = json.loads(stream.read(header_bytes))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        bytes_of_dtype: Counter[str] = Counter()
+        for entry in entries:
+            start, end = entry["data_offsets"]
+            bytes_of_dtype[entry["dtype"]] += end - start
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise StartupError(
             f"{path} is not a whole safetensors file ({error})", fix="download it again"
         ) from error
-    expected_bytes = 8 + header_bytes + max(ends, default=0)
+    expected_bytes = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries), default=0)
     if num_bytes != expected_bytes:
         raise StartupError(
             f"{path} has {num_bytes} bytes, but its header promises {expected_bytes}", fix="download it again"
         )
-    return num_bytes
+    return WeightFile(path, num_bytes, dict(bytes_of_dtype))

@@ -39,11 +39,18 @@ class LoadProgress:
     """For a person: `reading weights`, `measuring memory`, `warming up`."""
     done_bytes: int
     total_bytes: int
+    """Of this stage; 0 for one that does not count bytes."""
     elapsed_s: float
+    share_before: float = 0.0
+    """Share of the whole load that lies before this stage, 0 to 1."""
+    share: float = 1.0
+    """Share of the whole load that this stage is."""
 
     @property
     def fraction(self) -> float:
-        return self.done_bytes / self.total_bytes if self.total_bytes else 0.0
+        """Of the whole load. Below 1 until the last stage is over, which only `ready` says."""
+        done = self.done_bytes / self.total_bytes if self.total_bytes else 0.0
+        return self.share_before + self.share * done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

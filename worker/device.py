@@ -17,7 +17,13 @@ from torch import Tensor
 from worker.config import WorkerConfig
 from worker.errors import StartupError
 from worker.host import available_memory_bytes, usable_cores
-from worker.memory import check_host_memory, cpu_budget_bytes, cuda_budget_bytes
+from worker.memory import (
+    WeightBytes,
+    check_host_memory,
+    check_weights_fit,
+    cpu_budget_bytes,
+    cuda_budget_bytes,
+)
 
 HostArray = np.ndarray[Any, Any]
 
@@ -53,6 +59,9 @@ class Device(Protocol):
 
     def describe(self) -> str:
         """Name it for a person."""
+
+    def check_weights(self, weights: WeightBytes) -> int:
+        """Raise StartupError if they would not fit; returns what loading them leaves of the host's memory."""
 
     def tensor(self, host: HostArray) -> Tensor:
         """Bring a host array to the device. On CPU they share memory: do not write to `host` afterwards."""
@@ -97,6 +106,11 @@ class CpuDevice:
     def describe(self) -> str:
         num_threads = torch.get_num_threads()
         return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
+
+    def check_weights(self, weights: WeightBytes) -> int:
+        return check_weights_fit(
+            weights.total, available_bytes=available_memory_bytes(), where="this machine"
+        )
 
     def tensor(self, host: HostArray) -> Tensor:
         return torch.from_numpy(host)
@@ -145,6 +159,13 @@ class CudaDevice:
 
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
+
+    def check_weights(self, weights: WeightBytes) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        check_weights_fit(weights.total, available_bytes=free_bytes, where="the GPU")
+        return check_weights_fit(
+            weights.converted, available_bytes=available_memory_bytes(), where="this machine"
+        )
 
     def tensor(self, host: HostArray) -> Tensor:
         return torch.from_numpy(host).to(self.torch_device)

@@ -17,13 +17,14 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
     """Bytes that can be taken without swapping: free memory, or what the control group leaves if less."""
     available = _meminfo_available_bytes(root)
     for folder, names in _cgroup_folders(root, "memory"):
-        limit, usage, cache_key = names
+        limit, usage, *cache_keys = names
         limit_bytes = _read_int(folder / limit)
         if limit_bytes is None or limit_bytes >= _NO_LIMIT_BYTES:
             continue
         used_bytes = _read_int(folder / usage) or 0
         # Page cache counts as usage, but gives way: a checkpoint just read would else eat the KV cache.
-        reclaimable_bytes = _stat_value(folder / "memory.stat", cache_key)
+        # Its pages become active ones when the mapping of a file that was read before ends.
+        reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
         available = min(available, limit_bytes - max(used_bytes - reclaimable_bytes, 0))
     return max(available, 0)
 
@@ -42,10 +43,15 @@ def _meminfo_available_bytes(root: Path) -> int:
     return 0
 
 
-def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str, str]]]:
+def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str, str, str]]]:
     """Find every folder whose limit binds this process (its own and its ancestors'), with the file names."""
-    version_2 = ("memory.max", "memory.current", "inactive_file")
-    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    version_2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+    version_1 = (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "total_active_file",
+    )
     folders = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)

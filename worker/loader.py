@@ -1,15 +1,19 @@
 """A checkpoint folder -> a transformers model whose attention calls reach us.
 
 Owns: which class (from config.model_type in transformers' own causal-LM mapping), which checkpoints
-are refused unread and why, and what generation_config.json says.
+are refused unread and why, and that the weights are this process's own memory.
 Never: code from the checkpoint (auto_map is not followed), pickled weights, the network.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -21,17 +25,20 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from worker.attention.interface import ATTENTION_NAME, attention_forward
-from worker.checkpoint import find_checkpoint, find_weights, read_json, warm_page_cache
+from worker.checkpoint import find_checkpoint, find_weights, loaded_bytes, read_json, warm_page_cache
 from worker.config import WorkerConfig
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError
-from worker.progress import LoadStage
+from worker.generation_config import default_sampling, eos_token_ids
+from worker.memory import WeightBytes
+from worker.progress import LoadStage, Stage
 
+_MOST_REASON_CHARS = 200
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_DEFAULT_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 # Where families keep the length of their context window, besides max_position_embeddings.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -60,18 +67,21 @@ def load_model(config: WorkerConfig, device: Device, stage: LoadStage) -> Loaded
     folder = find_checkpoint(config.model_path)
     checkpoint_config = read_json(folder / "config.json")
     _refuse_unread(checkpoint_config)
+    sampling = default_sampling(folder)
     files = find_weights(folder)
-    stage.name, stage.total_bytes = "reading weights", sum(file.num_bytes for file in files)
-
-    def count(num_bytes: int) -> None:
-        stage.done_bytes += num_bytes
-
-    warm_page_cache(files, count)
-    stage.name = "building the model"
-    model = _build(folder, config.dtype).to(device.torch_device).eval()
+    weights = loaded_bytes(files, _dtype_name(config.dtype, checkpoint_config))
+    left_bytes = device.check_weights(weights)
+    file_bytes = sum(file.num_bytes for file in files)
+    if file_bytes <= left_bytes:  # else the first pages would be gone again before they are used
+        stage.enter(Stage.READING, total_bytes=file_bytes)
+        warm_page_cache(files, stage.count)
+    with _refusing_out_of_memory(weights, device):
+        stage.enter(Stage.BUILDING)
+        model = _build(folder, config.dtype)
+        _move(model, device.torch_device, stage)
+    model.eval()
     text_config = model.config.get_text_config(decoder=True)
-    generation = folder / "generation_config.json"
-    generation_config = read_json(generation) if generation.is_file() else {}
+    vocab_size = _vocab_size(model)
     parameters = list(model.parameters())
     return LoadedModel(
         model=model,
@@ -80,10 +90,10 @@ def load_model(config: WorkerConfig, device: Device, stage: LoadStage) -> Loaded
         text_config=text_config,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        vocab_size=_vocab_size(model),
+        vocab_size=vocab_size,
         checkpoint_len=_checkpoint_len(text_config),
-        eos_token_ids=_eos_token_ids(generation_config, text_config, model.config),
-        default_sampling=_default_sampling(generation_config),
+        eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
+        default_sampling=sampling,
     )
 
 
@@ -141,7 +151,14 @@ def _build(folder: Path, dtype: str) -> Any:
         if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
             raise FamilyRefused(f"{model_config.model_type} {NO_PAGED_ATTENTION}") from error
         raise StartupError(f"transformers cannot load {folder}: {error}", fix=_CHECK_IT) from error
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+        raise StartupError(
+            f"{folder / 'config.json'} is refused: {reason}", fix="correct that file"
+        ) from error
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
+        if _is_out_of_memory(error):
+            raise
         raise StartupError(
             f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
         ) from error
@@ -152,6 +169,49 @@ def _build(folder: Path, dtype: str) -> Any:
             fix="download it again",
         )
     return model
+
+
+def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> None:
+    """Bring the weights to the device, one after another; on CPU too they become memory of our own.
+
+    Until then they are pages of the mapped files: whatever measures free memory takes them for free, a
+    machine short of memory reads them from disk again at each step, and they change, or are gone, when
+    the file is written to. The copy costs about 0.4 s per GB and never more memory than the weights.
+    """
+    tensors = list(chain(model.parameters(), model.buffers()))
+    stage.enter(Stage.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
+    for tensor in tensors:
+        # Through .data, which keeps tied weights one and the same.
+        tensor.data = tensor.data.to(torch_device, copy=True)
+        stage.count(tensor.nbytes)
+
+
+@contextmanager
+def _refusing_out_of_memory(weights: WeightBytes, device: Device) -> Iterator[None]:
+    """Turn an allocation that fails into a StartupError with the size of what was to be loaded."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise StartupError(
+            f"memory of {device.describe()} ran out while {weights.total / (1 << 30):.2f} GiB of weights "
+            "were loaded",
+            fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On CPU torch raises a plain RuntimeError, known by the name of its allocator only.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def _dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
+    """Name the dtype that the weights will have; None: that of the files."""
+    if dtype != "auto":
+        return dtype
+    named = checkpoint_config.get("dtype") or checkpoint_config.get("torch_dtype")
+    return named.removeprefix("torch.") if isinstance(named, str) else None
 
 
 def _vocab_size(model: Any) -> int:
@@ -171,25 +231,6 @@ def _checkpoint_len(text_config: Any) -> int:
         # Yarn is often added to a configuration whose max_position_embeddings still tells the length before.
         length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
     return length
-
-
-def _eos_token_ids(generation_config: dict[str, Any], *configs: Any) -> tuple[int, ...]:
-    """Merge what all places say: either may know an end-of-turn token that the other lacks."""
-    found: list[int] = []
-    for value in (
-        generation_config.get("eos_token_id"),
-        *(getattr(each, "eos_token_id", None) for each in configs),
-    ):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))
-
-
-def _default_sampling(generation_config: dict[str, Any]) -> dict[str, float]:
-    """Take what the file really sets; temperature and truncation only where it says that they apply."""
-    keys = ["repetition_penalty"]
-    if generation_config.get("do_sample") is True:
-        keys += _DEFAULT_SAMPLING
-    return {key: generation_config[key] for key in keys if generation_config.get(key) is not None}
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Bytes to blocks: how large the KV cache and the host's pool are, and how long a sequence may grow.
 
-Owns: the arithmetic, and the refusals with their numbers. Testable without a device.
+Owns: the arithmetic, and the refusals with their numbers; of the weights too. Testable without a device.
 Never: measures (host.py, device.py) or allocates (startup.py, host_pool.py).
 """
 
@@ -33,6 +33,14 @@ class CacheRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    total: int
+    """Once loaded, in the dtype that was asked for."""
+    converted: int
+    """Of these, what is not in the files' dtype: made on the host, whatever the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
     num_blocks: int
     """Without the padding block."""
@@ -48,6 +56,16 @@ def cpu_budget_bytes(available_bytes: int, *, asked_bytes: int | None, swap_byte
     if asked_bytes is None:
         return min(int((available_bytes - swap_bytes) * CPU_SHARE_OF_AVAILABLE), CPU_MOST_BYTES)
     return asked_bytes
+
+
+def check_weights_fit(num_bytes: int, *, available_bytes: int, where: str) -> int:
+    """Refuse, with StartupError, weights that would not fit; returns the bytes that they leave."""
+    if num_bytes > available_bytes:
+        raise StartupError(
+            f"the weights take {_gib(num_bytes)}, but {where} has {_gib(available_bytes)} available",
+            fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
+        )
+    return available_bytes - num_bytes
 
 
 def check_host_memory(available_bytes: int, *, cache_bytes: int, swap_bytes: int) -> None:

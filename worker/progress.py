@@ -1,12 +1,15 @@
 """Loading, told to whoever waits for it at least every half second.
 
-Owns: the thread that loads, and the calls to `report` from the thread that asked, while it does.
+Owns: the thread that loads, the calls to `report` from the thread that asked, while it does, and how
+large a part of the whole each stage is.
 Never: knows what is loaded.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 from worker.config import LoadProgress
@@ -16,13 +19,54 @@ _INTERVAL_S = 0.25
 Result = TypeVar("Result")
 
 
+class Stage(Enum):
+    """In the order in which they come."""
+
+    STARTING = "starting"
+    READING = "reading weights"
+    BUILDING = "building the model"
+    COPYING = "copying weights"
+    MEASURING = "measuring memory"
+    WARMING_UP = "warming up"
+
+
+# Of the time that a checkpoint takes which is not in the page cache yet: a bar for a person, no promise.
+_SHARES = {
+    Stage.STARTING: 0.05,
+    Stage.READING: 0.55,
+    Stage.BUILDING: 0.1,
+    Stage.COPYING: 0.1,
+    Stage.MEASURING: 0.05,
+    Stage.WARMING_UP: 0.15,
+}
+_SHARES_BEFORE = dict(zip(_SHARES, accumulate(_SHARES.values(), initial=0.0), strict=False))
+
+
 class LoadStage:
     """Where loading stands. Written by the thread that loads, read by the one that reports."""
 
     def __init__(self) -> None:
-        self.name = "starting"
-        self.done_bytes = 0
-        self.total_bytes = 0
+        # One tuple, replaced whole: the reader never sees one stage with the bytes of another.
+        self._now = (Stage.STARTING, 0, 0)
+
+    def enter(self, stage: Stage, *, total_bytes: int = 0) -> None:
+        """Go on to a stage that counts `total_bytes`, or none."""
+        self._now = (stage, 0, total_bytes)
+
+    def count(self, num_bytes: int) -> None:
+        stage, done_bytes, total_bytes = self._now
+        self._now = (stage, done_bytes + num_bytes, total_bytes)
+
+    def progress(self, elapsed_s: float) -> LoadProgress:
+        stage, done_bytes, total_bytes = self._now
+        return LoadProgress(
+            stage=stage.value,
+            done_bytes=done_bytes,
+            total_bytes=total_bytes,
+            elapsed_s=elapsed_s,
+            share_before=_SHARES_BEFORE[stage],
+            share=_SHARES[stage],
+        )
 
 
 class _Outcome(Generic[Result]):
@@ -48,15 +92,7 @@ def run_reporting(work: Callable[[LoadStage], Result], report: Callable[[LoadPro
             outcome.error = error
 
     def report_now() -> None:
-        elapsed_s = time.monotonic() - started_s
-        report(
-            LoadProgress(
-                stage=stage.name,
-                done_bytes=stage.done_bytes,
-                total_bytes=stage.total_bytes,
-                elapsed_s=elapsed_s,
-            )
-        )
+        report(stage.progress(time.monotonic() - started_s))
 
     # A daemon: a process that is told to stop while it loads shall not wait for the rest of the model.
     thread = threading.Thread(target=run, name="tokenyard-load", daemon=True)

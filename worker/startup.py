@@ -23,7 +23,7 @@ from worker.kv_cache import BlockLayout, KVCache
 from worker.loader import NO_PAGED_ATTENTION, LoadedModel, load_model
 from worker.memory import CacheRequest, CacheSize, size_cache
 from worker.model_runner import ModelRunner
-from worker.progress import LoadStage
+from worker.progress import LoadStage, Stage
 from worker.rope import fix_rope, longest_right_len
 from worker.self_check import SelfCheck, refusing
 
@@ -44,7 +44,7 @@ def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
     runner = ModelRunner(loaded.model, loaded.vocab_size)
 
-    stage.name = "measuring memory"
+    stage.enter(Stage.MEASURING)
     layout = _probe_layout(config, device, loaded, runner)
 
     def run_largest_step() -> None:
@@ -68,7 +68,7 @@ def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
     host_pool = HostPool(config.swap_space_bytes, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
 
-    stage.name = "warming up"
+    stage.enter(Stage.WARMING_UP)
     backend = RefAttention(cache, device)
     SelfCheck(
         loaded=loaded,

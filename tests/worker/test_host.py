@@ -41,6 +41,14 @@ def test_a_version_2_limit_counts_and_page_cache_gives_way(machine: Machine) -> 
     assert available_memory_bytes(machine.root) == 100 * MIB
 
 
+def test_page_cache_that_became_active_gives_way_too(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/")
+    machine.write("sys/fs/cgroup/memory.max", 60 * MIB)
+    machine.write("sys/fs/cgroup/memory.current", 50 * MIB)
+    machine.write("sys/fs/cgroup/memory.stat", f"inactive_file {10 * MIB}\nactive_file {30 * MIB}")
+    assert available_memory_bytes(machine.root) == 50 * MIB
+
+
 def test_a_limit_of_an_ancestor_counts(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/pod/container")
     machine.write("sys/fs/cgroup/pod/memory.max", 20 * MIB)
@@ -52,7 +60,9 @@ def test_a_version_1_limit_counts_at_the_mount_point_of_a_container(machine: Mac
     machine.write("proc/self/cgroup", "7:cpu,cpuacct:/x\n4:memory:/path/on/the/host")
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", 64 * MIB)
     machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", 80 * MIB)
-    machine.write("sys/fs/cgroup/memory/memory.stat", f"total_inactive_file {20 * MIB}")
+    machine.write(
+        "sys/fs/cgroup/memory/memory.stat", f"total_inactive_file {15 * MIB}\ntotal_active_file {5 * MIB}"
+    )
     assert available_memory_bytes(machine.root) == 4 * MIB
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
     assert available_memory_bytes(machine.root) == 100 * MIB

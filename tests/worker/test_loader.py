@@ -67,6 +67,14 @@ def test_a_broken_config_json(folder: Path) -> None:
     assert "cannot be read" in refusal(folder)
 
 
+@pytest.mark.parametrize(("key", "value"), [("eos_token_id", "</s>"), ("hidden_size", "64")])
+def test_a_config_json_with_a_value_of_the_wrong_type(folder: Path, key: str, value: str) -> None:
+    edit_json(folder / "config.json", **{key: value})
+    message = refusal(folder)
+    assert "config.json is refused" in message
+    assert key in message
+
+
 def test_an_unknown_model_type_is_refused_even_with_code_of_its_own(folder: Path) -> None:
     code = folder / "modeling_mine.py"
     code.write_text(f"open({str(folder / 'was_run')!r}, 'w')\n")
@@ -184,23 +192,6 @@ def test_yarn_stretches_the_window(folder: Path) -> None:
 def test_a_cache_too_small_for_one_sequence_says_what_would_fit(folder: Path) -> None:
     message = refusal(folder, max_model_len=256, num_blocks=10)
     assert "--max-model-len 40 or less" in message
-
-
-def test_end_of_sequence_tokens_are_merged_from_both_files(folder: Path) -> None:
-    edit_json(folder / "config.json", eos_token_id=334)
-    edit_json(folder / "generation_config.json", eos_token_id=[333, 334])
-    assert load_worker(folder)[1].eos_token_ids == (333, 334)
-
-
-def test_default_sampling_is_what_generation_config_really_sets(folder: Path) -> None:
-    path = folder / "generation_config.json"
-    edit_json(path, do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.05)
-    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
-    assert load_worker(folder)[1].default_sampling == expected
-    edit_json(path, do_sample=False)
-    assert load_worker(folder)[1].default_sampling == {"repetition_penalty": 1.05}
-    path.unlink()
-    assert load_worker(folder)[1].default_sampling == {}
 
 
 def test_auto_takes_the_dtype_of_the_checkpoint(folder: Path) -> None:

@@ -8,6 +8,7 @@ from worker.errors import StartupError
 from worker.memory import (
     CacheRequest,
     check_host_memory,
+    check_weights_fit,
     cpu_budget_bytes,
     cuda_budget_bytes,
     num_host_blocks,
@@ -59,6 +60,13 @@ def test_an_asked_length_beyond_the_models_own_is_refused() -> None:
 def test_a_budget_below_two_blocks_is_refused(budget_bytes: int) -> None:
     with pytest.raises(StartupError, match=r"at least 2000 bytes \(--kv-cache-memory on CPU"):
         size_cache(replace(REQUEST, budget_bytes=budget_bytes))
+
+
+def test_weights_larger_than_memory_are_refused_and_others_leave_the_rest() -> None:
+    assert check_weights_fit(3 * GIB, available_bytes=8 * GIB, where="the GPU") == 5 * GIB
+    assert check_weights_fit(8 * GIB, available_bytes=8 * GIB, where="the GPU") == 0
+    with pytest.raises(StartupError, match=r"weights take 9.00 GiB, but the GPU has 8.00 GiB .*bfloat16"):
+        check_weights_fit(9 * GIB, available_bytes=8 * GIB, where="the GPU")
 
 
 def cpu_budget(available: int, asked: int | None, *, swap: int = 0) -> int:

@@ -219,7 +219,7 @@ def test_the_longest_sequence_runs_to_its_last_token(checkpoints: MakeCheckpoint
     assert len(driver.generated(sequence)) == 6
 
 
-def test_loading_reports_in_the_calling_thread_and_ends_with_all_bytes_read(
+def test_loading_reports_in_the_calling_thread_and_is_not_over_before_it_is_ready(
     checkpoints: MakeCheckpoint,
 ) -> None:
     reports: list[LoadProgress] = []
@@ -227,8 +227,9 @@ def test_loading_reports_in_the_calling_thread_and_ends_with_all_bytes_read(
     worker = Worker(WorkerConfig(model_path=str(folder), device="cpu", num_threads=1, num_blocks=4))
     facts = worker.load(reports.append)
     assert reports[-1].stage == "warming up"
-    assert reports[-1].fraction == 1.0
-    assert reports[-1].total_bytes == (folder / "model.safetensors").stat().st_size
+    fractions = [report.fraction for report in reports]
+    assert fractions == sorted(fractions)
+    assert 0.8 < fractions[-1] < 1.0
     assert (facts.block_size, facts.num_blocks, facts.max_model_len) == (32, 4, 128)
     assert facts.device == "cpu (1 thread)"
     assert facts.weight_bytes == facts.num_parameters * 4

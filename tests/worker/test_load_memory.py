@@ -1,0 +1,201 @@
+"""Where the weights lie once loaded, and what happens where there is not enough memory for them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import worker.device
+import worker.loader
+from tests.worker.conftest import MakeCheckpoint, load_worker
+from worker.checkpoint import find_weights, loaded_bytes
+from worker.config import LoadProgress, WorkerConfig
+from worker.device import CpuDevice
+from worker.errors import StartupError
+from worker.loader import load_model
+from worker.memory import WeightBytes
+from worker.progress import LoadStage
+
+
+@pytest.fixture
+def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
+    """A copy of a good checkpoint in float32, to be changed."""
+    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "model"))
+
+
+def load(folder: Path, dtype: str = "auto") -> torch.nn.Module:
+    config = WorkerConfig(model_path=str(folder), device="cpu", dtype=dtype, num_threads=1)
+    return load_model(config, CpuDevice(config), LoadStage()).model
+
+
+def pretend_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(worker.device, "available_memory_bytes", lambda: num_bytes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_weight_is_left_in_the_mapped_file(folder: Path, dtype: str) -> None:
+    model = load(folder, dtype)
+    assert sum(1 for _ in model.parameters()) > 10
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_checkpoint_rewritten_in_place_changes_nothing(folder: Path) -> None:
+    model = load(folder)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = folder / "model.safetensors"
+    with path.open("r+b") as stream:
+        stream.write(bytes(path.stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_tied_weights_stay_one(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model: Any = load(folder)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_weights_are_sized_in_the_dtype_they_will_have(folder: Path) -> None:
+    files = find_weights(folder)
+    stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert loaded_bytes(files, None) == WeightBytes(total=stored, converted=0)
+    assert loaded_bytes(files, "float32") == WeightBytes(total=stored, converted=0)
+    assert loaded_bytes(files, "bfloat16") == WeightBytes(total=stored // 2, converted=stored // 2)
+
+
+def test_weights_larger_than_memory_are_refused_before_they_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = loaded_bytes(find_weights(folder), None).total
+    pretend_available(monkeypatch, needed - 1)
+    monkeypatch.setattr(worker.loader, "warm_page_cache", None)
+    with pytest.raises(StartupError, match=r"the weights take .* this machine has .*available; free some"):
+        load(folder)
+
+
+def test_weights_that_fit_once_converted_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_available(monkeypatch, loaded_bytes(find_weights(folder), "bfloat16").total)
+    with pytest.raises(StartupError):
+        load(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
+    assert load(folder).dtype == torch.bfloat16
+
+
+def test_files_that_do_not_fit_beside_the_weights_are_not_read_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[Any]] = []
+    monkeypatch.setattr(worker.loader, "warm_page_cache", lambda files, on_read: read.append(files))
+    (file,) = find_weights(folder)
+    needed = loaded_bytes([file], None).total
+    pretend_available(monkeypatch, needed + file.num_bytes - 1)
+    load(folder)
+    assert read == []
+    pretend_available(monkeypatch, needed + file.num_bytes)
+    load(folder)
+    assert read == [[file]]
+
+
+class TooLarge:
+    """In place of the model class: building it asks for more memory than any machine has."""
+
+    def __init__(self, error: type[Exception] | None) -> None:
+        self.error = error
+
+    def from_pretrained(self, *args: object, **options: object) -> None:
+        if self.error:
+            raise self.error("out of memory")
+        torch.empty(1 << 55)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, None])
+def test_memory_that_runs_out_while_building_is_a_refusal_with_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    monkeypatch.setattr(worker.loader, "AutoModelForCausalLM", TooLarge(error))
+    with pytest.raises(StartupError, match=r"memory of cpu .* ran out while \d+\.\d\d GiB .*; free some"):
+        load(folder)
+
+
+def test_memory_that_runs_out_on_the_way_to_the_device_is_a_refusal_with_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker.loader, "_move", run_out)
+    with pytest.raises(StartupError, match=r"ran out while \d+\.\d\d GiB of weights"):
+        load(folder)
+
+
+def test_an_error_that_is_not_about_memory_keeps_its_own_refusal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.loader, "AutoModelForCausalLM", TooLarge(RuntimeError))
+    with pytest.raises(StartupError, match="transformers cannot load"):
+        load(folder)
+
+
+def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory is asked for twice: before the weights, and when none of them is a mapped page any more."""
+    mapped: list[bool] = []
+
+    def available() -> int:
+        mapped.append(str(folder) in Path("/proc/self/maps").read_text())
+        return 1 << 30
+
+    monkeypatch.setattr(worker.device, "available_memory_bytes", available)
+    load_worker(folder)
+    assert len(mapped) == 2
+    assert not any(mapped)
+
+
+def test_a_wrong_generation_config_is_refused_before_the_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.loader, "warm_page_cache", None)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "0.7"}')
+    with pytest.raises(StartupError, match=r"generation_config\.json has temperature '0\.7'"):
+        load(folder)
+
+
+def test_an_end_token_beyond_the_vocabulary_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [334, 99999]}')
+    with pytest.raises(StartupError, match=r"generation_config\.json has eos_token_id 99999"):
+        load(folder)
+
+
+def test_what_the_files_say_reaches_the_facts(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.6, "eos_token_id": [333, 334]}'
+    )
+    facts = load_worker(folder)[1]
+    assert facts.default_sampling == {"temperature": 0.6}
+    assert facts.eos_token_ids == (333, 334)
+
+
+def test_bytes_are_counted_while_the_weights_are_read_and_copied(folder: Path) -> None:
+    config = WorkerConfig(model_path=str(folder), device="cpu", num_threads=1)
+    seen: list[LoadProgress] = []
+
+    class Watched(LoadStage):
+        def count(self, num_bytes: int) -> None:
+            super().count(num_bytes)
+            seen.append(self.progress(0.0))
+
+    loaded = load_model(config, CpuDevice(config), Watched())
+    read = [each for each in seen if each.stage == "reading weights"]
+    copied = [each for each in seen if each.stage == "copying weights"]
+    assert read[-1].done_bytes == read[-1].total_bytes == (folder / "model.safetensors").stat().st_size
+    assert copied[-1].done_bytes == copied[-1].total_bytes >= loaded.weight_bytes
+    assert seen == [*read, *copied]
