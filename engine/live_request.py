@@ -38,6 +38,7 @@ class Choice:
             special=SpecialTokens.SKIP if request.skip_special_tokens else SpecialTokens.KEEP,
         )
         self._shows_stop = request.include_stop_str_in_output
+        self._hides_special = request.skip_special_tokens
         self._num_hidden = 0
         self._num_cached_tokens = 0
         self._stop_reason: int | str | None = None
@@ -90,6 +91,7 @@ class Choice:
         return TokenLogprob(
             chosen=self._entry(logprobs.token_id, logprobs.logprob),
             top=tuple(self._entry(token_id, logprob) for token_id, logprob in logprobs.top),
+            is_hidden=self._hides_special and self._tokenizer.is_special(logprobs.token_id),
         )
 
     def _entry(self, token_id: int, logprob: float) -> LogprobEntry:

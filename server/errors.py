@@ -71,6 +71,17 @@ class BodyTimeout(EdgeError):
     """The body stopped coming."""
 
 
+class HeadTimeout(EdgeError):
+    """A request was begun, and its head stopped coming."""
+
+
+class TooManyConnections(EdgeError):
+    """Every place is taken; the reserve is for probes."""
+
+    def __init__(self) -> None:
+        super().__init__("this server holds as many connections as it can; try again later")
+
+
 class InvalidApiKey(EdgeError):
     """No key, or not one of ours."""
 
@@ -102,7 +113,7 @@ class Shape:
 
 _WHO_ARE_YOU = ("www-authenticate", 'Bearer realm="tokenyard"')
 _HANG_UP = ("connection", "close")
-"""The rest of the body is never read, so that the connection cannot be used again."""
+"""What else the client may have sent is never read, so that the connection cannot be used again."""
 
 _SHAPES: dict[type[Exception], Shape] = {
     RequestRejected: Shape(400, "invalid_request_error", None, Retry.NEVER),
@@ -111,6 +122,7 @@ _SHAPES: dict[type[Exception], Shape] = {
     RouteNotFound: Shape(404, "invalid_request_error", "not_found", Retry.NEVER),
     MethodNotAllowed: Shape(405, "invalid_request_error", "method_not_allowed", Retry.NEVER),
     BodyTimeout: Shape(408, "invalid_request_error", "request_timeout", Retry.NOW, _HANG_UP),
+    HeadTimeout: Shape(408, "invalid_request_error", "request_timeout", Retry.NOW, _HANG_UP),
     BodyTooLarge: Shape(413, "invalid_request_error", "request_too_large", Retry.NEVER, _HANG_UP),
     UnsupportedMediaType: Shape(415, "invalid_request_error", "unsupported_media_type", Retry.NEVER),
     Overloaded: Shape(429, "rate_limit_error", "server_overloaded", Retry.LATER),
@@ -121,6 +133,7 @@ _SHAPES: dict[type[Exception], Shape] = {
     EngineError: Shape(500, "server_error", "engine_error", Retry.NEVER),
     DeadlineExceeded: Shape(504, "timeout_error", "deadline_exceeded", Retry.NEVER),
     EngineUnavailable: Shape(503, "server_error", None, Retry.LATER),
+    TooManyConnections: Shape(503, "server_error", "too_many_connections", Retry.LATER, _HANG_UP),
     ReplyAborted: Shape(503, "server_error", "shutting_down", Retry.LATER),
     Exception: Shape(500, "server_error", "internal_error", Retry.NEVER),
 }

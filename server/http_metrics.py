@@ -1,4 +1,4 @@
-"""What the edge counts: replies by route and status, ignored fields, readers who stopped reading.
+"""What the edge counts: replies by route and status, ignored fields, connections given up.
 
 Owns: counters with labels from fixed sets only; no client can make a new series.
 Never: the engine's own metrics; both live in the engine's registry and appear on one page.
@@ -27,6 +27,11 @@ class HttpMetrics:
         self.unknown_fields = Counter(
             "tokenyard:unknown_request_fields",
             "Fields in request bodies that this server does not know and ignored.",
+            registry=registry,
+        )
+        self.refused_connections = Counter(
+            "tokenyard:refused_connections",
+            "Connections closed at once because every place was taken, the reserve for probes too.",
             registry=registry,
         )
         self.slow_client_aborts = Counter(

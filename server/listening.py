@@ -1,14 +1,21 @@
 """The port, taken before anything slow happens.
 
-Owns: the listening socket, and what to say when the port cannot be had.
+Owns: the listening socket, what its connections inherit, how many there can be, and what to say when the
+port cannot be had.
 Never: serves (launch.py).
 """
 
 import errno
+import resource
 import socket
 from pathlib import Path
 
 _BACKLOG = 2048
+_MAX_CONNECTIONS = 4096
+_NUM_OTHER_FILES = 128
+"""Descriptors for all that is not a client: the engine, the model's files, the event loop."""
+_UNREAD_TIMEOUT_MS = 60_000
+"""How long a peer may leave unread, or unacknowledged, what was sent to it."""
 
 
 class PortInUse(Exception):
@@ -24,6 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen.
     """
+    _allow_files(_MAX_CONNECTIONS + _NUM_OTHER_FILES)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -36,6 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         # A port whose last connections linger may be taken; one that is listened on may not.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _drop_peers_that_do_not_read(listener)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -52,6 +61,33 @@ def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def num_connections_allowed() -> int:
+    """Without running out of descriptors: a server that cannot accept cannot answer its probes either."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(_MAX_CONNECTIONS, soft - _NUM_OTHER_FILES))
+
+
+def _allow_files(num_files: int) -> None:
+    """Raise the soft limit as far as needed and allowed, and no further.
+
+    In containers the hard limit may be a thousand million, and a child that closes every descriptor there
+    could be would take minutes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= num_files:
+        return
+    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _drop_peers_that_do_not_read(listener: socket.socket) -> None:
+    """Accepted sockets inherit it. It also ends what closing leaves behind: a close waits for the peer."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_MS)
 
 
 def _in_use(port: int) -> str:

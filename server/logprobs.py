@@ -33,10 +33,11 @@ class TokenOffsets:
         self._offset = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next_offset(self, token_bytes: bytes) -> int:
+    def next_offset(self, token: TokenLogprob) -> int:
         # A character split over tokens begins where its first byte stands.
         offset = self._offset
-        self._offset += len(self._decoder.decode(token_bytes))
+        if not token.is_hidden:
+            self._offset += len(self._decoder.decode(token.chosen.token_bytes))
         return offset
 
 
@@ -50,7 +51,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offsets: TokenOffsets) -
             {_name(entry): max(entry.logprob, _FLOOR) for entry in (*token.top, token.chosen)}
             for token in tokens
         ],
-        "text_offset": [offsets.next_offset(token.chosen.token_bytes) for token in tokens],
+        "text_offset": [offsets.next_offset(token) for token in tokens],
     }
 
 

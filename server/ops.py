@@ -38,7 +38,10 @@ async def is_ready(request: Request) -> Response:
 @router.get("/health/live", **HEALTH_DOCUMENTATION)
 @router.head("/health/live", include_in_schema=False)
 async def is_live(request: Request) -> Response:
-    """503 only where a restart is the cure: the engine is dead or stands still."""
+    """503 only where a restart is the cure: the loop of a loaded engine stands still.
+
+    A loading engine is live, and so is a dead one: it is replaced from within.
+    """
     health = edge_of(request).engine.health()
     return _health_page(health, 200 if health.is_live else 503)
 

@@ -57,7 +57,9 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _as_stop_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value] if value else []  # as OpenAI: nothing to stop at
+    return value
 
 
 def _as_parts(value: Any) -> Any:
@@ -95,7 +97,8 @@ Stop = Annotated[
     Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(
         _as_stop_list,
-        json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)],
+        json_schema_input_type=Annotated[str, StringConstraints(max_length=MAX_STOP_CHARS)]
+        | Annotated[list[_StopString], Field(max_length=MAX_STOPS)],
     ),
 ]
 LogitBias = Annotated[

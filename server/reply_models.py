@@ -8,6 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+FinishReasonName = Literal["stop", "length", "timeout"]
+"""`timeout` is ours: a time limit ran out, and what there is was sent."""
+
 
 class ReplyModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +49,7 @@ class CompletionChoice(ReplyModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReasonName | None
     """Null only in the chunks of a stream."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the choice; null for the end-of-sequence token."""
@@ -89,7 +92,7 @@ class ChatChoice(ReplyModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReasonName
     stop_reason: int | str | None
 
 
@@ -112,7 +115,7 @@ class ChatChunkChoice(ReplyModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReasonName | None
     stop_reason: int | str | None = None
 
 

@@ -24,7 +24,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _asked_id(scope) or f"req_{secrets.token_hex(16)}".encode()
+        request_id = _asked_id(scope) or new_request_id().encode()
         scope[_SCOPE_KEY] = request_id.decode("ascii")
 
         async def send_with_id(message: Message) -> None:
@@ -33,6 +33,10 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def new_request_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
 
 
 def _asked_id(scope: Scope) -> bytes | None:

@@ -70,8 +70,6 @@ def _check_prompt(body: CompletionRequest, prompt: Prompt, info: ModelInfo) -> N
         _check_num_chars(len(prompt), info, param="prompt")
     elif body.echo:
         raise unsupported("echo", "echo is supported for prompts that are text, not token ids")
-    elif min(prompt) < 0 or max(prompt) >= info.vocab_size:
-        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}", param="prompt")
     if body.echo and body.logprobs is not None:
         raise unsupported("logprobs", "logprobs of the prompt are not supported: leave out echo or logprobs")
 
@@ -80,30 +78,21 @@ def completion_requests(
     body: CompletionRequest, prompts: Sequence[tuple[int, ...]], info: ModelInfo, origin: Origin
 ) -> tuple[GenerationRequest, ...]:
     """One engine request for each tokenized prompt. Raises RequestRejected."""
-    return tuple(
-        _generation_request(
-            body,
-            prompt,
-            _sampling(
-                body,
-                info,
-                origin,
-                max_tokens=_fit_max_tokens(
-                    body.max_tokens, len(prompt), info, names=_COMPLETION_NAMES, default=COMPLETION_MAX_TOKENS
-                ),
-                num_logprobs=body.logprobs,
-            ),
-            origin,
-            place=f"-{index}",
+    requests = []
+    for index, prompt in enumerate(prompts):
+        max_tokens = _fit_max_tokens(
+            body.max_tokens, len(prompt), info, names=_COMPLETION_NAMES, default=COMPLETION_MAX_TOKENS
         )
-        for index, prompt in enumerate(prompts)
-    )
+        _check_ids(prompt, info, param="prompt")
+        params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=body.logprobs)
+        requests.append(_generation_request(body, prompt, params, origin, place=f"-{index}"))
+    return tuple(requests)
 
 
 def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
     """Check all that can be checked before the template is rendered; return the messages for it."""
     _check_fields(body, info)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
     messages = [_message(message, index) for index, message in enumerate(body.messages)]
     _check_num_chars(sum(len(message["content"]) for message in messages), info, param="messages")
@@ -136,6 +125,7 @@ def chat_request(
             "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
         )
     max_tokens = _fit_max_tokens(asked, len(prompt), info, names=_CHAT_NAMES, default=None)
+    _check_ids(prompt, info, param="messages")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=num_logprobs)
     return _generation_request(body, prompt, params, origin)
@@ -176,6 +166,12 @@ def _check_fields(body: GenerationFields, info: ModelInfo) -> None:
         raise RequestRejected("stream_options is allowed only with stream", param="stream_options")
     if any(token_id >= info.vocab_size for token_id in body.stop_token_ids or ()):
         raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}", param="stop_token_ids")
+
+
+def _check_ids(prompt: Sequence[int], info: ModelInfo, *, param: str) -> None:
+    """Refuse ids that the model has no embedding for; a tokenizer may know more tokens than the model."""
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}", param=param)
 
 
 def _check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:

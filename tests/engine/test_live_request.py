@@ -145,3 +145,13 @@ async def test_the_reason_of_an_end_by_error_is_what_the_error_says() -> None:
         assert live.reason_of_end is reason
         with pytest.raises(type(error)):
             live.take()
+
+
+async def test_logprobs_tell_which_tokens_are_not_in_the_text() -> None:
+    special = next(token_id for token_id in range(TOKENIZER.vocab_size) if TOKENIZER.is_special(token_id))
+    for skip in (True, False):
+        live = live_request(skip_special_tokens=skip)
+        output = SequenceOutput(SequenceId(0), (special,), None, (TokenLogprobs(special, -0.5, 1, ()),))
+        live.push(output, EOS)
+        (taken,) = live.take()
+        assert taken.logprobs[0].is_hidden is skip

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import build_app
+from server.connections import ClientConnection
 from server.edge import Patience
 from tests.server.fake_engine import FakeEngine
 
@@ -48,7 +49,9 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 async def serving(app: FastAPI) -> AsyncIterator[str]:
     """Behind the real server on a free port; yields the base URL."""
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical")
+    config = uvicorn.Config(
+        app, http=ClientConnection, ws="none", lifespan="off", log_config=None, log_level="error"
+    )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:

@@ -1,6 +1,7 @@
 """Whatever is wrong with a request, the answer is a 4xx in OpenAI's shape that says what would be right."""
 
 import json
+from dataclasses import replace
 
 import httpx
 import orjson
@@ -82,7 +83,7 @@ BAD_FIELDS = [
     ({"logprobs": True}, "logprobs", "invalid_value"),
     ({"echo": True, "logprobs": 1}, "logprobs", "unsupported_parameter"),
     ({"echo": True, "prompt": [1]}, "echo", "unsupported_parameter"),
-    ({"stop": ""}, "stop[0]", "invalid_value"),
+    ({"stop": [""]}, "stop[0]", "invalid_value"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value"),
     ({"stop": [1]}, "stop[0]", "invalid_value"),
     ({"stop": "x" * 1025}, "stop[0]", "invalid_value"),
@@ -183,6 +184,22 @@ BAD_CHATS = [
 async def test_a_bad_field_of_a_chat_is_named(client, engine, fields, param, code):
     error = check(await client.post(CHAT, json={**message(), **fields}))
     assert (error["param"], error["code"]) == (param, code)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "ab~"}, "prompt"),
+        (COMPLETIONS, {"prompt": [97, 126]}, "prompt"),
+        (CHAT, message(content="ab~"), "messages"),
+    ],
+)
+async def test_a_token_without_an_embedding_is_refused_however_it_came(client, engine, path, body, param):
+    engine.model_info = replace(engine.model_info, vocab_size=ord("~"))
+    error = check(await client.post(path, json=body))
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert "from 0 to 125" in error["message"]
     assert engine.requests == []
 
 

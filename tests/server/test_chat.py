@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from engine.types import FinishReason
 from server.reply_models import ChatCompletion
 from tests.server.fake_engine import INFO
 
@@ -40,6 +41,17 @@ async def test_logprobs_come_as_objects_with_bytes(client, engine):
             "top_logprobs": [{"token": "A", "logprob": -1.0, "bytes": [65]}],
         }
     ]
+
+
+async def test_no_alternatives_are_no_reason_to_refuse(client, engine):
+    for logprobs in ({}, {"logprobs": False}):
+        assert (await chat(client, top_logprobs=0, **logprobs))["choices"][0]["logprobs"] is None
+    assert engine.requests[-1].params.num_logprobs is None
+
+
+async def test_an_expired_reply_is_one_that_the_document_describes(client, engine):
+    engine.end_as = FinishReason.EXPIRED
+    assert (await chat(client))["choices"][0]["finish_reason"] == "timeout"
 
 
 async def test_messages_reach_the_template_in_its_own_words(client, engine):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.types import FinishReason
 from server.reply_models import Completion
 from tests.server.fake_engine import EOS
 
@@ -155,6 +156,16 @@ async def test_a_null_is_an_absent_field(client):
         "user",
     )
     await complete(client, prompt="x", **dict.fromkeys(nulls))
+
+
+async def test_an_empty_stop_string_is_an_absent_one(client, engine):
+    await complete(client, prompt="x", stop="")
+    assert engine.requests[-1].stop == ()
+
+
+async def test_an_expired_reply_is_one_that_the_document_describes(client, engine):
+    engine.end_as = FinishReason.EXPIRED
+    assert (await complete(client, prompt="x"))["choices"][0]["finish_reason"] == "timeout"
 
 
 async def test_harmless_fields_are_accepted(client):

@@ -1,5 +1,7 @@
 """Log-probabilities of tokens that are not whole characters, and of the impossible."""
 
+from dataclasses import replace
+
 from engine.types import LogprobEntry, TokenLogprob
 from server.logprobs import TokenOffsets, chat_logprobs, completion_logprobs
 
@@ -16,6 +18,14 @@ def test_halves_of_a_character_are_named_by_their_bytes_and_begin_where_it_begin
     assert lists["tokens"] == ["aß", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80", "b"]
     assert lists["text_offset"] == [0, 2, 2, 3]
     assert list(lists["top_logprobs"][1]) == ["bytes:\\xf0\\x9f"]
+
+
+def test_a_token_that_the_text_leaves_out_takes_no_room_in_it():
+    hidden = replace(token(b"<|reserved_7|>"), is_hidden=True)
+    tokens = [token(b"a"), token(b" five"), hidden, token(b"b"), token(b"c")]
+    lists = completion_logprobs(tokens, TokenOffsets(0))
+    assert lists["text_offset"] == [0, 1, 6, 6, 7]
+    assert lists["tokens"][2] == "<|reserved_7|>"
 
 
 def test_offsets_go_on_from_chunk_to_chunk():

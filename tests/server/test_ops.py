@@ -24,7 +24,7 @@ LOADING = dataclasses.replace(
         (READY, 200, 200),
         (LOADING, 503, 200),
         (dataclasses.replace(READY, state=EngineState.DRAINING), 503, 200),
-        (dataclasses.replace(READY, state=EngineState.DEAD, is_live=False), 503, 503),
+        (dataclasses.replace(READY, state=EngineState.DEAD), 503, 200),
         (dataclasses.replace(READY, is_live=False), 503, 503),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 
 import httpx
 import orjson
@@ -64,8 +65,10 @@ async def test_a_chat_stream_is_framed_as_openai_frames_it(client):
     assert rest == ""
 
 
+@pytest.mark.parametrize("end_as", [FinishReason.LENGTH, FinishReason.EXPIRED])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (COMPLETIONS, PROMPT)])
-async def test_each_choice_ends_once_and_all_chunks_share_one_head(client, path, body):
+async def test_each_choice_ends_once_and_all_chunks_share_one_head(client, engine, path, body, end_as):
+    engine.end_as = end_as
     chunks = await stream(client, path, {**body, "n": 3})
     model = ChatCompletionChunk if path == CHAT else Completion
     for chunk in chunks:
@@ -183,6 +186,18 @@ async def test_a_refusal_after_the_first_comment_is_an_error_event(engine):
         response = await client.post(COMPLETIONS, json=PROMPT)
     assert response.status_code == 200
     assert events(response)[-1]["error"]["code"] == "server_overloaded"
+
+
+async def test_a_refusal_keeps_its_status_although_a_comment_is_due_at_that_moment(engine, monkeypatch):
+    async def busy(request):
+        time.sleep(0.03)  # the loop stands still, so that the refusal and the comment are due in one turn
+        raise Overloaded("busy", retry_after_s=1)
+        yield
+
+    monkeypatch.setattr(engine, "generate", busy)
+    async with connect(impatient(engine, keep_alive_s=0.01)) as client:
+        response = await client.post(COMPLETIONS, json=PROMPT)
+    assert response.status_code == 429
 
 
 async def test_a_client_that_stops_reading_loses_its_request(engine):

@@ -1,0 +1,199 @@
+"""What a connection may do before and after its requests. Over real sockets, with little patience."""
+
+import asyncio
+import socket
+import struct
+from urllib.parse import urlsplit
+
+import orjson
+import pytest
+
+from server.connections import RESERVED_PLACES
+from server.listening import listen, num_connections_allowed
+from server.reply_models import ErrorReplyBody
+from tests.server.conftest import eventually, impatient, serving
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"
+
+
+async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    address = urlsplit(url)
+    return await asyncio.open_connection(address.hostname, address.port)
+
+
+async def said(url: str, *words: bytes, pause_s: float = 0.0) -> bytes:
+    """All that the server answers until it hangs up, which it must do within a second."""
+    reader, writer = await connected(url)
+    answer = asyncio.create_task(reader.read())
+    try:
+        for word in words:
+            if answer.done():  # to go on would turn its end into a reset
+                break
+            writer.write(word)
+            await asyncio.sleep(pause_s)
+        async with asyncio.timeout(1):
+            return await answer
+    finally:
+        writer.close()
+
+
+def parsed(reply: bytes) -> tuple[int, dict[str, str], str]:
+    """Status, headers and error code, after checking OpenAI's shape."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    status, *fields = head.decode().split("\r\n")
+    headers = dict(field.split(": ", 1) for field in fields)
+    assert int(headers["content-length"]) == len(body)
+    error = ErrorReplyBody.model_validate(orjson.loads(body)).error
+    return int(status.split()[1]), headers, error.code
+
+
+async def test_a_silent_connection_is_closed(engine):
+    async with serving(impatient(engine, head_timeout_s=0.05)) as url:
+        assert await said(url) == b""
+
+
+async def test_half_a_head_is_answered_with_408(engine):
+    async with serving(impatient(engine, head_timeout_s=0.05)) as url:
+        status, headers, code = parsed(await said(url, HEALTH[:-2]))
+    assert (status, code) == (408, "request_timeout")
+    assert headers["connection"] == "close"
+    assert headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("before", [b"", MODELS])
+async def test_a_trickle_does_not_gain_time(engine, before):
+    async with serving(impatient(engine, head_timeout_s=0.15)) as url:
+        trickle = [b"x-%d: y\r\n" % place for place in range(40)]
+        async with asyncio.timeout(1):
+            reply = await said(url, before, HEALTH[:-2], *trickle, pause_s=0.04)
+    assert b"HTTP/1.1 408" in reply
+
+
+async def test_a_body_that_trickles_after_its_refusal_does_not_hold_the_connection(engine):
+    head = b"POST /nothing HTTP/1.1\r\nHost: t\r\nContent-Length: 1000\r\n\r\n"
+    async with serving(impatient(engine, head_timeout_s=0.1)) as url:
+        async with asyncio.timeout(1):
+            reply = await said(url, head, *[b"x"] * 50, pause_s=0.03)
+    assert reply.startswith(b"HTTP/1.1 404")
+
+
+async def test_a_kept_connection_and_a_slow_reply_outlive_the_time_for_a_head(engine):
+    engine.pause_s = 0.1
+    body = b'{"prompt": "x", "max_tokens": 2}'
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with serving(impatient(engine, head_timeout_s=0.05)) as url:
+        reader, writer = await connected(url)
+        for request in (post, HEALTH):
+            writer.write(request)
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            await reader.readuntil(b'"num_steps":7}' if request is HEALTH else b'"cached_tokens":4}}}')
+            await asyncio.sleep(0.1)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "words", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 70_000]
+)
+async def test_what_is_not_http_is_refused_in_openais_shape(url, words):
+    status, headers, code = parsed(await said(url, words))
+    assert (status, code) == (400, "invalid_request")
+    assert headers["content-type"] == "application/json"
+    assert headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])
+async def test_a_body_that_stops_being_http_gets_one_reply(url, engine, caplog, path):
+    head = b"POST %b HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    assert parsed(await said(url, head + b"not a size\r\n"))[2] == "invalid_request"
+    assert engine.requests == []
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_beyond_the_limit_only_probes_are_answered_and_once(engine):
+    async with serving(impatient(engine, max_connections=1)) as url:
+        _, first = await connected(url)
+        await asyncio.sleep(0.01)
+        status, headers, code = parsed(await said(url, MODELS))
+        assert (status, code) == (503, "too_many_connections")
+        assert headers["retry-after"] == "1"
+        assert headers["connection"] == "close"
+        reply = await said(url, HEALTH)
+        assert reply.startswith(b"HTTP/1.1 200")
+        assert b"\r\nconnection: close\r\n" in reply
+        first.close()
+        await asyncio.sleep(0.01)
+        reader, writer = await connected(url)
+        writer.write(MODELS)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+
+
+async def test_beyond_the_reserve_a_connection_is_refused_at_once_and_counted(engine):
+    async with serving(impatient(engine, max_connections=1)) as url:
+        silent = [await connected(url) for _ in range(1 + RESERVED_PLACES)]
+        assert parsed(await said(url))[2] == "too_many_connections"
+        for _, writer in silent:
+            writer.close()
+        assert engine.metrics.registry.get_sample_value("tokenyard:refused_connections_total") == 1
+
+
+async def test_the_reserve_is_not_held_by_the_silent(engine, monkeypatch):
+    monkeypatch.setattr("server.connections.RESERVED_HEAD_TIMEOUT_S", 0.05)
+    async with serving(impatient(engine, max_connections=1)) as url:
+        _, patient = await connected(url)
+        await asyncio.sleep(0.01)
+        assert await said(url) == b""
+        patient.close()
+
+
+async def test_a_reader_that_stopped_is_cut_off_although_its_bytes_are_unsent(engine, caplog):
+    engine.texts = ("x" * 65536,)
+    body = b'{"prompt": "x", "max_tokens": 127, "stream": true}'
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with serving(impatient(engine, send_timeout_s=0.05)) as url:
+        address = urlsplit(url)
+        with socket.socket() as stalled:
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect((address.hostname, address.port))
+            stalled.sendall(post)
+            await eventually(lambda: len(engine.aborted) == 1)
+            await eventually(lambda: _has_been_reset(stalled))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def _has_been_reset(client: socket.socket) -> bool:
+    """Asked of the kernel, without reading: TCP_INFO begins with the state; 7 is CLOSE."""
+    return struct.unpack("B", client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1))[0] == 7
+
+
+def test_accepted_sockets_inherit_the_end_of_peers_that_do_not_read() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+@pytest.mark.parametrize(("soft", "allowed"), [(200, 72), (100, 1), (1_000_000, 4096), (-1, 4096)])
+def test_connections_leave_descriptors_for_the_rest(monkeypatch, soft, allowed) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
+    assert num_connections_allowed() == allowed
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((1024, 524_288), [(4224, 524_288)]),
+        ((1024, 2048), [(2048, 2048)]),
+        ((1024, -1), [(4224, -1)]),
+        ((5000, 524_288), []),
+        ((-1, -1), []),
+    ],
+)
+def test_listening_raises_the_soft_limit_as_far_as_needed(monkeypatch, limits, raised) -> None:
+    asked = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.setrlimit", lambda _, wanted: asked.append(wanted))
+    listen("127.0.0.1", 0).close()
+    assert asked == raised
