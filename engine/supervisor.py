@@ -8,15 +8,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.process import CONFIG_FILE
+from engine.runtime_directory import RuntimeDirectory
 from engine.transport import ClientSide
 
 _ENVIRONMENT = {
@@ -33,29 +32,31 @@ _ENVIRONMENT = {
 class EngineProcess:
     """Use `start`; then `side` carries messages until `wait` returns."""
 
-    def __init__(self, child: asyncio.subprocess.Process, directory: Path, side: ClientSide) -> None:
+    def __init__(
+        self, child: asyncio.subprocess.Process, directory: RuntimeDirectory, side: ClientSide
+    ) -> None:
         self._child = child
         self._directory = directory
         self.side = side
 
     @classmethod
     async def start(cls, config: EngineConfig) -> "EngineProcess":
-        directory = Path(tempfile.mkdtemp(prefix="tokenyard-"))  # mode 0700
+        directory = RuntimeDirectory.make()
         side: ClientSide | None = None
         try:
-            side = ClientSide(directory)
-            (directory / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
+            side = ClientSide(directory.path)
+            (directory.path / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # a folder with an `engine` of its own, where the server is started, changes nothing
-                *_child_arguments(directory),
+                *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": _python_path()},
             )
         except BaseException:
             if side is not None:
                 side.close()
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
             raise
         return cls(child, directory, side)
 
@@ -81,7 +82,7 @@ class EngineProcess:
 
     def clean_up(self) -> None:
         self.side.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 def _child_arguments(directory: Path) -> list[str]:

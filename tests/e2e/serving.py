@@ -1,5 +1,6 @@
 """A real server in its own process, for tests that speak HTTP to it and send it signals."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -42,6 +43,12 @@ class RunningServer:
     def metric(self, name: str) -> float:
         """The sum over all labels."""
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
+
+    async def until_in_flight(self, num: int, *tasks: "asyncio.Task[object]") -> None:
+        """So many sequences run or wait. Raises AssertionError if a task ends before."""
+        while sum(self.metric(f"tokenyard:num_requests_{state}") for state in ("running", "waiting")) < num:
+            assert not any(task.done() for task in tasks), "they end too soon"
+            await asyncio.sleep(0.02)
 
     def wait_until_idle(self, within_s: float) -> None:
         """Nothing runs, nothing waits, no block is in use. Raises AssertionError."""

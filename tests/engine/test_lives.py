@@ -1,6 +1,7 @@
 """Births and deaths of a process that is not an engine: only its exit and its messages matter here."""
 
 import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ async def test_a_folder_for_sockets_with_too_long_a_name_is_reported_and_leaves_
 ) -> None:
     long = folder / ("x" * 120)
     long.mkdir()
-    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
     engine = make_lives(folder, monkeypatch, "", [])
     gave_up = await asyncio.wait_for(engine.run(), 30)
     assert gave_up is not None

@@ -35,7 +35,7 @@ async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
 ) -> None:
     with running_server(tmp_path, str(tiny_model)) as server:
         accepted = [asyncio.create_task(stream(server, 400)) for _ in range(8)]
-        await asyncio.sleep(0.4)
+        await server.until_in_flight(8, *accepted)
         server.send(signal.SIGTERM)
         await asyncio.sleep(0.1)
         async with httpx.AsyncClient() as client:
@@ -54,8 +54,8 @@ async def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
 ) -> None:
     options = ("--shutdown-timeout", "0.2", "--max-num-batched-tokens", "64", "--max-num-seqs", "64")
     with running_server(tmp_path, str(tiny_model), *options) as server:
-        streams = [asyncio.create_task(stream(server, 480)) for _ in range(64)]
-        await asyncio.sleep(0.4)
+        streams = [asyncio.create_task(stream(server, 480)) for _ in range(32)]
+        await server.until_in_flight(8, *streams)
         server.send(signal.SIGTERM)
         results = await asyncio.gather(*streams, return_exceptions=True)
         assert any("shutting down" in str(result) for result in results)
@@ -64,8 +64,8 @@ async def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
 
 async def test_a_second_signal_ends_at_once(tiny_model: Path, tmp_path: Path) -> None:
     with running_server(tmp_path, str(tiny_model)) as server:
-        streams = [asyncio.create_task(stream(server, 480)) for _ in range(64)]
-        await asyncio.sleep(0.4)
+        streams = [asyncio.create_task(stream(server, 480)) for _ in range(32)]
+        await server.until_in_flight(8, *streams)
         server.send(signal.SIGINT)
         await asyncio.sleep(0.1)
         insisted_s = time.monotonic()

@@ -48,7 +48,7 @@ async def test_kill_9_of_the_engine_fails_what_is_in_flight_at_once_and_a_new_on
         url = f"{server.url}/v1"
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
             waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(24)]
-            await asyncio.sleep(0.3)
+            await server.until_in_flight(24, *waiting)
             first_pid = server.engine_pid
             assert first_pid is not None
             killed_s = time.monotonic()

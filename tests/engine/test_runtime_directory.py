@@ -1,0 +1,46 @@
+"""Directories that a killed server left are removed by the next one; those in use never are."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from engine.runtime_directory import RuntimeDirectory
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_nobody_else_can_enter_and_nothing_is_left() -> None:
+    directory = RuntimeDirectory.make()
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    directory.remove()
+    assert not directory.path.exists()
+
+
+def test_what_is_in_use_is_left_alone_and_what_was_abandoned_goes(parent: Path) -> None:
+    used, abandoned = RuntimeDirectory.make(), RuntimeDirectory.make()
+    (abandoned.path / "to-engine").touch()
+    os.close(abandoned._lock)  # as the kernel does for a process that was killed
+    third = RuntimeDirectory.make()
+    assert {path.name for path in parent.iterdir()} == {used.path.name, third.path.name}
+    used.remove()
+    third.remove()
+
+
+def test_strangers_directories_are_not_touched(parent: Path) -> None:
+    without_lock = parent / "tokenyard-notes"
+    without_lock.mkdir()
+    elsewhere = parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    (parent / "tokenyard-link").symlink_to(elsewhere)
+    RuntimeDirectory.make().remove()
+    assert without_lock.exists()
+    assert (elsewhere / "lock").exists()
+    shutil.rmtree(without_lock)
