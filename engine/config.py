@@ -17,6 +17,7 @@ from scheduler.config import (
     Batching,
     Displacement,
     Fairness,
+    OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
     SchedulerConfig,
@@ -129,6 +130,7 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
         watermark=options.watermark,
         priority_aging_s=_or_no_limit(options.priority_aging),
+        order_among_equals=OrderAmongEquals(options.order_among_equals),
         displacement=Displacement.ON if options.enable_displacement else Displacement.OFF,
         fairness=Fairness(options.fairness),
         tenant_weights=_tenant_weights(options.tenant_weight),
@@ -169,6 +171,10 @@ def _check_scheduler(options: Options) -> None:
             "--priority-aging",
             "--scheduling-policy fcfs has no priorities",
             "use --scheduling-policy priority",
+        )
+    if options.order_among_equals == "deadline" and options.priority_aging is not None:
+        raise OptionError(
+            "--order-among-equals deadline", "--priority-aging leaves no equals", "leave one of them out"
         )
     if options.batching == "mixed" and options.prefill_delay_factor is not None:
         raise OptionError(

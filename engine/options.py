@@ -180,6 +180,13 @@ class Options:
         open_default="priorities are strict",
         default=None,
     )
+    order_among_equals: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("arrival", "deadline")),
+        "Who of equal priority comes first: the earlier, or the one whose nearest time limit runs out first "
+        "(those without a limit last).",
+        default="arrival",
+    )
     enable_displacement: bool = _option(
         Group.SCHEDULER,
         Switch(),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
+from math import inf, isinf
 
 
 class SchedulingPolicy(StrEnum):
@@ -10,6 +10,13 @@ class SchedulingPolicy(StrEnum):
 
     FCFS = "fcfs"
     PRIORITY = "priority"
+
+
+class OrderAmongEquals(StrEnum):
+    """Who of equal priority is first; under FCFS all are equal."""
+
+    ARRIVAL = "arrival"
+    DEADLINE = "deadline"  # whose nearest time limit runs out first
 
 
 class PrefixCaching(StrEnum):
@@ -78,6 +85,7 @@ class SchedulerConfig:
     priority_aging_s: float = inf
     """Under the priority policy: so many seconds of waiting make up for one level of priority, and so
     nobody waits for ever. inf is strict priority."""
+    order_among_equals: OrderAmongEquals = OrderAmongEquals.ARRIVAL
     displacement: Displacement = Displacement.ON
     """Under the priority policy only."""
     fairness: Fairness = Fairness.NONE
@@ -103,23 +111,27 @@ class SchedulerConfig:
     free blocks; then blocks are kept for it. 0 keeps the order strictly."""
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        self._check_bounds()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs a token of each step"
             )
-        if self.priority_aging_s <= 0:
-            raise ValueError(f"priority_aging_s must be above 0, not {self.priority_aging_s}")
         if any(weight <= 0 for _, weight in self.tenant_weights):
             raise ValueError("the weight of a tenant must be above 0")
-        if self.target_itl_s <= 0:
-            raise ValueError(f"target_itl_s must be above 0, not {self.target_itl_s}")
-        if self.prefill_delay_factor < 0:
-            raise ValueError(f"prefill_delay_factor must be at least 0, not {self.prefill_delay_factor}")
-        if self.max_bypasses < 0 or self.max_chunk_tokens < 0:
-            raise ValueError("max_bypasses and max_chunk_tokens must be at least 0")
+        if self.order_among_equals is OrderAmongEquals.DEADLINE and not isinf(self.priority_aging_s):
+            raise ValueError("aging makes all ranks different: there are no equals to order by deadline")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, not {self.watermark}")
+
+    def _check_bounds(self) -> None:
+        """Of single numbers; contradictions between them come after."""
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("priority_aging_s", "target_itl_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("max_bypasses", "max_chunk_tokens", "prefill_delay_factor", "num_host_blocks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")

@@ -68,6 +68,10 @@ class TimeLimits:
     first_token_s: float = inf
     total_s: float = inf
 
+    @property
+    def nearest_s(self) -> float:
+        return min(self.queue_s, self.first_token_s, self.total_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceTerms:

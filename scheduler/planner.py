@@ -193,14 +193,14 @@ class Planner:
 
     def _admit_urgent(self, plan: PlanDraft) -> None:
         """Whoever is strictly more urgent than some who run does not queue behind them."""
-        budget = plan.budget
-        while len(self._lines.waiting) and stands_before_some(
-            seq := self._lines.waiting.peek(), self._lines.running
-        ):
+        budget, running, waiting = plan.budget, self._lines.running, self._lines.waiting
+        while len(waiting) and stands_before_some(seq := waiting.peek(), running):
+            if any(preemption.sequence_id == seq.sequence_id for preemption in plan.preemptions):
+                return  # whoever was sent away does not come back in the same step
             victims = choose_victims(
                 seq,
                 self._kv.need(seq),
-                self._lines.running,
+                running,
                 pool=self._kv.pool,
                 num_free_slots=budget.remaining_seqs,
             )

@@ -12,7 +12,7 @@ and grows with arrival. So a sequence of priority p waits behind newcomers of pr
 from collections.abc import Callable
 from math import isinf
 
-from scheduler.config import SchedulerConfig, SchedulingPolicy
+from scheduler.config import OrderAmongEquals, SchedulerConfig, SchedulingPolicy
 from scheduler.sequence import Rank, Sequence
 
 
@@ -26,6 +26,15 @@ def by_priority(seq: Sequence) -> Rank:
     return (seq.priority, seq.admission)
 
 
+def by_priority_and_deadline(seq: Sequence) -> Rank:
+    """Among equals earliest deadline first; those without a time limit last, in order of arrival."""
+    return (seq.priority, seq.admitted_s + seq.time_limits.nearest_s, seq.admission)
+
+
+def by_deadline(seq: Sequence) -> Rank:
+    return (seq.admitted_s + seq.time_limits.nearest_s, seq.admission)
+
+
 def by_virtual_deadline(aging_s: float) -> Callable[[Sequence], Rank]:
     """Priority counts as a head start of so many seconds a level."""
 
@@ -36,6 +45,9 @@ def by_virtual_deadline(aging_s: float) -> Callable[[Sequence], Rank]:
 
 
 def rank_of(config: SchedulerConfig) -> Callable[[Sequence], Rank]:
-    if config.policy is SchedulingPolicy.FCFS:
+    is_fcfs = config.policy is SchedulingPolicy.FCFS
+    if config.order_among_equals is OrderAmongEquals.DEADLINE:
+        return by_deadline if is_fcfs else by_priority_and_deadline
+    if is_fcfs:
         return by_admission
     return by_priority if isinf(config.priority_aging_s) else by_virtual_deadline(config.priority_aging_s)

@@ -66,6 +66,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "watermark": ("0", 0.0),
     "swap_space": ("4GiB", 2**32),
     "target_itl": ("50ms", 0.05),
+    "order_among_equals": ("deadline", "deadline"),
     "batching": ("separate", "separate"),
     "prefill_delay_factor": ("0.5", 0.5),
     "long_prefill_token_threshold": ("512", 512),

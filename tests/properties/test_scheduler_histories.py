@@ -16,13 +16,14 @@ from scheduler.config import (
     Batching,
     Displacement,
     Fairness,
+    OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
     SchedulerConfig,
     SchedulingPolicy,
     VictimChoice,
 )
-from scheduler.messages import FinishReason, PreemptionCause, SequenceId
+from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
 from tests.oracle import Client, Oracle
@@ -40,6 +41,7 @@ class Arrive:
     max_tokens: int
     priority: int
     salt: str
+    total_s: float = inf
 
     def prompt(self) -> list[int]:
         return [(self.family * 31 + i * i) % 89 for i in range(self.length)]
@@ -124,6 +126,7 @@ def play(world: World, history: list[Event]) -> dict[int, Arrive]:
                     max_tokens=event.max_tokens,
                     priority=event.priority,
                     cache_salt=event.salt,
+                    time_limits=TimeLimits(total_s=event.total_s),
                     tenant=f"tenant {event.family}",
                 )
                 try:
@@ -227,6 +230,7 @@ def _random_history(random: Random) -> list[Event]:
                 family=random.randint(0, 2),
                 max_tokens=random.randint(1, 16),
                 priority=random.randint(-1, 2),
+                total_s=random.choice([inf, inf, 40.0, 15.0]),
                 salt=random.choice(["", "", "a"]),
             )
         if kind < 0.94:
@@ -246,16 +250,18 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     num_preemptions = num_displacements = num_swaps = 0
     for seed in range(250):
         random = Random(seed)
+        order = random.choice(list(OrderAmongEquals))
         config = small_config(
             num_blocks=random.randint(6, 12),
             max_num_seqs=random.randint(2, 6),
-            priority_aging_s=random.choice([inf, 5.0]),
+            priority_aging_s=inf if order is OrderAmongEquals.DEADLINE else random.choice([inf, 5.0]),
             max_bypasses=random.choice([0, 3]),
             preemption_mode=random.choice(list(PreemptionMode)),
             victim_choice=random.choice(list(VictimChoice)),
             num_host_blocks=random.choice([0, 4, 30]),
             copy_s_per_block=random.choice([0.0, 0.2]),
             fairness=random.choice(list(Fairness)),
+            order_among_equals=order,
             batching=random.choice(list(Batching)),
             max_chunk_tokens=random.choice([0, 5]),
             target_itl_s=random.choice([inf, 0.5]),

@@ -1,0 +1,28 @@
+"""Limits that contradict each other are told at once."""
+
+import pytest
+
+from scheduler.config import OrderAmongEquals
+from tests.world import small_config
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_blocks": 0}, "num_blocks must be at least 1"),
+        ({"max_num_seqs": 17}, "every running sequence needs a token"),
+        ({"priority_aging_s": 0.0}, "priority_aging_s must be above 0"),
+        ({"target_itl_s": -1.0}, "target_itl_s must be above 0"),
+        ({"max_bypasses": -1}, "max_bypasses must be at least 0"),
+        ({"prefill_delay_factor": -0.1}, "prefill_delay_factor must be at least 0"),
+        ({"tenant_weights": (("a", 0.0),)}, "weight of a tenant"),
+        ({"watermark": 1.0}, "watermark"),
+        (
+            {"priority_aging_s": 3.0, "order_among_equals": OrderAmongEquals.DEADLINE},
+            "no equals to order by deadline",
+        ),
+    ],
+)
+def test_a_wrong_limit_is_named(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        small_config(**changes)
