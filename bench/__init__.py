@@ -1,1 +1,4 @@
-"""Load generation and measurements. Talks to a server over HTTP like any other client."""
+"""Load generation, simulation and measurements.
+
+Talks to a server over HTTP like any other client; the simulator drives the scheduler itself.
+"""

@@ -35,7 +35,6 @@ from engine.metrics import EngineMetrics
 from engine.tokenizer import Tokenizer
 from engine.types import (
     ChatOptions,
-    EngineState,
     FinishReason,
     GenerationRequest,
     Health,
@@ -250,6 +249,3 @@ class AsyncEngine:
             created_s=int(time.time()),
             has_chat_template=self._template.is_present,
         )
-
-
-__all__ = ["AsyncEngine", "EngineState"]

@@ -254,6 +254,7 @@ class Planner:
             self._kv.prefix_cache.num_changes,
             len(self._lines.running),
             len(self._lines.waiting),
+            self._counters.num_added,  # one may have left and another come
             head,
         )
 
