@@ -44,14 +44,24 @@ def _documentation(
     """Keyword arguments for the decorator of a route."""
     success: dict[str, Any] = {"model": model, "description": "Success."}
     if chunk is not None:
-        event = {"oneOf": [_reference(chunk), _reference(ErrorReplyBody)]}
         success["description"] = _STREAM_NOTE
-        success["content"] = {"text/event-stream": {"schema": event}}
+        success["content"] = {"text/event-stream": {"schema": _event(chunk)}}
     documentation: dict[str, Any] = {"responses": {200: success, **_ERRORS}}
     if request is not None:
         body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
         documentation["openapi_extra"] = {"requestBody": body}
     return documentation
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event, as OpenAPI 3.2 describes it: an object of its fields, `data` being a string."""
+    json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"oneOf": [_reference(chunk), _reference(ErrorReplyBody)]},
+    }
+    data = {"oneOf": [{"const": "[DONE]"}, json]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

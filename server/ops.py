@@ -5,6 +5,7 @@ Never: a judgement of health: the engine's step counter gives it.
 """
 
 import asyncio
+from typing import Any
 
 import orjson
 from fastapi import APIRouter
@@ -22,13 +23,15 @@ router = APIRouter()
 METRICS_TTL_S = 0.1
 """Some routers scrape every 50 ms; rendering costs milliseconds."""
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
+"""Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
 _NO_STORE = {"cache-control": "no-store"}
 
 
 @router.get("/health", **HEALTH_DOCUMENTATION)
-@router.head("/health", include_in_schema=False)
+@router.api_route("/health", **_PROBE)
 @router.get("/health/ready", **HEALTH_DOCUMENTATION)
-@router.head("/health/ready", include_in_schema=False)
+@router.api_route("/health/ready", **_PROBE)
 async def is_ready(request: Request) -> Response:
     """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
     health = edge_of(request).engine.health()
@@ -36,7 +39,7 @@ async def is_ready(request: Request) -> Response:
 
 
 @router.get("/health/live", **HEALTH_DOCUMENTATION)
-@router.head("/health/live", include_in_schema=False)
+@router.api_route("/health/live", **_PROBE)
 async def is_live(request: Request) -> Response:
     """503 only where a restart is the cure: the loop of a loaded engine stands still.
 

@@ -33,7 +33,7 @@ class _Bounds:
 _NUMBER = (int, float)
 _ABOVE_ZERO = 5e-324  # the smallest float there is: zero itself divides by zero or keeps no token
 _REPETITION_PENALTY = {
-    "repetition_penalty": _Bounds(kinds=_NUMBER, low=_ABOVE_ZERO, high=10, said="a number above 0, up to 10"),
+    "repetition_penalty": _Bounds(kinds=_NUMBER, low=0.01, high=10, said="a number from 0.01 to 10"),
 }
 _ONLY_WHEN_SAMPLING = {
     "temperature": _Bounds(kinds=_NUMBER, low=0, high=2, said="a number from 0 to 2"),

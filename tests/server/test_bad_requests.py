@@ -67,6 +67,7 @@ BAD_FIELDS = [
     ({"top_p": 1.1}, "top_p", "invalid_value"),
     ({"top_k": -2}, "top_k", "invalid_value"),
     ({"min_p": 1.1}, "min_p", "invalid_value"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty", "invalid_value"),
     ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
     ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
     ({"frequency_penalty": -2.1}, "frequency_penalty", "invalid_value"),

@@ -149,3 +149,9 @@ async def test_a_wrong_method_is_told_the_right_one(client, method, path):
 async def test_no_reply_carries_cors_headers(client):
     response = await client.get("/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+async def test_a_405_names_every_method_of_the_path(client):
+    response = await client.delete("/health/ready")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "GET, HEAD"

@@ -16,8 +16,10 @@ async def test_it_describes_requests_replies_streams_and_errors(client):
         operation = document["paths"][path]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{request}"}
-        events = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]["oneOf"]
-        assert events[0] == {"$ref": f"#/components/schemas/{chunk}"}
+        event = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        done, json_data = event["properties"]["data"]["oneOf"]
+        assert done == {"const": "[DONE]"}
+        assert json_data["contentSchema"]["oneOf"][0] == {"$ref": f"#/components/schemas/{chunk}"}
         assert "suffix" in json.dumps(document["components"]["schemas"]) or path != "/v1/completions"
     for path, operations in document["paths"].items():
         for operation in operations.values():

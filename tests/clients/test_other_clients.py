@@ -1,0 +1,32 @@
+"""LiteLLM, LangChain and the Node SDK take us for OpenAI."""
+
+import shutil
+
+from tests.clients.conftest import HERE, run
+
+
+def test_litellm_streams_what_it_gets_whole_and_knows_our_errors(server, python):
+    said = run(python, HERE / "call_litellm.py", url=server.url)
+    assert said["whole"] == said["streamed"] == "3, 4, 5, 6, 7, 8"
+    assert said["whole_tokens"] == said["streamed_tokens"] > 0
+    assert "temperature" in said["error"]
+
+
+def test_langchain_streams_what_it_gets_whole(server, python):
+    said = run(python, HERE / "call_langchain.py", url=server.url)
+    assert said["whole"] == said["streamed"] == "3, 4, 5, 6, 7, 8"
+    assert said["whole_tokens"] == said["streamed_tokens"] > 0
+    assert said["num_chunks"] > 3
+
+
+def test_the_node_sdk_streams_fails_and_aborts_as_with_openai(server, node):
+    script = shutil.copy(HERE / "call_openai.mjs", node)  # Node looks for packages beside the script
+    said = run("node", script, url=server.url)
+    assert said["whole"] == said["streamed"] == said["helper"] == "3, 4, 5, 6, 7, 8"
+    assert said["usage"]
+    assert said["completion_tokens"] == 4
+    assert said["bad_value"] == {"name": "BadRequestError", "status": 400, "param": "temperature", "id": True}
+    assert said["no_model"]["name"] == "NotFoundError"
+    assert said["chunks_before_abort"] == 3
+    assert said["models"] == ["tokenyard-demo"]
+    server.wait_until_idle(within_s=2)

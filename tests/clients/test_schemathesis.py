@@ -1,0 +1,31 @@
+"""Requests made from our own OpenAPI document, right ones and wrong ones."""
+
+import subprocess
+
+from tests.clients.conftest import HERE, INSTALLED
+
+
+def test_whatever_the_document_allows_or_forbids_is_answered_as_it_says(server, python, tmp_path):
+    """No 5xx, no status, content type or body that the document does not tell."""
+    done = subprocess.run(
+        [
+            INSTALLED / "python" / "bin" / "st",
+            f"--config-file={HERE / 'schemathesis.toml'}",
+            "run",
+            f"{server.url}/openapi.json",
+            "--mode=all",
+            "--phases=examples,coverage,fuzzing",
+            "--max-examples=40",
+            "--seed=1",
+            "--request-timeout=20",
+            "--no-color",
+            # What no schema can say is refused too: an unknown model, a prompt beyond the context window.
+            "--exclude-checks=positive_data_acceptance",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr
+    server.wait_until_idle(within_s=5)
