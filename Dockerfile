@@ -19,6 +19,8 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/tokenyard
 ENV PATH=/opt/tokenyard/bin:$PATH
 WORKDIR /src
+# For the CPU kernels only; the final stage has no compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 # First what changes seldom: the dependencies are gigabytes, our own code is not.
 COPY pyproject.toml constraints-cpu.txt ./
@@ -38,7 +40,8 @@ COPY server server
 COPY worker worker
 RUN pip wheel --no-deps --wheel-dir /wheels . \
     && pip install --no-deps /wheels/tokenyard-*.whl \
-    && tokenyard --version
+    && tokenyard --version \
+    && python -m worker.cpu.build --in-place
 
 
 FROM ${PYTHON_IMAGE}

@@ -27,6 +27,7 @@ class Stage(Enum):
     BUILDING = "building the model"
     COPYING = "copying weights"
     MEASURING = "measuring memory"
+    COMPILING = "compiling CPU kernels, once"
     WARMING_UP = "warming up"
 
 
@@ -37,6 +38,7 @@ _SHARES = {
     Stage.BUILDING: 0.1,
     Stage.COPYING: 0.1,
     Stage.MEASURING: 0.05,
+    Stage.COMPILING: 0.0,
     Stage.WARMING_UP: 0.15,
 }
 _SHARES_BEFORE = dict(zip(_SHARES, accumulate(_SHARES.values(), initial=0.0), strict=False))

@@ -8,9 +8,9 @@ Never: compares texts, or corrects anything.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,13 +24,12 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
-from worker.attention.interface import ATTENTION_NAME, AttentionBackend
+from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError, UnsupportedAttention
 from worker.inputs import build_inputs
 from worker.kv_cache import KVCache
 from worker.loader import LoadedModel
-from worker.model_runner import ModelRunner
 from worker.rows import RowTable
 
 _LONGEST = 12
@@ -59,39 +58,69 @@ def refusing(model_type: str) -> Iterator[None]:
         ) from error
 
 
+class Runner(Protocol):
+    """Calls the model for the logits, or for the hidden states, of some of its tokens."""
+
+    def forward(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, executor: LayerExecutor, /
+    ) -> Tensor:
+        """With attention going to `executor`; one row for each of N tokens."""
+
+    def forward_alone(self, input_ids_1T: Tensor, /) -> Tensor:
+        """By itself; one row for each token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
     """What is tried, and on what."""
 
     loaded: LoadedModel
-    runner: ModelRunner
+    runner: Runner
     backend: AttentionBackend
     cache: KVCache
     device: Device
     max_model_len: int
 
-    def run(self) -> None:
-        """Raise StartupError if the model would answer differently than by itself."""
-        block_size = self.cache.layout.block_size
-        length = min(_LONGEST, self.max_model_len, self.cache.num_blocks * block_size)
-        token_ids = np.random.default_rng(_SEED).integers(0, self.loaded.vocab_size, length)
+    def run(self) -> Tensor:
+        """Raise StartupError if the model would answer differently than by itself; return what it answers."""
         with refusing(self.loaded.model_type):
-            ours = self._run_paged(token_ids.tolist())
-            expected = self._run_eagerly(token_ids)
-        if not bool(torch.isfinite(expected).all()):
-            return  # random or damaged weights: requests will fail one by one, and say so
-        error_of_chunk = [
-            _relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(length)
-        ]
-        if not max(error_of_chunk) <= _TOLERANCE[self.cache.layout.dtype]:  # also catches NaN
+            expected = self._run_eagerly(self._token_ids())
+        error = self._error(expected)
+        if error is not None:
             raise FamilyRefused(
                 f"{self.loaded.model_type} computes other logits through the paged KV cache than by itself "
-                f"(error {max(error_of_chunk):.2g} of their size): it keeps state besides keys and values, "
+                f"(error {error:.2g} of their size): it keeps state besides keys and values, "
                 "or attends in its own way"
             )
+        return expected
+
+    def run_again(self, backend: AttentionBackend, expected: Tensor) -> None:
+        """Raise StartupError if it answers differently since the CPU's kernels are under it."""
+        error = replace(self, backend=backend)._error(expected)
+        if error is not None:
+            raise StartupError(
+                f"{self.loaded.model_type} computes other logits with the CPU kernels than without "
+                f"(error {error:.2g} of their size)",
+                fix="start with --cpu-kernels off, and report it",
+            )
+
+    def _error(self, expected: Tensor) -> float | None:
+        """The largest error of a chunk, if it is beyond what rounding explains."""
+        if not bool(torch.isfinite(expected).all()):
+            return None  # random or damaged weights: requests will fail one by one, and say so
+        with refusing(self.loaded.model_type):
+            ours = self._run_paged(self._token_ids().tolist())
+        error = max(
+            _relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
+        )
+        return None if error <= _TOLERANCE[self.cache.layout.dtype] else error  # NaN is an error too
+
+    def _token_ids(self) -> np.ndarray[Any, Any]:
+        length = min(_LONGEST, self.max_model_len, self.cache.num_blocks * self.cache.layout.block_size)
+        return np.random.default_rng(_SEED).integers(0, self.loaded.vocab_size, length)
 
     def _run_paged(self, token_ids: list[int]) -> Tensor:
-        """Return logits [tokens, V], computed chunk by chunk."""
+        """Return logits [tokens, V], or hidden states, computed chunk by chunk."""
         rows = RowTable(
             max_num_seqs=1,
             max_model_len=self.max_model_len,
@@ -130,16 +159,13 @@ class SelfCheck:
         return torch.cat(logits).float()
 
     def _run_eagerly(self, token_ids: np.ndarray[Any, Any]) -> Tensor:
-        """Return logits [tokens, V] of the model's own attention, all tokens at once."""
+        """Return what the model's own attention gives, all tokens at once."""
         model: Any = self.loaded.model
         model.set_attn_implementation("eager")
         try:
-            with torch.inference_mode():
-                logits = model(input_ids=self.device.tensor(token_ids[None]), use_cache=False).logits
+            return self.runner.forward_alone(self.device.tensor(token_ids[None])).float()
         finally:
             model.set_attn_implementation(ATTENTION_NAME)
-        expected: Tensor = logits[0, :, : self.loaded.vocab_size].float()
-        return expected
 
 
 def _chunks(length: int) -> list[tuple[int, int]]:

@@ -60,7 +60,8 @@ class AttentionMetadata:
     seq_lens: NDArray[np.int64]
     """[R], after this step."""
     block_tables: NDArray[np.int32]
-    """[R, longest table], padded with block 0."""
+    """[R, longest table], padded with block 0. Where all layers have a window, entries before it are 0 as
+    well, or blocks of others by now: they must not be read."""
     token_blocks: NDArray[np.int64]
     """[T]: the block that each token's key and value go to."""
     token_offsets: NDArray[np.int64]
@@ -98,6 +99,11 @@ def active(executor: LayerExecutor) -> Iterator[None]:
         yield
     finally:
         _active = previous
+
+
+def active_executor() -> LayerExecutor | None:
+    """Whoever attends now; None outside of a step."""
+    return _active
 
 
 def attention_forward(

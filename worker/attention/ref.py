@@ -68,9 +68,7 @@ class RefAttention:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See LayerExecutor.attend."""
-        cache = self._cache.layers[layer_idx]
-        self._write(cache.keys, key)
-        self._write(cache.values, value)
+        self.write(layer_idx, key, value)
         num_query_heads, num_tokens, _ = query.shape
         out_THV = query.new_empty((num_tokens, num_query_heads, value.shape[-1]))
         if self._metadata.num_decodes:
@@ -80,6 +78,12 @@ class RefAttention:
             chunk = slice(start, end)
             out_THV[chunk] = self._attend_chunk(layer_idx, index, query[:, chunk], options)
         return out_THV
+
+    def write(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
+        """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's pages."""
+        cache = self._cache.layers[layer_idx]
+        self._write(cache.keys, key)
+        self._write(cache.values, value)
 
     def _write(self, target: PagedTensor, values_HTD: Tensor) -> None:
         num_heads, _, dim = values_HTD.shape

@@ -1,0 +1,268 @@
+"""The compiled kernels as Python calls them: ctypes over the C functions of csrc/api.cpp.
+
+Owns: the structs of csrc/kernels.h and csrc/layer.h once more, field by field, and the packed form of a
+weight. What is wrong here is read or written unchecked there.
+Never: builds the library (build.py), or knows what a model is (fused_layer.py).
+
+Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H numbers of a hidden state.
+"""
+
+import ctypes
+import weakref
+from ctypes import Structure, byref, c_char_p, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COLUMNS = 32
+"""Outputs of a packed weight that stand together."""
+WIDEST_VECTOR = 16
+"""Every size that the kernels step through must be a multiple of it."""
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
+DTYPES = frozenset(_SUFFIXES)
+
+
+class Activation(IntEnum):
+    """What the gates of a merged gate and up product go through."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+
+
+class CPackedWeight(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("num_inputs", c_int64),
+        ("num_outputs", c_int64),
+        ("activation", c_int),
+    )
+
+
+class CProduct(Structure):
+    _fields_ = (
+        ("input", c_void_p),
+        ("num_rows", c_int64),
+        ("weight", CPackedWeight),
+        ("residual", c_void_p),
+        ("output", c_void_p),
+        ("float_output", c_void_p),
+    )
+
+
+class CNorm(Structure):
+    _fields_ = (("weight", c_void_p), ("epsilon", c_float))
+
+
+class CHeadShape(Structure):
+    _fields_ = (
+        ("num_query_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+    )
+
+
+class CAngles(Structure):
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
+
+
+class CRotation(Structure):
+    _fields_ = (("query_norm", CNorm), ("key_norm", CNorm), ("angles", CAngles), ("rotated_dim", c_int64))
+
+
+class CPages(Structure):
+    _fields_ = (("data", c_void_p), ("block_stride", c_int64))
+
+
+class CCache(Structure):
+    _fields_ = (("keys", CPages), ("values", CPages))
+
+
+class CStep(Structure):
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_size", c_int64),
+        ("token_blocks", c_void_p),
+        ("token_offsets", c_void_p),
+        ("num_seqs", c_int64),
+        ("num_tokens", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class CAttentionOptions(Structure):
+    _fields_ = (("scaling", c_float), ("window", c_int64), ("softcap", c_float), ("sinks", c_void_p))
+
+
+class CAttention(Structure):
+    _fields_ = (
+        ("heads", CHeadShape),
+        ("options", CAttentionOptions),
+        ("step", CStep),
+        ("cache", CCache),
+        ("queries", c_void_p),
+        ("query_stride", c_int64),
+        ("output", c_void_p),
+    )
+
+
+class CLayer(Structure):
+    _fields_ = (
+        ("hidden_size", c_int64),
+        ("attention_norm", CNorm),
+        ("query_key_value", CPackedWeight),
+        ("heads", CHeadShape),
+        ("rotation", CRotation),
+        ("attention", CAttentionOptions),
+        ("attention_output", CPackedWeight),
+        ("after_attention_norm", CNorm),
+        ("mlp_norm", CNorm),
+        ("gate_up", CPackedWeight),
+        ("down", CPackedWeight),
+        ("after_mlp_norm", CNorm),
+    )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a contiguous tensor's first number; None is C's null."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "kernels know no strides"
+    return tensor.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in the order in which the kernels read it, and its struct, whose pointers it keeps alive."""
+
+    data: Tensor
+    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32."""
+    bias: Tensor | None
+    """[B * 32] float32."""
+    c: CPackedWeight
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.c.num_outputs)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Take rows of the weight as it was before: indices [...] to [..., K]. What an embedding does."""
+        flat = indices.reshape(-1)
+        found = self.data[flat // COLUMNS, :, flat % COLUMNS]
+        return found.reshape(*indices.shape, int(self.c.num_inputs))
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Tell whether the kernels can multiply by it: weight [N, K]."""
+    return weight.dtype in DTYPES and weight.dim() == 2 and weight.shape[1] % WIDEST_VECTOR == 0
+
+
+def pack(weight_NK: Tensor, bias_N: Tensor | None = None) -> PackedWeight:
+    """Copy a weight and its bias into the kernels' order."""
+    return _pack(weight_NK, bias_N, Activation.NONE)
+
+
+def pack_gate_up(gate_NK: Tensor, up_NK: Tensor, activation: Activation) -> PackedWeight:
+    """Merge two weights of one shape: 16 gates, the 16 ups that they weigh, and so on."""
+    num_outputs, num_inputs = gate_NK.shape
+    groups = (num_outputs // WIDEST_VECTOR, WIDEST_VECTOR, num_inputs)
+    merged = torch.stack((gate_NK.view(groups), up_NK.view(groups)), dim=1)
+    return _pack(merged.view(2 * num_outputs, num_inputs), None, activation)
+
+
+def _pack(weight_NK: Tensor, bias_N: Tensor | None, activation: Activation) -> PackedWeight:
+    num_outputs, num_inputs = weight_NK.shape
+    num_blocks = -(-num_outputs // COLUMNS)
+    step = 2 if weight_NK.dtype is torch.bfloat16 else 1
+    whole = num_outputs // COLUMNS
+    data = weight_NK.new_zeros((num_blocks, num_inputs // step, COLUMNS, step))
+    data[:whole] = weight_NK[: whole * COLUMNS].view(whole, COLUMNS, num_inputs // step, step).transpose(1, 2)
+    if whole < num_blocks:
+        rest = weight_NK[whole * COLUMNS :]
+        data[whole, :, : len(rest)] = rest.view(len(rest), num_inputs // step, step).transpose(0, 1)
+    bias = None
+    if bias_N is not None:
+        bias = torch.zeros(num_blocks * COLUMNS)
+        bias[:num_outputs] = bias_N.float()
+    c = CPackedWeight(pointer(data), pointer(bias), num_inputs, num_outputs, activation)
+    return PackedWeight(data, bias, c)
+
+
+class Kernels:
+    """An opened library with its threads. Not for several threads at once.
+
+    `instruction_set` is avx512-bf16, avx2 or plain; empty takes the best that this processor has. Raises
+    OSError if the library cannot be loaded, ValueError if the processor lacks the instruction set.
+    """
+
+    def __init__(self, library: Path, num_threads: int, instruction_set: str = "") -> None:
+        self._library: Any = ctypes.CDLL(str(library))
+        self._declare()
+        self._engine: int | None = self._library.tokenyard_open(instruction_set.encode(), num_threads)
+        if self._engine is None:
+            raise ValueError(f"this processor has no {instruction_set}")
+        self.instruction_set: str = self._library.tokenyard_name(self._engine).decode()
+        weakref.finalize(self, self._library.tokenyard_close, self._engine)  # its threads end
+
+    def multiply(self, x_TK: Tensor, weight: PackedWeight) -> Tensor:
+        """Rows times the transposed weight, plus bias: [T, K] to [T, N], in the same dtype."""
+        out_TN = x_TK.new_empty((x_TK.shape[0], weight.num_outputs))
+        self._multiply(x_TK, weight, output=pointer(out_TN), float_output=None)
+        return out_TN
+
+    def multiply_to_float(self, x_TK: Tensor, weight: PackedWeight) -> Tensor:
+        """The same in float32, which the sums are before they are rounded."""
+        out_TN = torch.empty((x_TK.shape[0], weight.num_outputs))
+        self._multiply(x_TK, weight, output=None, float_output=pointer(out_TN))
+        return out_TN
+
+    def _multiply(
+        self, x_TK: Tensor, weight: PackedWeight, *, output: int | None, float_output: int | None
+    ) -> None:
+        assert x_TK.dtype is weight.data.dtype
+        assert x_TK.shape[1] == weight.c.num_inputs
+        product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output)
+        self._call("multiply", x_TK.dtype, byref(product))
+
+    def normalize(self, x_TH: Tensor, norm: CNorm) -> Tensor:
+        """Root-mean-square norm of each row: [T, H] to [T, H]."""
+        out_TH = torch.empty_like(x_TH)
+        num_rows, size = x_TH.shape
+        self._call("normalize", x_TH.dtype, pointer(x_TH), pointer(out_TH), byref(norm), size, num_rows)
+        return out_TH
+
+    def attend(self, attention: CAttention, dtype: torch.dtype) -> None:
+        """Attend over a cache that holds the step's keys and values already."""
+        self._call("attend", dtype, byref(attention))
+
+    def run_layer(
+        self, layer: CLayer, step: CStep, angles: CAngles, cache: CCache, hidden_TH: Tensor
+    ) -> None:
+        """Change `hidden_TH` in place, and write the layer's keys and values."""
+        self._call(
+            "run", hidden_TH.dtype, byref(layer), byref(step), byref(angles), byref(cache), pointer(hidden_TH)
+        )
+
+    def _call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
+        if getattr(self._library, f"tokenyard_{name}_{_SUFFIXES[dtype]}")(self._engine, *arguments):
+            raise MemoryError("the CPU kernels have no memory for a step of this size")
+
+    def _declare(self) -> None:
+        library = self._library
+        library.tokenyard_open.argtypes, library.tokenyard_open.restype = (c_char_p, c_int), c_void_p
+        library.tokenyard_close.argtypes, library.tokenyard_close.restype = (c_void_p,), None
+        library.tokenyard_name.argtypes, library.tokenyard_name.restype = (c_void_p,), c_char_p
+        for suffix in _SUFFIXES.values():
+            getattr(library, f"tokenyard_multiply_{suffix}").argtypes = (c_void_p,) * 2
+            normalize = getattr(library, f"tokenyard_normalize_{suffix}")
+            normalize.argtypes = (*(c_void_p,) * 4, c_int64, c_int64)
+            getattr(library, f"tokenyard_attend_{suffix}").argtypes = (c_void_p,) * 2
+            getattr(library, f"tokenyard_run_{suffix}").argtypes = (c_void_p,) * 6

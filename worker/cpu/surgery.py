@@ -1,0 +1,266 @@
+"""Puts the kernels under a model: where a layer computes the same with them, it is replaced.
+
+Owns: the trial. Of each kind of layer one is computed both ways in float32, on numbers of several sizes;
+a layer that differs stays what it was, and the report says why.
+Never: trusts a name: what layer_parts.py guessed counts only after the trial.
+
+Shapes: T tokens, H numbers of a hidden state.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from worker.attention.dense import attend_densely
+from worker.attention.interface import AttentionMetadata, AttentionOptions, active
+from worker.cpu.attention import CpuAttention
+from worker.cpu.fused_layer import FusedLayer, LayerCall
+from worker.cpu.layer_parts import Unrecognised, find_parts
+from worker.cpu.native import Kernels, PackedWeight, can_pack, pack
+from worker.device import Device
+from worker.kv_cache import BlockLayout, KVCache, LayerShape
+
+_NUM_TOKENS = 21
+_BLOCK_SIZE = 8
+# Small numbers pin down the epsilon of norms, which large ones hide.
+_SIZES = (1.0, 1e-2)
+_TOLERANCE = 1e-4
+_SEED = 11
+
+
+@dataclass(slots=True)
+class Surgery:
+    """What was replaced, and what was not and why."""
+
+    instruction_set: str
+    num_layers: int = 0
+    num_fused: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def describe(self) -> str:
+        """One line for a person."""
+        said = f"{self.instruction_set} kernels: {self.num_fused} of {self.num_layers} layers fused"
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.reasons.items())
+        return f"{said}; as they were: {reasons}" if reasons else said
+
+
+@dataclass(slots=True)
+class _Call:
+    """One layer's call, as it was recorded."""
+
+    layer: nn.Module
+    kwargs: dict[str, Any]
+    layer_idx: int | None = None
+    shape: LayerShape | None = None
+    options: AttentionOptions | None = None
+
+
+class PackedLinear(nn.Module):
+    """The model's output layer. Its logits are float32: sums that were never rounded."""
+
+    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
+        super().__init__()
+        self._weight, self._kernels = weight, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] to [..., N]."""
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._kernels.multiply_to_float(flat, self._weight).view(
+            *x.shape[:-1], self._weight.num_outputs
+        )
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that shares its weight with the output layer."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[...] to [..., H]."""
+        return self._weight.rows(token_ids)
+
+
+class _Recorder:
+    """A LayerExecutor that notes how each layer attends."""
+
+    def __init__(self) -> None:
+        self.current: _Call | None = None
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        num_heads, num_tokens, key_dim = key.shape
+        if self.current is not None:
+            self.current.layer_idx = layer_idx
+            self.current.shape = LayerShape(num_heads, key_dim, value.shape[-1])
+            self.current.options = options
+        return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
+
+
+def put_kernels_under(model: Any, kernels: Kernels, device: Device) -> Surgery:
+    """Replace what can be replaced. Weights move: each layer's old ones are freed before the next."""
+    done = Surgery(kernels.instruction_set)
+    verdicts: dict[object, str | LayerCall] = {}
+    for calls in _record(model):
+        for name, call in calls.items():
+            done.num_layers += 1
+            kind = _kind_of(call)
+            if kind not in verdicts:
+                verdicts[kind] = _try(call, kernels, device)
+            verdict = verdicts[kind]
+            if isinstance(verdict, str):
+                done.reasons[verdict] += 1
+                continue
+            assert call.layer_idx is not None
+            assert call.options is not None
+            own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
+            _replace_layer(model, name, FusedLayer(find_parts(call.layer), own))
+            done.num_fused += 1
+    _pack_output(model, kernels)
+    return done
+
+
+def _record(model: Any) -> Iterator[dict[str, _Call]]:
+    """Call the model once and see how its layers are called: those that hold one attention module."""
+    recorder, calls, hooks = _Recorder(), {}, []
+
+    def before(name: str, layer: nn.Module, kwargs: dict[str, Any]) -> None:
+        recorder.current = calls[name] = _Call(layer, kwargs)
+
+    for name, module in model.named_modules():
+        if "self_attn" in dict(module.named_children()):
+            hook = module.register_forward_pre_hook(
+                lambda layer, _, kwargs, name=name: before(name, layer, kwargs), with_kwargs=True
+            )
+            hooks.append(hook)
+    try:
+        with torch.inference_mode(), active(recorder):
+            token_ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.long)
+            model(input_ids=token_ids, position_ids=torch.arange(_NUM_TOKENS)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    yield calls
+
+
+def _kind_of(call: _Call) -> object:
+    """Layers of one kind differ in their weights alone: one trial speaks for all."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in call.layer.named_parameters())
+    settings = tuple(
+        (name, type(module), key, value)
+        for name, module in call.layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if key != "layer_idx" and isinstance(value, str | int | float | bool)
+    )
+    options = None if call.options is None else call.options._replace(sinks=None)
+    rotated = call.kwargs.get("position_embeddings") is not None
+    return shapes, settings, call.shape, options, rotated
+
+
+def _try(call: _Call, kernels: Kernels, device: Device) -> str | LayerCall:
+    """Compute one layer both ways; a text says why it must stay."""
+    if call.layer_idx is None or call.shape is None or call.options is None:
+        return "it did not call attention"
+    if call.shape.key_dim % 16 or call.shape.value_dim % 16:
+        return f"its heads have {call.shape.key_dim} numbers"
+    rotation = call.kwargs.get("position_embeddings")
+    dims = {0} if rotation is None else {0, int(rotation[0].shape[-1])}
+    error = float("inf")
+    try:
+        for rotated_dim in sorted(dims, reverse=True):
+            guess = LayerCall(
+                layer_idx=call.layer_idx, shape=call.shape, options=call.options, rotated_dim=rotated_dim
+            )
+            error = min(error, _error_of(call, guess, kernels, device))
+            if error <= _TOLERANCE:
+                return guess
+    except Unrecognised as unusual:
+        return str(unusual)
+    return f"it computes something else (error {error:.1e})"
+
+
+def _error_of(call: _Call, guess: LayerCall, kernels: Kernels, device: Device) -> float:
+    """The largest error of any token over its size, between the layer and its fused twin in float32."""
+    layer = deepcopy(call.layer).float()
+    if guess.options.sinks is not None:
+        guess = replace(guess, options=guess.options._replace(sinks=guess.options.sinks.float()))
+    fused = FusedLayer(find_parts(layer), guess)
+    kwargs = {name: _as_float(value) for name, value in call.kwargs.items()}
+    kwargs.pop("hidden_states", None)
+    generator = torch.Generator().manual_seed(_SEED)
+    size = next(layer.parameters()).shape[-1]
+    worst = 0.0
+    for scale in _SIZES:
+        hidden_1TH = torch.randn((1, _NUM_TOKENS, size), generator=generator) * scale
+        with torch.inference_mode():
+            with active(_Recorder()):
+                expected = layer(hidden_1TH.clone(), **kwargs)
+            if not isinstance(expected, Tensor):
+                raise Unrecognised(f"it returns a {type(expected).__name__}")
+            with active(_private_backend(guess, kernels, device)):
+                found = fused(hidden_1TH.clone(), **kwargs)
+        change = (found - expected).norm(dim=-1) / (expected - hidden_1TH).norm(dim=-1)
+        worst = max(worst, float(change.max().nan_to_num(torch.inf)))
+    return worst
+
+
+def _private_backend(call: LayerCall, kernels: Kernels, device: Device) -> CpuAttention:
+    """A cache for one layer and one sequence, in the middle of its step."""
+    num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
+    layout = BlockLayout(layers={call.layer_idx: call.shape}, block_size=_BLOCK_SIZE, dtype=torch.float32)
+    memory = torch.zeros((num_blocks + 1) * layout.block_numel)
+    backend = CpuAttention(KVCache(layout, num_blocks, memory), device, kernels)
+    positions = np.arange(_NUM_TOKENS)
+    blocks = np.arange(num_blocks, 0, -1)  # backwards: block tables are to be followed
+    backend.begin_step(
+        AttentionMetadata(
+            num_decodes=0,
+            query_starts=np.array([0, _NUM_TOKENS]),
+            seq_lens=np.array([_NUM_TOKENS]),
+            block_tables=blocks[None].astype(np.int32),
+            token_blocks=blocks[positions // _BLOCK_SIZE],
+            token_offsets=positions % _BLOCK_SIZE,
+        )
+    )
+    return backend
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    if isinstance(value, tuple):
+        return tuple(_as_float(each) for each in value)
+    return value
+
+
+def _replace_layer(model: Any, name: str, fused: FusedLayer) -> None:
+    parent_name, _, child = name.rpartition(".")
+    old = model.get_submodule(name)
+    # Models ask their layers for such things as the kind of attention.
+    for key, value in vars(old).items():
+        if not key.startswith("_") and isinstance(value, str | int | float | bool):
+            setattr(fused, key, value)
+    fused.eval()
+    setattr(model.get_submodule(parent_name), child, fused)
+
+
+def _pack_output(model: Any, kernels: Kernels) -> None:
+    """Pack the output layer, and let an embedding that is tied to it read the same memory."""
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # None: an embedder
+    if type(output) is not nn.Linear or not can_pack(output.weight):
+        return
+    is_tied = embedding.weight is output.weight
+    if is_tied and type(embedding) is not nn.Embedding:
+        return  # one that does more than look up; a second copy would be the larger loss
+    weight = pack(output.weight, output.bias)
+    model.set_output_embeddings(PackedLinear(weight, kernels))
+    if is_tied:
+        model.set_input_embeddings(PackedEmbedding(weight))

@@ -1,0 +1,61 @@
+// The door for Python (worker/cpu/native.py, ctypes): C functions over the structs of kernels.h and layer.h.
+//
+// Nothing is checked here; native.py does. No exception leaves: 0 is success, 1 is memory that ran out.
+#include <new>
+
+#include "layer.h"
+
+using namespace tokenyard;
+
+namespace {
+
+template <typename Work>
+int guarded(const Work& work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+const AllKernels* find_kernels(const char* name) {
+  for (const AllKernels* all : {avx512_kernels(), avx2_kernels(), plain_kernels()}) {
+    if (all != nullptr && (*name == '\0' || __builtin_strcmp(name, all->name) == 0)) return all;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+// `name` is that of an instruction set, or empty for the best. Null if this processor lacks it.
+Engine* tokenyard_open(const char* name, int num_threads) {
+  const AllKernels* kernels = find_kernels(name);
+  return kernels == nullptr ? nullptr : new (std::nothrow) Engine(*kernels, num_threads);
+}
+
+void tokenyard_close(Engine* engine) { delete engine; }
+
+const char* tokenyard_name(const Engine* engine) { return engine->name(); }
+
+#define TOKENYARD_API(suffix, T)                                                                              \
+  int tokenyard_multiply_##suffix(Engine* engine, const Product<T>* product) {                                \
+    return guarded([&] { engine->multiply(*product); });                                                      \
+  }                                                                                                           \
+  int tokenyard_normalize_##suffix(Engine* engine, const T* x, T* out, const Norm* norm, int64_t size,        \
+                                   int64_t num_rows) {                                                        \
+    return guarded([&] { engine->normalize(x, out, *norm, size, num_rows); });                                \
+  }                                                                                                           \
+  int tokenyard_attend_##suffix(Engine* engine, const Attention<T>* attention) {                              \
+    return guarded([&] { engine->attend(*attention); });                                                      \
+  }                                                                                                           \
+  int tokenyard_run_##suffix(Engine* engine, const Layer<T>* layer, const Step* step, const Angles* angles,    \
+                             const Cache<T>* cache, T* hidden) {                                              \
+    return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden); });                             \
+  }
+
+TOKENYARD_API(bf16, Bf16)
+TOKENYARD_API(float32, float)
+}

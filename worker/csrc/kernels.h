@@ -1,0 +1,169 @@
+// What the computing files offer and what they are told: plain pointers and sizes, no torch.
+//
+// Owns: the arguments of every kernel, and the table of one instruction set's kernels for one dtype.
+// Never: memory, threads, or the order of a layer (layer.cpp).
+//
+// Shapes: T tokens, R sequences, K inputs and N outputs of a product, H numbers of a hidden state, Hq query
+// and Hk KV heads, D size of a key, V size of a value, S block size.
+#pragma once
+
+#include <cstdint>
+
+namespace tokenyard {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+// Columns of a packed weight that stand together: two of the widest vectors.
+constexpr int kColumns = 32;
+
+enum class Activation : int { kNone, kSilu, kGeluTanh };
+
+// A weight [N, K], packed as [N / 32][K / step][32][step], step being 2 for bf16 and 1 for float32; what is
+// missing to 32 columns is zero. With an activation, of each 32 columns the first 16 are gates and the others
+// the ups that they weigh.
+template <typename T>
+struct PackedWeight {
+  const T* data;
+  const float* bias;  // [N to the next 32], or null
+  int64_t num_inputs;
+  int64_t num_outputs;
+  Activation activation;
+
+  int64_t num_blocks() const { return (num_outputs + kColumns - 1) / kColumns; }
+};
+
+// x @ weight^T for all rows. Each output is summed in the order of K, however many rows there are: no row's
+// result depends on its neighbours.
+template <typename T>
+struct Product {
+  const T* input;  // [T, K]
+  int64_t num_rows;
+  PackedWeight<T> weight;
+  const T* residual;    // [T, N], added; or null. May be the output itself
+  T* output;            // [T, N], or [T, N / 2] with an activation; or null
+  float* float_output;  // [T, N], where the output is not to be rounded; or null
+};
+
+// x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension.
+struct Norm {
+  const float* weight;  // null: there is no such norm
+  float epsilon;
+};
+
+struct HeadShape {
+  int64_t num_query_heads;
+  int64_t num_kv_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+
+  // Numbers of a token's queries, keys and values, side by side.
+  int64_t row_size() const {
+    return (num_query_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim;
+  }
+};
+
+// Of a step's positions.
+struct Angles {
+  const float* cosines;  // [T, rotated_dim]; null: no rotation
+  const float* sines;
+};
+
+// What happens to queries and keys between their product and attention.
+struct Rotation {
+  Norm query_norm;  // per head
+  Norm key_norm;    // per head
+  Angles angles;
+  int64_t rotated_dim;  // the first so many numbers of a head are rotated, by halves
+};
+
+// The pages of one layer's keys or values: block b and head h at data + b * block_stride + h * S * D.
+template <typename T>
+struct Pages {
+  T* data;
+  int64_t block_stride;
+};
+
+template <typename T>
+struct Cache {
+  Pages<T> keys;
+  Pages<T> values;
+};
+
+// One step, as attention sees it.
+struct Step {
+  const int64_t* query_starts;  // [R + 1]
+  const int64_t* seq_lens;      // [R], after this step
+  const int32_t* block_tables;  // [R, table_size]
+  int64_t table_size;
+  const int64_t* token_blocks;   // [T]
+  const int64_t* token_offsets;  // [T]
+  int64_t num_seqs;
+  int64_t num_tokens;
+  int64_t block_size;
+};
+
+struct AttentionOptions {
+  float scaling;
+  int64_t window;      // 0: none; else a token sees itself and the window - 1 before it
+  float softcap;       // 0: none
+  const float* sinks;  // [Hq], or null
+};
+
+template <typename T>
+struct Attention {
+  HeadShape heads;
+  AttentionOptions options;
+  Step step;
+  Cache<T> cache;
+  const float* queries;  // of token t and head h at queries + t * query_stride + h * D
+  int64_t query_stride;
+  T* output;  // [T, Hq, V]
+};
+
+// Consecutive queries of one sequence, for one KV head.
+struct AttentionTile {
+  int64_t seq;
+  int64_t first_token;  // of the step
+  int64_t num_tokens;
+  int64_t kv_head;
+};
+
+// More queries of a tile share a page's conversion; fewer fit the cache better.
+constexpr int64_t kTileTokens = 8;
+
+// Floats that `attend` needs for itself.
+template <typename T>
+int64_t attention_scratch_size(const Attention<T>& attention) {
+  const int64_t keys = (attention.step.block_size + 15) / 16 * 16;
+  const HeadShape& heads = attention.heads;
+  const int64_t rows = kTileTokens * (heads.num_query_heads / heads.num_kv_heads);
+  return keys * (heads.key_dim + heads.value_dim) + rows * (keys + heads.value_dim + 2);
+}
+
+template <typename T>
+struct Kernels {
+  // Blocks [begin, end) of 32 columns.
+  void (*multiply)(const Product<T>&, int64_t begin, int64_t end);
+  // Rows [begin, end) of x [T, H]; `out` may be `x`.
+  void (*normalize)(const T* x, T* out, const Norm&, int64_t size, int64_t begin, int64_t end);
+  // residual += norm(x), for x [T, H] float32.
+  void (*add_normalized)(const float* x, T* residual, const Norm&, int64_t size, int64_t begin, int64_t end);
+  // Heads [begin, end) of all T * (Hq + 2 Hk): queries are changed in place, keys and values go to the cache.
+  void (*rotate_and_write)(float* rows, const Attention<T>&, const Rotation&, int64_t begin, int64_t end);
+  void (*attend)(const Attention<T>&, const AttentionTile&, float* scratch);
+};
+
+struct AllKernels {
+  const char* name;
+  Kernels<Bf16> bf16;
+  Kernels<float> float32;
+};
+
+// Null where this build or this processor has no such instructions.
+const AllKernels* avx512_kernels();
+const AllKernels* avx2_kernels();
+const AllKernels* plain_kernels();
+
+}  // namespace tokenyard

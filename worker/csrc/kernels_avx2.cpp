@@ -1,0 +1,25 @@
+// The kernels for processors with AVX2 and FMA (nearly all x86 servers and laptops since 2015).
+#include "kernels.h"
+
+#define TOKENYARD_LANES 8
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("avx2,fma")
+namespace tokenyard::avx2 {
+#include "simd.h"
+
+#include "kernels_impl.h"
+}  // namespace tokenyard::avx2
+
+namespace tokenyard {
+const AllKernels* avx2_kernels() {
+  static const AllKernels all = {"avx2", avx2::kernels_of<Bf16>(), avx2::kernels_of<float>()};
+  const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return can ? &all : nullptr;
+}
+}  // namespace tokenyard
+#else
+namespace tokenyard {
+const AllKernels* avx2_kernels() { return nullptr; }
+}  // namespace tokenyard
+#endif

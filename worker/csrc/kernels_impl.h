@@ -1,0 +1,369 @@
+// The kernels, once for each instruction set: see simd.h for why this is included inside of a namespace.
+//
+// Source: paged attention, arXiv:2309.06180, with the running softmax of FlashAttention, arXiv:2205.14135.
+
+// A block's 32 columns, in vectors; and the rows of a product that share the loads of the weight: as many as
+// there are registers for their sums.
+constexpr int kParts = kColumns / kV;
+constexpr int kTileRows = kV == 16 ? 12 : kV == 8 ? 3 : 1;
+
+// A product's inner loop: M rows times 32 columns, in order of K.
+template <int M>
+inline void multiply_tile(const float* x, int64_t num_inputs, const float* weight, Floats (*sums)[kParts]) {
+  Floats total[M][kParts] = {};
+  for (int64_t k = 0; k < num_inputs; ++k, weight += kColumns) {
+    for (int part = 0; part < kParts; ++part) {
+      const Floats columns = load(weight + part * kV);
+      for (int m = 0; m < M; ++m) total[m][part] += splat(x[m * num_inputs + k]) * columns;
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+
+#if defined(TOKENYARD_BF16_DOT)
+template <int M>
+inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, Floats (*sums)[kParts]) {
+  __m512 total[M][kParts] = {};
+  for (int64_t k = 0; k < num_inputs; k += 2, weight += 2 * kColumns) {
+    const __m512bh columns[kParts] = {(__m512bh)_mm512_loadu_si512(weight),
+                                      (__m512bh)_mm512_loadu_si512(weight + kColumns)};
+    for (int m = 0; m < M; ++m) {
+      int32_t pair;
+      __builtin_memcpy(&pair, x + m * num_inputs + k, sizeof pair);
+      const __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
+      total[m][0] = _mm512_dpbf16_ps(total[m][0], value, columns[0]);
+      total[m][1] = _mm512_dpbf16_ps(total[m][1], value, columns[1]);
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < kParts; ++part) sums[m][part] = (Floats)total[m][part];
+  }
+}
+#else
+template <int M>
+inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, Floats (*sums)[kParts]) {
+  Floats total[M][kParts] = {};
+  for (int64_t k = 0; k < num_inputs; k += 2, weight += 2 * kColumns) {
+    for (int part = 0; part < kParts; ++part) {
+      Words pairs;
+      __builtin_memcpy(&pairs, weight + part * 2 * kV, sizeof pairs);
+      const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+      for (int m = 0; m < M; ++m) {
+        const Bf16* pair = x + m * num_inputs + k;
+        total[m][part] += splat(load_one(pair)) * even;
+        total[m][part] += splat(load_one(pair + 1)) * odd;
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+#endif
+
+inline Floats activate(Floats gate, Activation activation) {
+  if (activation == Activation::kSilu) return gate * sigmoid(gate);
+  const Floats inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+  return 0.5f * gate * (1.0f + hyperbolic_tangent(inner));
+}
+
+// Stores one vector of columns; the last ones of a row may be fewer.
+template <typename Out, typename T>
+inline void store_columns(Out* row, const T* residual, int64_t column, int64_t num_columns, Floats value) {
+  const int64_t left = num_columns - column;
+  if (left >= kV) {
+    store(row + column, residual == nullptr ? value : value + load(residual + column));
+    return;
+  }
+  for (int64_t i = 0; i < left && residual != nullptr; ++i) value[i] += load_one(residual + column + i);
+  Out edge[kV];
+  store(edge, value);
+  for (int64_t i = 0; i < left; ++i) row[column + i] = edge[i];
+}
+
+template <typename T>
+inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Floats* sums) {
+  const PackedWeight<T>& weight = product.weight;
+  const int64_t width = weight.num_outputs;
+  if (weight.bias != nullptr) {
+    for (int part = 0; part < kParts; ++part) sums[part] += load(weight.bias + block * kColumns + part * kV);
+  }
+  if (weight.activation != Activation::kNone) {
+    T* out = product.output + row * (width / 2) + block * (kColumns / 2);
+    for (int part = 0; part < kParts / 2; ++part) {
+      store(out + part * kV, activate(sums[part], weight.activation) * sums[part + kParts / 2]);
+    }
+    return;
+  }
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t column = block * kColumns + part * kV;
+    if (column >= width) return;
+    if (product.float_output != nullptr) {
+      store_columns(product.float_output + row * width, static_cast<T*>(nullptr), column, width, sums[part]);
+    } else {
+      const T* residual = product.residual == nullptr ? nullptr : product.residual + row * width;
+      store_columns(product.output + row * width, residual, column, width, sums[part]);
+    }
+  }
+}
+
+template <typename T, int M>
+inline void multiply_rows(const Product<T>& product, int64_t row, int64_t block) {
+  const PackedWeight<T>& weight = product.weight;
+  Floats sums[M][kParts];
+  multiply_tile<M>(product.input + row * weight.num_inputs, weight.num_inputs,
+                   weight.data + block * weight.num_inputs * kColumns, sums);
+  for (int m = 0; m < M; ++m) finish_row(product, row + m, block, sums[m]);
+}
+
+// The rows that are left over, fewer than a tile: M of them or fewer.
+template <typename T, int M>
+inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t block) {
+  if constexpr (M > 0) {
+    if (product.num_rows - row == M) {
+      multiply_rows<T, M>(product, row, block);
+    } else {
+      multiply_last_rows<T, M - 1>(product, row, block);
+    }
+  }
+}
+
+template <typename T>
+void multiply(const Product<T>& product, int64_t begin, int64_t end) {
+  for (int64_t block = begin; block < end; ++block) {
+    int64_t row = 0;
+    for (; row + kTileRows <= product.num_rows; row += kTileRows) {
+      multiply_rows<T, kTileRows>(product, row, block);
+    }
+    multiply_last_rows<T, kTileRows - 1>(product, row, block);
+  }
+}
+
+template <typename In>
+inline float scale_of(const In* x, int64_t size, float epsilon) {
+  Floats total = {};
+  for (int64_t i = 0; i < size; i += kV) {
+    const Floats value = load(x + i);
+    total += value * value;
+  }
+  return 1.0f / __builtin_sqrtf(sum(total) / static_cast<float>(size) + epsilon);
+}
+
+template <typename T>
+void normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* from = x + row * size;
+    const float scale = scale_of(from, size, norm.epsilon);
+    for (int64_t i = 0; i < size; i += kV) {
+      store(out + row * size + i, load(from + i) * scale * load(norm.weight + i));
+    }
+  }
+}
+
+template <typename T>
+void add_normalized(const float* x, T* residual, const Norm& norm, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* from = x + row * size;
+    T* to = residual + row * size;
+    const float scale = scale_of(from, size, norm.epsilon);
+    for (int64_t i = 0; i < size; i += kV) {
+      store(to + i, load(to + i) + load(from + i) * scale * load(norm.weight + i));
+    }
+  }
+}
+
+// Norm and rotation of one head, in place.
+inline void rotate(float* head, int64_t dim, const Norm& norm, const Rotation& rotation, int64_t token) {
+  if (norm.weight != nullptr) {
+    const float scale = scale_of(head, dim, norm.epsilon);
+    for (int64_t i = 0; i < dim; ++i) head[i] = head[i] * scale * norm.weight[i];
+  }
+  if (rotation.angles.cosines == nullptr) return;
+  const float* cosines = rotation.angles.cosines + token * rotation.rotated_dim;
+  const float* sines = rotation.angles.sines + token * rotation.rotated_dim;
+  const int64_t half = rotation.rotated_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = head[i], b = head[i + half];
+    head[i] = a * cosines[i] - b * sines[i];
+    head[i + half] = b * cosines[i + half] + a * sines[i + half];
+  }
+}
+
+template <typename T>
+inline void write_row(const Pages<T>& pages, const Step& step, int64_t token, int64_t head, const float* from,
+                      int64_t dim) {
+  T* to = pages.data + step.token_blocks[token] * pages.block_stride +
+          (head * step.block_size + step.token_offsets[token]) * dim;
+  for (int64_t i = 0; i < dim; i += kV) store(to + i, load(from + i));
+}
+
+template <typename T>
+void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation& rotation, int64_t begin,
+                      int64_t end) {
+  const HeadShape& heads = attention.heads;
+  const int64_t dim = heads.key_dim;
+  const int64_t num_heads = heads.num_query_heads + 2 * heads.num_kv_heads;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t token = item / num_heads;
+    int64_t head = item % num_heads;
+    float* row = rows + token * heads.row_size();
+    if (head < heads.num_query_heads) {
+      rotate(row + head * dim, dim, rotation.query_norm, rotation, token);
+      continue;
+    }
+    row += heads.num_query_heads * dim;
+    head -= heads.num_query_heads;
+    if (head < heads.num_kv_heads) {
+      rotate(row + head * dim, dim, rotation.key_norm, rotation, token);
+      write_row(attention.cache.keys, attention.step, token, head, row + head * dim, dim);
+      continue;
+    }
+    row += heads.num_kv_heads * dim;
+    head -= heads.num_kv_heads;
+    write_row(attention.cache.values, attention.step, token, head, row + head * heads.value_dim, heads.value_dim);
+  }
+}
+
+// One tile's state between pages: `rows` are the tile's tokens times the query heads of its KV head.
+struct TileState {
+  float* keys;     // [S to the next vector, D] of the current page
+  float* values;   // [S to the next vector, V]
+  float* weights;  // [rows, S to the next 16]
+  float* totals;   // [rows, V], not divided yet
+  float* highest;  // [rows]
+  float* sums;     // [rows]
+};
+
+template <typename T>
+inline void convert_page(const T* page, int64_t num_keys, int64_t padded, int64_t dim, float* to) {
+  for (int64_t i = 0; i < num_keys * dim; i += kV) store(to + i, load(page + i));
+  // What lies beyond may be anything, and 0 times that must be 0.
+  for (int64_t i = num_keys * dim; i < padded * dim; i += kV) store(to + i, Floats{});
+}
+
+// Scores of one query with a vector's number of keys.
+inline Floats score(const float* query, const float* keys, int64_t dim) {
+  Floats parts[kV] = {};
+  for (int64_t d = 0; d < dim; d += kV) {
+    const Floats value = load(query + d);
+    for (int s = 0; s < kV; ++s) parts[s] += value * load(keys + s * dim + d);
+  }
+  return sums_of_rows(parts);
+}
+
+// total * shrink + the weighed sum of values [first, last), for M vectors of a row's numbers at once: each sum
+// waits for its own last addition only.
+template <int M>
+inline void add_some_values(float* total, float shrink, const float* weights, const float* values, int64_t dim,
+                            int64_t first, int64_t last) {
+  Floats sums[M];
+  for (int i = 0; i < M; ++i) sums[i] = load(total + i * kV) * shrink;
+  for (int64_t s = first; s < last; ++s) {
+    const Floats weight = splat(weights[s]);
+    for (int i = 0; i < M; ++i) sums[i] += weight * load(values + s * dim + i * kV);
+  }
+  for (int i = 0; i < M; ++i) store(total + i * kV, sums[i]);
+}
+
+inline void add_values(float* total, float shrink, const float* weights, const float* values, int64_t dim,
+                       int64_t first, int64_t last) {
+  constexpr int kMany = kV == 4 ? 8 : 4;
+  int64_t d = 0;
+  for (; d + kMany * kV <= dim; d += kMany * kV) {
+    add_some_values<kMany>(total + d, shrink, weights, values + d, dim, first, last);
+  }
+  for (; d < dim; d += kV) add_some_values<1>(total + d, shrink, weights, values + d, dim, first, last);
+}
+
+// Takes one page into one row's running softmax. `first` to `last`: the keys of the page that the row sees.
+inline void take_page(const TileState& state, int64_t row, const float* query, const HeadShape& heads,
+                      const AttentionOptions& options, int64_t padded, int64_t first, int64_t last) {
+  const Floats hidden = splat(-__builtin_inff());
+  float* weights = state.weights + row * padded;
+  Floats best = hidden;
+  for (int64_t s = 0; s < padded; s += kV) {
+    Floats scores = score(query, state.keys + s * heads.key_dim, heads.key_dim) * options.scaling;
+    if (options.softcap != 0) scores = options.softcap * hyperbolic_tangent(scores / options.softcap);
+    const Ints place = kLanes + static_cast<int32_t>(s);
+    const Ints is_seen = (place >= static_cast<int32_t>(first)) & (place < static_cast<int32_t>(last));
+    scores = is_seen ? scores : hidden;
+    best = larger(scores, best);
+    store(weights + s, scores);
+  }
+  const float highest = state.highest[row], now = largest(best);
+  const float top = now > highest || now != now ? now : highest;
+  const float shrink = highest == top ? 1.0f : exponential(splat(highest - top))[0];
+  Floats total = {};
+  for (int64_t s = 0; s < padded; s += kV) {
+    const Floats weight = exponential(load(weights + s) - top);
+    total += weight;
+    store(weights + s, weight);
+  }
+  state.sums[row] = state.sums[row] * shrink + sum(total);
+  state.highest[row] = top;
+  add_values(state.totals + row * heads.value_dim, shrink, weights, state.values, heads.value_dim, first, last);
+}
+
+template <typename T>
+void attend(const Attention<T>& attention, const AttentionTile& tile, float* scratch) {
+  const HeadShape& heads = attention.heads;
+  const Step& step = attention.step;
+  const AttentionOptions& options = attention.options;
+  const int64_t group = heads.num_query_heads / heads.num_kv_heads;
+  const int64_t num_rows = tile.num_tokens * group;
+  const int64_t padded = (step.block_size + kV - 1) / kV * kV;
+  TileState state;
+  state.keys = scratch;
+  state.values = state.keys + padded * heads.key_dim;
+  state.weights = state.values + padded * heads.value_dim;
+  state.totals = state.weights + num_rows * padded;
+  state.highest = state.totals + num_rows * heads.value_dim;
+  state.sums = state.highest + num_rows;
+  for (int64_t i = 0; i < num_rows * heads.value_dim; i += kV) store(state.totals + i, Floats{});
+  for (int64_t row = 0; row < num_rows; ++row) state.highest[row] = -__builtin_inff(), state.sums[row] = 0;
+
+  const int64_t first_position = step.seq_lens[tile.seq] - step.query_starts[tile.seq + 1] + tile.first_token;
+  const int64_t end = first_position + tile.num_tokens;
+  const int64_t begin = options.window && first_position >= options.window ? first_position - options.window + 1 : 0;
+  for (int64_t page = begin / step.block_size; page * step.block_size < end; ++page) {
+    const int64_t start = page * step.block_size;
+    const int64_t num_keys = end - start < step.block_size ? end - start : step.block_size;
+    const int64_t block = step.block_tables[tile.seq * step.table_size + page];
+    convert_page(attention.cache.keys.data + block * attention.cache.keys.block_stride + tile.kv_head * step.block_size * heads.key_dim,
+                 num_keys, padded, heads.key_dim, state.keys);
+    convert_page(attention.cache.values.data + block * attention.cache.values.block_stride + tile.kv_head * step.block_size * heads.value_dim,
+                 num_keys, padded, heads.value_dim, state.values);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t token = row / group, position = first_position + token;
+      const int64_t last = position + 1 - start < num_keys ? position + 1 - start : num_keys;
+      const int64_t left = options.window ? position - options.window + 1 - start : 0;
+      const int64_t first = left > 0 ? left : 0;
+      if (first >= last) continue;
+      const float* query = attention.queries + (tile.first_token + token) * attention.query_stride +
+                           (tile.kv_head * group + row % group) * heads.key_dim;
+      take_page(state, row, query, heads, options, padded, first, last);
+    }
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t head = tile.kv_head * group + row % group;
+    float total = state.sums[row];
+    float shrink = 1;
+    if (options.sinks != nullptr) {
+      const float sink = options.sinks[head], highest = state.highest[row];
+      const float top = sink > highest ? sink : highest;
+      shrink = exponential(splat(highest - top))[0];
+      total = total * shrink + exponential(splat(sink - top))[0];
+    }
+    T* out = attention.output + ((tile.first_token + row / group) * heads.num_query_heads + head) * heads.value_dim;
+    for (int64_t d = 0; d < heads.value_dim; d += kV) {
+      store(out + d, load(state.totals + row * heads.value_dim + d) * (shrink / total));
+    }
+  }
+}
+
+template <typename T>
+constexpr Kernels<T> kernels_of() {
+  return {multiply<T>, normalize<T>, add_normalized<T>, rotate_and_write<T>, attend<T>};
+}

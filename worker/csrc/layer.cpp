@@ -1,0 +1,125 @@
+#include "layer.h"
+
+namespace tokenyard {
+
+template <>
+const Kernels<Bf16>& Engine::kernels<Bf16>() const {
+  return kernels_.bf16;
+}
+
+template <>
+const Kernels<float>& Engine::kernels<float>() const {
+  return kernels_.float32;
+}
+
+template <typename T>
+Phase Engine::multiplying(const Product<T>& product) const {
+  return {product.weight.num_blocks(),
+          [&](int64_t begin, int64_t end, int) { kernels<T>().multiply(product, begin, end); }};
+}
+
+template <typename T>
+void Engine::multiply(const Product<T>& product) {
+  team_.run({multiplying(product)});
+}
+
+template <typename T>
+void Engine::normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t num_rows) {
+  team_.run({{num_rows, [&](int64_t begin, int64_t end, int) {
+                kernels<T>().normalize(x, out, norm, size, begin, end);
+              }}});
+}
+
+template <typename T>
+Phase Engine::attending(const Attention<T>& attention) {
+  const Step& step = attention.step;
+  tiles_.clear();
+  for (int64_t seq = 0; seq < step.num_seqs; ++seq) {
+    for (int64_t first = step.query_starts[seq]; first < step.query_starts[seq + 1]; first += kTileTokens) {
+      const int64_t left = step.query_starts[seq + 1] - first;
+      for (int64_t head = 0; head < attention.heads.num_kv_heads; ++head) {
+        tiles_.push_back({seq, first, left < kTileTokens ? left : kTileTokens, head});
+      }
+    }
+  }
+  const int64_t size = attention_scratch_size(attention);
+  float* scratch = scratch_.of<float>(size * team_.num_threads());
+  return {static_cast<int64_t>(tiles_.size()), [&, size, scratch](int64_t begin, int64_t end, int thread) {
+            for (int64_t tile = begin; tile < end; ++tile) {
+              kernels<T>().attend(attention, tiles_[static_cast<size_t>(tile)], scratch + size * thread);
+            }
+          }};
+}
+
+template <typename T>
+void Engine::attend(const Attention<T>& attention) {
+  team_.run({attending(attention)});
+}
+
+template <typename T>
+void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache,
+                 T* hidden) {
+  const Kernels<T>& kernel = kernels<T>();
+  const HeadShape& heads = layer.heads;
+  Rotation rotation = layer.rotation;
+  rotation.angles = angles;
+  const int64_t num_tokens = step.num_tokens, size = layer.hidden_size;
+  const int64_t mlp_size = layer.gate_up.num_outputs / 2;
+  const bool adds_normed_attention = layer.after_attention_norm.weight != nullptr;
+  const bool adds_normed_mlp = layer.after_mlp_norm.weight != nullptr;
+
+  T* normed = normed_.of<T>(num_tokens * size);
+  float* rows = rows_.of<float>(num_tokens * heads.row_size());
+  T* attended = attended_.of<T>(num_tokens * heads.num_query_heads * heads.value_dim);
+  T* activated = activated_.of<T>(num_tokens * mlp_size);
+  float* added = adds_normed_attention || adds_normed_mlp ? added_.of<float>(num_tokens * size) : nullptr;
+
+  const Attention<T> attention = {heads, layer.attention, step, cache, rows, heads.row_size(), attended};
+  const Product<T> to_rows = {normed, num_tokens, layer.query_key_value, nullptr, nullptr, rows};
+  const Product<T> from_attention =
+      adds_normed_attention
+          ? Product<T>{attended, num_tokens, layer.attention_output, nullptr, nullptr, added}
+          : Product<T>{attended, num_tokens, layer.attention_output, hidden, hidden, nullptr};
+  const Product<T> to_mlp = {normed, num_tokens, layer.gate_up, nullptr, activated, nullptr};
+  const Product<T> from_mlp = adds_normed_mlp
+                                  ? Product<T>{activated, num_tokens, layer.down, nullptr, nullptr, added}
+                                  : Product<T>{activated, num_tokens, layer.down, hidden, hidden, nullptr};
+  const int64_t num_heads = num_tokens * (heads.num_query_heads + 2 * heads.num_kv_heads);
+
+  std::vector<Phase> phases;
+  phases.reserve(Team::kMostPhases);
+  phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
+                      kernel.normalize(hidden, normed, layer.attention_norm, size, begin, end);
+                    }});
+  phases.push_back(multiplying(to_rows));
+  phases.push_back({num_heads, [&](int64_t begin, int64_t end, int) {
+                      kernel.rotate_and_write(rows, attention, rotation, begin, end);
+                    }});
+  phases.push_back(attending(attention));
+  phases.push_back(multiplying(from_attention));
+  phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
+                      if (adds_normed_attention) {
+                        kernel.add_normalized(added, hidden, layer.after_attention_norm, size, begin, end);
+                      }
+                      kernel.normalize(hidden, normed, layer.mlp_norm, size, begin, end);
+                    }});
+  phases.push_back(multiplying(to_mlp));
+  phases.push_back(multiplying(from_mlp));
+  if (adds_normed_mlp) {
+    phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
+                        kernel.add_normalized(added, hidden, layer.after_mlp_norm, size, begin, end);
+                      }});
+  }
+  team_.run(phases);
+}
+
+template void Engine::multiply(const Product<Bf16>&);
+template void Engine::multiply(const Product<float>&);
+template void Engine::normalize(const Bf16*, Bf16*, const Norm&, int64_t, int64_t);
+template void Engine::normalize(const float*, float*, const Norm&, int64_t, int64_t);
+template void Engine::attend(const Attention<Bf16>&);
+template void Engine::attend(const Attention<float>&);
+template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*);
+template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*);
+
+}  // namespace tokenyard

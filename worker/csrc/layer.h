@@ -1,0 +1,93 @@
+// One decoder layer over one step, and the parts of it that other layers call alone.
+//
+// Owns: the order of the kernels, how each is cut into items, and the memory between them.
+// Never: weights, the cache or the step: all of those are the caller's.
+#pragma once
+
+#include <cstdlib>
+#include <new>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace tokenyard {
+
+// A pre-norm block: attention, then a gated MLP, each added to the residual stream.
+template <typename T>
+struct Layer {
+  int64_t hidden_size;
+  Norm attention_norm;
+  PackedWeight<T> query_key_value;
+  HeadShape heads;
+  Rotation rotation;  // its angles come with the step
+  AttentionOptions attention;
+  PackedWeight<T> attention_output;
+  Norm after_attention_norm;  // of what is added to the residual; weight null: none
+  Norm mlp_norm;
+  PackedWeight<T> gate_up;
+  PackedWeight<T> down;
+  Norm after_mlp_norm;  // as after_attention_norm
+};
+
+// Memory that grows to the largest use and stays: a fresh one costs page faults in every layer.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+
+  template <typename T>
+  T* of(int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_ = std::aligned_alloc(64, size_);
+      if (data_ == nullptr) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+class Engine {
+ public:
+  Engine(const AllKernels& kernels, int num_threads) : kernels_(kernels), team_(num_threads) {}
+
+  const char* name() const { return kernels_.name; }
+
+  template <typename T>
+  void multiply(const Product<T>& product);
+
+  template <typename T>
+  void normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t num_rows);
+
+  // Over queries as they are; the cache is written already.
+  template <typename T>
+  void attend(const Attention<T>& attention);
+
+  // Changes `hidden` [T, H] in place.
+  template <typename T>
+  void run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden);
+
+ private:
+  template <typename T>
+  const Kernels<T>& kernels() const;
+
+  template <typename T>
+  Phase multiplying(const Product<T>& product) const;
+
+  template <typename T>
+  Phase attending(const Attention<T>& attention);
+
+  const AllKernels& kernels_;
+  Team team_;
+  std::vector<AttentionTile> tiles_;
+  Buffer normed_, rows_, attended_, activated_, added_, scratch_;
+};
+
+}  // namespace tokenyard

@@ -1,0 +1,165 @@
+// A few threads that compute together.
+//
+// Owns: the threads, which start with the team and end with it, and who takes which piece of work.
+// Never: knows what is computed.
+//
+// Work comes as phases, cut into pieces that whoever is free takes; a phase begins when all pieces of the one
+// before are done. Nobody waits for a thread that has taken nothing: on a machine with other things to do, a
+// helper that the system does not run costs its help and no more, where a barrier would wait for it.
+#pragma once
+
+#include <sched.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace tokenyard {
+
+// Items [begin, end) of a phase, done by a thread with this number.
+using Work = std::function<void(int64_t begin, int64_t end, int thread)>;
+
+struct Phase {
+  int64_t num_items;
+  Work work;
+};
+
+class Team {
+ public:
+  static constexpr size_t kMostPhases = 12;
+
+  explicit Team(int num_threads) : num_threads_(num_threads) {
+    for (int thread = 1; thread < num_threads; ++thread) {
+      helpers_.emplace_back([this, thread] { help(thread); });
+    }
+  }
+
+  ~Team() {
+    is_over_ = true;
+    round_.fetch_add(1, std::memory_order_release);
+    round_.notify_all();
+    for (std::thread& helper : helpers_) helper.join();
+  }
+
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int num_threads() const { return num_threads_; }
+
+  // Does the phases one after another, the calling thread as number 0. For one caller at a time.
+  void run(const std::vector<Phase>& phases) {
+    if (num_threads_ == 1) {
+      for (const Phase& phase : phases) phase.work(0, phase.num_items, 0);
+      return;
+    }
+    phases_ = &phases;
+    const uint32_t round = round_.load(std::memory_order_relaxed) + 1;
+    open(0, round);
+    round_.store(round, std::memory_order_release);
+    round_.notify_all();
+    for (size_t phase = 0; phase < phases.size(); ++phase) {
+      for (int spins = 0; !is_open(phase, round); ++spins) rest(spins);
+      while (take_piece(phase, round, 0)) {
+      }
+    }
+    for (int spins = 0; num_done_[phases.size() - 1].value.load(std::memory_order_acquire) != num_pieces(phases.back());
+         ++spins) {
+      rest(spins);
+    }
+  }
+
+ private:
+  // Enough that the last piece of a phase is short, few enough that taking one costs nothing.
+  static constexpr int64_t kPiecesPerThread = 8;
+  // Some tens of microseconds: about as long as sleeping and being woken takes.
+  static constexpr int kSpins = 2000;
+  // A helper that has waited for so many turns of other programs leaves the round.
+  static constexpr int kMostTurns = 2000;
+
+  // Round in the upper half, pieces left in the lower: one word, so that nobody takes a piece of another round.
+  struct alignas(64) Counter {
+    std::atomic<uint64_t> value{0};
+  };
+
+  uint64_t num_pieces(const Phase& phase) const {
+    const int64_t most = num_threads_ * kPiecesPerThread;
+    return static_cast<uint64_t>(phase.num_items < most ? phase.num_items : most);
+  }
+
+  void open(size_t phase, uint32_t round) {
+    num_done_[phase].value.store(0, std::memory_order_relaxed);
+    num_left_[phase].value.store(static_cast<uint64_t>(round) << 32 | num_pieces((*phases_)[phase]),
+                                 std::memory_order_release);
+  }
+
+  bool is_open(size_t phase, uint32_t round) const {
+    return phase < kMostPhases && num_left_[phase].value.load(std::memory_order_acquire) >> 32 == round;
+  }
+
+  // False if none is left. Whoever holds a piece keeps the round alive: only then is `phases_` looked at.
+  bool take_piece(size_t index, uint32_t round, int thread) {
+    uint64_t left = num_left_[index].value.load(std::memory_order_acquire);
+    do {
+      if (left >> 32 != round || static_cast<uint32_t>(left) == 0) return false;
+    } while (!num_left_[index].value.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel));
+    const std::vector<Phase>& phases = *phases_;
+    const Phase& phase = phases[index];
+    const int64_t count = static_cast<int64_t>(num_pieces(phase));
+    const int64_t piece = count - static_cast<int64_t>(static_cast<uint32_t>(left));
+    phase.work(phase.num_items * piece / count, phase.num_items * (piece + 1) / count, thread);
+    const bool is_last_phase = index + 1 == phases.size();
+    // The last one opens the next phase; after the last phase's last piece, `phases` may be gone.
+    if (num_done_[index].value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint64_t>(count) &&
+        !is_last_phase) {
+      open(index + 1, round);
+    }
+    return true;
+  }
+
+  void help(int thread) {
+    for (uint32_t seen = 0;;) {
+      for (int spins = 0; spins < kSpins && round_.load(std::memory_order_acquire) == seen; ++spins) pause();
+      while (round_.load(std::memory_order_acquire) == seen) round_.wait(seen, std::memory_order_acquire);
+      if (is_over_) return;
+      seen = round_.load(std::memory_order_acquire);
+      size_t phase = 0;
+      for (int spins = 0; spins < kSpins + kMostTurns && round_.load(std::memory_order_acquire) == seen; ++spins) {
+        if (!is_open(phase, seen)) {
+          rest(spins);
+          continue;
+        }
+        while (take_piece(phase, seen, thread)) {
+        }
+        ++phase;
+        spins = 0;
+      }
+    }
+  }
+
+  static void rest(int spins) {
+    if (spins < kSpins) {
+      pause();
+    } else {
+      sched_yield();  // somebody else needs this core, perhaps the thread that is waited for
+    }
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  const int num_threads_;
+  const std::vector<Phase>* phases_ = nullptr;
+  std::atomic<bool> is_over_{false};
+  alignas(64) std::atomic<uint32_t> round_{0};
+  std::array<Counter, kMostPhases> num_left_;
+  std::array<Counter, kMostPhases> num_done_;
+  std::vector<std::thread> helpers_;
+};
+
+}  // namespace tokenyard
