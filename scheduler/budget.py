@@ -3,7 +3,7 @@
 Owns: how much a step may have, and what is left of it while it is planned.
 """
 
-from math import isinf
+from math import inf
 
 from scheduler.config import SchedulerConfig
 from scheduler.sequence import Sequence
@@ -60,9 +60,10 @@ def budget_for_step(
     config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel
 ) -> SchedulingBudget:
     """The operator's limits; fewer tokens where decodes would else miss their target."""
-    num_decodes = sum(1 for seq in running if seq.num_uncomputed_tokens == 1)
+    # A list, and no call for each sequence: this is a tenth of a step of decodes.
+    num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in running])
     max_tokens = config.max_num_batched_tokens
-    if num_decodes and not isinf(config.target_itl_s):
+    if num_decodes and config.target_itl_s != inf:
         within = step_time.tokens_within(config.target_itl_s)
         if within is not None:
             max_tokens = min(max_tokens, max(within, num_decodes + _MIN_CHUNK_TOKENS))

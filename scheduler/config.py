@@ -48,6 +48,13 @@ class Batching(StrEnum):
     SEPARATE = "separate"  # prefill or decodes
 
 
+class HostTier(StrEnum):
+    """Whether the swap space also keeps what the prefix cache on the device must give up."""
+
+    ON = "on"
+    OFF = "off"
+
+
 class Displacement(StrEnum):
     """Whether a waiting sequence may take the place of a less urgent running one."""
 
@@ -60,6 +67,16 @@ class Fairness(StrEnum):
 
     NONE = "none"
     TENANT = "tenant"
+
+
+_AT_LEAST_ONE = (
+    *("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
+    "max_plans_in_flight",
+)
+_AT_LEAST_ZERO = (
+    *("max_bypasses", "max_chunk_tokens", "prefill_delay_factor", "num_host_blocks"),
+    *("max_encoder_tokens", "encoder_cache_tokens", "max_adapters"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +123,18 @@ class SchedulerConfig:
     """Blocks of the swap space, ids 1 to num_host_blocks."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
+    max_plans_in_flight: int = 1
+    """So many plans may be made before the result of the first must come."""
+    max_encoder_tokens: int = 0
+    """Of a step, for the encoder inputs of prompts; 0: no prompt has any."""
+    encoder_cache_tokens: int = 0
+    """Encoder outputs that wait for their positions to be computed have so many tokens at most."""
+    max_adapters: int = 0
+    """Running sequences use at most so many different adapters. 0: none is served."""
+    host_tier: HostTier = HostTier.ON
+    """Without a swap space, or without a prefix cache, there is none."""
+    sliding_window: int | None = None
+    """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
     max_bypasses: int = 0
     """How many later sequences may be admitted before a head of the queue for which there are too few
     free blocks; then blocks are kept for it. 0 keeps the order strictly."""
@@ -126,12 +155,14 @@ class SchedulerConfig:
 
     def _check_bounds(self) -> None:
         """Of single numbers; contradictions between them come after."""
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("priority_aging_s", "target_itl_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("max_bypasses", "max_chunk_tokens", "prefill_delay_factor", "num_host_blocks"):
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
+        for name in _AT_LEAST_ZERO:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")

@@ -13,8 +13,11 @@ class Counters:
     num_steps: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_prefix_host_hits: int = 0
     num_recomputed_tokens: int = 0
     num_stalls: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_preemptions: dict[tuple[PreemptionCause, bool], int] = field(
         default_factory=lambda: {(cause, swap): 0 for cause in PreemptionCause for swap in (False, True)}
     )

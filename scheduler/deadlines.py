@@ -44,6 +44,8 @@ class Deadlines:
 
     def expired(self, *, now_s: float) -> list[tuple[Sequence, Limit]]:
         """Each sequence at most once, in the order of the deadlines."""
+        if not self._heap or self._heap[0][0] > now_s:
+            return []
         found: dict[int, tuple[Sequence, Limit]] = {}
         while self._heap and self._heap[0][0] <= now_s:
             _, _, limit, seq = heappop(self._heap)

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from scheduler.block_pool import BlockPool
-from scheduler.kv_cache_manager import Need
+from scheduler.kv_cache_manager import KVCacheManager, Need
 from scheduler.messages import BlockId
 from scheduler.sequence import Sequence
 
@@ -55,20 +55,20 @@ class _Gain:
 
 
 def choose_victims(
-    candidate: Sequence, need: Need, running: list[Sequence], *, pool: BlockPool, num_free_slots: int
+    candidate: Sequence, need: Need, running: list[Sequence], *, kv: KVCacheManager, num_free_slots: int
 ) -> list[Sequence] | None:
     """Victims from the back of the line, as few as suffice; none may be enough. None: it cannot be done."""
-    num_growing = sum(1 for seq in running if seq.num_tokens > seq.num_slots)
-    gain = _Gain(pool, set(need.hits))
+    num_growing = sum(kv.num_missing(seq) for seq in running if seq.num_tokens > seq.num_slots)
+    gain = _Gain(kv.pool, set(need.found.device.values()))
     victims: list[Sequence] = []
     line = reversed(running)
     while num_free_slots + len(victims) < 1 or (
-        pool.num_free + gain.num_blocks < need.num_from_free + num_growing
+        kv.pool.num_free + gain.num_blocks < need.num_from_free + num_growing
     ):
         victim = next((seq for seq in line if is_more_urgent(candidate, seq) and not seq.is_protected), None)
         if victim is None:
             return None
         victims.append(victim)
         gain.add(victim)
-        num_growing -= victim.num_tokens > victim.num_slots
+        num_growing -= kv.num_missing(victim)
     return victims

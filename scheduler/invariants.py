@@ -14,6 +14,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raises AssertionError, saying what broke. O(sequences + blocks)."""
     running, waiting = scheduler.running_sequences(), scheduler.waiting_sequences()
     _check_queues(scheduler, running, waiting)
+    _check_in_flight(scheduler, running + waiting)
+    _check_shared_room(scheduler, running)
     _check_blocks(scheduler, running)
     _check_prefix_cache(scheduler, running)
     _check_swap_space(scheduler, waiting)
@@ -28,6 +30,12 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     assert len(ids) == len(set(ids)) <= scheduler.config.max_num_seqs
     assert {new.sequence_id for new in plan.new_sequences} <= set(ids)
     assert not {new.sequence_id for new in plan.new_sequences} & plan.new_blocks.keys()
+    assert plan.draft_token_ids.keys() | plan.encoder_inputs.keys() <= set(ids)
+    for share in plan.scheduled:
+        num_drafts = len(plan.draft_token_ids.get(share.sequence_id, ()))
+        assert not num_drafts or (share.samples and share.num_tokens == 1 + num_drafts)
+    to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
+    assert sum(item.num_tokens for item in to_encode) <= scheduler.config.max_encoder_tokens
     preempted = {preemption.sequence_id for preemption in plan.preemptions}
     assert not preempted & set(ids), "somebody was preempted who has a share of the same step"
 
@@ -48,30 +56,64 @@ def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[S
         assert not seq.block_ids, f"{seq} waits and holds blocks"
         assert seq.num_computed_tokens == 0
     for seq in running:
-        assert 0 < seq.num_computed_tokens <= seq.num_tokens == len(seq.token_ids)
+        assert 0 < seq.num_computed_tokens <= seq.num_tokens
         assert seq.num_slots == len(seq.block_ids) * scheduler.config.block_size >= seq.num_computed_tokens
+
+
+def _check_in_flight(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    plans = scheduler.plans_in_flight()
+    assert len(plans) <= scheduler.config.max_plans_in_flight
+    num_draws = Counter(share.sequence_id for plan in plans for share in plan.scheduled if share.samples)
+    for seq in sequences:
+        num_expected = seq.num_tokens - len(seq.token_ids)
+        assert 0 <= num_expected <= num_draws[seq.sequence_id], f"{seq} expects tokens that nobody draws"
+        if num_draws[seq.sequence_id] and seq.pooling is None:
+            assert len(seq.token_ids) + num_draws[seq.sequence_id] <= seq.max_length, (
+                f"{seq} is drawn too long"
+            )
+        elif seq.status is Status.RUNNING:
+            assert seq.num_uncomputed_tokens or num_draws[seq.sequence_id], f"{seq} has nothing left to do"
+
+
+def _check_shared_room(scheduler: Scheduler, running: list[Sequence]) -> None:
+    """Adapters and encoder outputs are held by those who run, and are not too many."""
+    config = scheduler.config
+    assert len({seq.adapter for seq in running if seq.adapter}) <= config.max_adapters
+    assert scheduler.encoder_cache.num_held_tokens <= config.encoder_cache_tokens
+    assert scheduler.encoder_cache.holders() <= {seq.sequence_id for seq in running}, "held by nobody"
 
 
 def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
     pool = scheduler.kv.pool
     free = pool.free_blocks()
-    held: Counter[BlockId] = Counter(block for seq in running for block in seq.block_ids)
+    held: Counter[BlockId] = Counter(block for seq in running for block in _own_blocks(seq))
     assert len(free) == len(set(free)) == pool.num_free, "the free list miscounts"
     assert not held.keys() & set(free), "a block is free and held"
     assert held.keys() | set(free) == set(range(1, pool.num_blocks + 1)), "a block is lost"
     for block, num_holders in held.items():
         assert pool.num_references(block) == num_holders, f"block {block} has a wrong reference count"
     for seq in running:
-        assert len(seq.block_ids) == len(set(seq.block_ids)), f"{seq} holds a block twice"
+        own = _own_blocks(seq)
+        assert len(own) == len(set(own)), f"{seq} holds a block twice"
+        assert not any(seq.block_ids[: seq.num_passed_blocks]), f"{seq} holds what its window passed"
+        assert all(own), f"{seq} misses a block"
+        most = scheduler.kv.reach.most_blocks(seq.max_length)  # drafts may have asked for blocks ahead
+        assert len(own) <= most, f"{seq} holds more than it reads"
+
+
+def _own_blocks(seq: Sequence) -> list[BlockId]:
+    return seq.block_ids[seq.num_passed_blocks :]
 
 
 def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
     space, block_size = scheduler.swap_space, scheduler.config.block_size
-    held = [block for seq in waiting for block in seq.host_block_ids]
+    held = [block for seq in waiting for block in seq.host_block_ids if block]
     assert sorted(held + space.free_blocks()) == list(range(1, space.num_blocks + 1)), "a host block is lost"
     for seq in waiting:
         assert len(seq.host_block_ids) == -(-seq.num_swapped_tokens // block_size)
         assert bool(seq.host_block_ids) == (seq.status is Status.SWAPPED)
+    kept = space.kept()
+    assert len(kept) == len(set(kept.values())), "two host blocks have one key"
 
 
 def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:

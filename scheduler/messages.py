@@ -6,10 +6,11 @@ Never: behaviour beyond arithmetic on itself.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import NamedTuple, NewType
+from types import MappingProxyType
+from typing import Any, NamedTuple, NewType
 
 SequenceId = NewType("SequenceId", int)
 """One stream of tokens; unique for the life of the engine. A request with n=3 has three."""
@@ -29,12 +30,30 @@ class FinishReason(StrEnum):
     FAILED = "error"  # the model or the worker failed on it
 
 
+class GrammarKind(StrEnum):
+    """In which language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the generated text must match. Only grammars that were compiled once reach the scheduler."""
+
+    kind: GrammarKind
+    text: str
+    begins_after: int | None = None
+    """Free until this token was generated (the end of a reasoning block); None: from the start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token of a sequence is drawn, and when there is no next token.
 
-    The order of application is fixed: logit bias, minimum length, penalties, temperature, min-p,
-    top-k, top-p, draw. The scheduler reads only the last group.
+    The order of application is fixed: grammar, logit bias, bans (minimum length, bad words, all that is
+    not allowed), penalties, temperature, min-p, top-k, top-p, draw. The scheduler reads only the last group.
     """
 
     temperature: float = 1.0
@@ -51,12 +70,77 @@ class SamplingParams:
     """Always set; the front door draws one for a request that brings none. 64 bits, unsigned."""
     num_logprobs: int | None = None
     """How many alternatives to report beside the chosen token; None reports nothing at all."""
+    num_prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, from the second on; the prefix cache is then not read."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences whose last token cannot be drawn where the others were just generated."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these can be drawn; empty: all."""
+    grammar: Grammar | None = None
 
     max_tokens: int = 16
     min_tokens: int = 0
     """Until so many tokens were generated, no token of `stop_token_ids` can be drawn."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends the sequence; holds the model's end-of-sequence tokens unless the caller ignores them."""
+
+
+class PoolingTask(StrEnum):
+    """What is made of a prompt of which nothing is generated."""
+
+    EMBED = "embed"  # one vector, as the checkpoint says how to pool
+    SCORE = "score"  # the classification head's outputs
+
+
+class PromptComputation(StrEnum):
+    """How much of a prompt must be computed, and whether it may be divided."""
+
+    REUSING = "reusing"  # what the prefix cache holds is not computed again
+    EVERY_POSITION = "every_position"  # all of it, in chunks: something is asked of each position
+    AT_ONCE = "at_once"  # all of it in one step, and shared with nobody: each token attends to all others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How the hidden states of a prompt become one vector."""
+
+    task: PoolingTask
+    num_dimensions: int | None = None
+    """Cut to the first so many, and normalized again; None keeps all."""
+    prompt: PromptComputation = PromptComputation.EVERY_POSITION
+    """What the model's kind of pooling needs: REUSING if it reads the last position only."""
+    second_text_start: int | None = None
+    """Where the second text of a pair begins, for models that tell the two apart; None: there is one."""
+
+
+class EncoderInput(NamedTuple):
+    """An image, say, whose encoder output stands at some positions of a prompt in place of embeddings."""
+
+    offset: int
+    """The first of these positions."""
+    num_tokens: int
+    content: str
+    """Names it. Equal names are equal inputs: prefixes are shared under this name."""
+
+    @property
+    def end(self) -> int:
+        """The position behind it."""
+        return self.offset + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceInputs:
+    """What a sequence is computed with, beside its tokens; all of it empty for plain generation."""
+
+    pooling: PoolingParams | None = None
+    """Set: nothing is generated."""
+    adapter: str = ""
+    """Name of the adapter (LoRA, say) that the model is run with; empty: none."""
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    """In order of their positions, of which no two share one; the prompt's last token is behind them."""
+
+
+NO_INPUTS = SequenceInputs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +191,12 @@ class NewSequence:
     num_prompt_tokens: int
     params: SamplingParams
     block_ids: tuple[BlockId, ...]
-    """The whole block table so far, prefix-cache hits first."""
+    """The whole block table so far, prefix-cache hits first. 0 at its beginning stands for blocks that a
+    sliding window has passed; later ones stay in the worker's table, and are not read either."""
+    pooling: PoolingParams | None = None
+    """Set: nothing is drawn; the share that samples returns the pooled vector."""
+    adapter: str = ""
+    """Run the model with this adapter; empty: with none."""
 
 
 class PreemptionCause(StrEnum):
@@ -146,17 +235,29 @@ class ScheduledSequence(NamedTuple):
     """Position of the first token to compute; the KV of all before it is in the cache, or is written
     by this same step (a prefix shared with a sequence that stands earlier or later in the plan)."""
     num_tokens: int
-    """At least 1. Several for a prefill chunk; one for a decode."""
+    """At least 1. Several for a prefill chunk; one for a decode, and one more for each draft token."""
     samples: bool
     """The share reaches the end of what is known, so that the next token is drawn from its logits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOutput:
-    """The plan of one step. The worker obeys it in this order: release, copy, add, grow, compute.
+_NOTHING: Mapping[SequenceId, tuple[Any, ...]] = MappingProxyType({})
+
+
+class SchedulerOutput(NamedTuple):
+    """The plan of one step. The worker's order: release, swap out, swap in, copy, add, grow, compute.
+
+    Copies of one kind may be made in any order: no two have one target, and none reads what another of its
+    kind writes. A later kind may read what an earlier one wrote. Nothing of a plan is written to what an
+    earlier kind, or the same one, still reads.
 
     The worker must write the keys and values of all scheduled tokens of a layer before any of them
     attends, since a sequence may share blocks that another one fills in the same step.
+
+    Plans are carried out one after the other. One may be made before the result of an earlier one is known;
+    a share may then begin at a token that the worker has drawn and the scheduler has not heard of.
+
+    A named tuple because one is built for each step: to build a frozen dataclass of so many fields takes half
+    as long as to plan a step of one decode.
     """
 
     step: int
@@ -166,14 +267,24 @@ class SchedulerOutput:
     new_blocks: dict[SequenceId, tuple[BlockId, ...]]
     """Joins the block tables of sequences that the worker already knows."""
     scheduled: tuple[ScheduledSequence, ...]
-    """Decodes first, then prefill chunks."""
+    """Decodes first, then shares of several tokens: prefill chunks, and decodes with drafts."""
     num_scheduled_tokens: int
     swap_out: tuple[BlockCopy, ...] = ()
-    """From the device's pool to the host's, before anything else is written."""
+    """From the device's pool to the host's, before anything else is written: what preempted sequences have
+    computed, and cached prefixes that the device gives up."""
     swap_in: tuple[BlockCopy, ...] = ()
     """From the host's pool to the device's, after all of `swap_out`."""
+    copies: tuple[BlockCopy, ...] = ()
+    """Within the device's pool, after all of `swap_in`: a prompt's tail, for whoever has the same one. What
+    earlier plans computed is in the sources; what this plan computes is not."""
     preemptions: tuple[Preemption, ...] = ()
     """Those of this step, for the trace; the worker reads `released`."""
+    draft_token_ids: Mapping[SequenceId, tuple[int, ...]] = _NOTHING
+    """Guesses for the positions after the first of that sequence's share. The worker returns those that
+    the model would have drawn too, up to the first that it would not, and one token more."""
+    encoder_inputs: Mapping[SequenceId, tuple[EncoderInput, ...]] = _NOTHING
+    """To be encoded before this step computes. An output is kept until the last of its positions was
+    computed, or its sequence was released."""
 
     @property
     def is_empty(self) -> bool:
@@ -183,14 +294,21 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """What the worker made of a plan. Every sequence with `samples` is in `token_ids` or in `failures`."""
+    """What the worker made of a plan.
+
+    Every sequence with `samples` is in `token_ids`, in `pooled` or in `failures`.
+    """
 
     token_ids: Mapping[SequenceId, tuple[int, ...]]
-    """The tokens drawn in this step: one for each sequence that samples."""
+    """The tokens drawn in this step, for each sequence that samples: one, and accepted drafts before it."""
     logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]]
     """Aligned with `token_ids`; only sequences that asked."""
     failures: Mapping[SequenceId, str]
     """Sequences that failed alone (logits that are not finite, say), with the reason for the log."""
+    prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Of the prompt tokens after each computed position, in order; only sequences that asked."""
+    pooled: Mapping[SequenceId, bytes] = field(default_factory=dict)
+    """Float32, little-endian; for each pooling sequence whose share reaches the end of its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +334,10 @@ class SequenceOutput(NamedTuple):
     start: SequenceStart | None = None
     message: str = ""
     """Why it was rejected or failed, fit for the caller's eyes."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those not told before, in order: with a prompt in several chunks they come in several outputs."""
+    pooled: bytes = b""
+    """Float32, little-endian; with the one output of a pooling sequence."""
 
 
 class WaitReason(StrEnum):
@@ -225,7 +347,9 @@ class WaitReason(StrEnum):
     PLACES = "places"  # max_num_seqs sequences run
     BLOCKS = "blocks"  # too few KV blocks are free for the first in line
     TOKENS = "tokens"  # the step's token budget was spent
-    PREEMPTION = "preemption"  # somebody was just sent away: nobody is admitted in such a step
+    PREEMPTION = "preemption"  # somebody was just sent away, or the first in line was, and is still drawn for
+    ADAPTER = "adapter"  # max_adapters others are in use
+    ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
 
 
 class SequenceReport(NamedTuple):
@@ -289,5 +413,13 @@ class SchedulerStats:
     """Prompt tokens looked up in the prefix cache, at first admissions."""
     num_prefix_hits: int
     """Prompt tokens found there."""
+    num_prefix_host_hits: int
+    """Of these, tokens that were found on the host only, and were copied back."""
+    num_kept_host_blocks: int
+    """Blocks copied to the host because the prefix cache on the device gave them up."""
     num_recomputed_tokens: int
     """Computed tokens that preemptions by recompute threw away."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int = 0
+    """Of these, those that the model would have drawn too."""

@@ -1,26 +1,23 @@
 """Who pays when memory runs short, and in which coin: recompute later, or copy to the host now.
 
-Owns: the choice of victims for growth, the choice of the mode, and the swap space.
-Never: queues and the line; scheduler.py moves sequences between them.
+Owns: the choice of victims for growth, and the choice of the mode.
+Never: queues and the line (planner.py), or blocks on either side (kv_cache_manager.py).
 Source: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
 """
 
 from scheduler.config import PreemptionMode, SchedulerConfig, VictimChoice
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.messages import BlockCopy
 from scheduler.sequence import Sequence
 from scheduler.step_time import StepTimeModel
-from scheduler.swap_space import SwapSpace
 
 # How far from the back of the line it is looked for a cheaper victim.
 _VICTIM_WINDOW = 8
 
 
 class Preemptor:
-    """Sends sequences away and prepares their return. Host blocks come back whatever becomes of them."""
+    """Chooses; it changes nothing but its count of refusals."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, step_time: StepTimeModel) -> None:
-        self.swap_space = SwapSpace(config.num_host_blocks)
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
         self.num_swap_space_full = 0
@@ -42,7 +39,7 @@ class Preemptor:
 
     def mode_for(self, victim: Sequence) -> PreemptionMode:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""
-        if self._mode is PreemptionMode.RECOMPUTE or not self.swap_space.num_blocks:
+        if self._mode is PreemptionMode.RECOMPUTE or not self._kv.swap_space.num_blocks:
             return PreemptionMode.RECOMPUTE
         num_blocks = self._num_written_blocks(victim)
         if self._mode is PreemptionMode.AUTO:
@@ -50,43 +47,13 @@ class Preemptor:
             recomputing_s = self._num_tokens_at_stake(victim) * (self._step_time.slope_s or 0.0)
             if swapping_s >= recomputing_s:
                 return PreemptionMode.RECOMPUTE
-        if num_blocks > self.swap_space.num_free:
+        if num_blocks > self._kv.swap_space.num_free:
             self.num_swap_space_full += 1
             return PreemptionMode.RECOMPUTE
         return PreemptionMode.SWAP
 
-    def swap_out(self, victim: Sequence) -> list[BlockCopy]:
-        """Take host blocks for all that it has computed; its device blocks are still its own."""
-        sources = victim.block_ids[: self._num_written_blocks(victim)]
-        victim.host_block_ids = self.swap_space.take(len(sources))
-        victim.num_swapped_tokens = victim.num_computed_tokens
-        return [BlockCopy(*pair) for pair in zip(sources, victim.host_block_ids, strict=True)]
-
-    def swap_in(self, seq: Sequence) -> list[BlockCopy]:
-        """After its device blocks were allocated: copy what the prefix cache did not have."""
-        num_found = seq.num_computed_tokens // self._kv.block_size
-        copies = [
-            BlockCopy(source, target)
-            for source, target in zip(
-                seq.host_block_ids[num_found:],
-                seq.block_ids[num_found : len(seq.host_block_ids)],
-                strict=True,
-            )
-        ]
-        if seq.num_swapped_tokens > seq.num_computed_tokens:
-            found, seq.num_computed_tokens = seq.num_computed_tokens, seq.num_swapped_tokens
-            self._kv.publish(seq, found, seq.num_computed_tokens)
-        self.swap_space.give_back_later(seq.host_block_ids)
-        _forget_copy(seq)
-        return copies
-
-    def drop(self, seq: Sequence) -> None:
-        """It ended while it was swapped out, or its copy cannot be trusted."""
-        self.swap_space.give_back(seq.host_block_ids)
-        _forget_copy(seq)
-
     def _num_written_blocks(self, seq: Sequence) -> int:
-        return self._kv.blocks_for(seq.num_computed_tokens)
+        return self._kv.blocks_for(seq.num_computed_tokens) - seq.num_passed_blocks
 
     def _num_tokens_at_stake(self, seq: Sequence) -> int:
         """Computed tokens in blocks that nobody else holds; the others will be found again."""
@@ -96,8 +63,3 @@ class Preemptor:
                 break
             num_shared += 1
         return max(seq.num_computed_tokens - num_shared * self._kv.block_size, 0)
-
-
-def _forget_copy(seq: Sequence) -> None:
-    seq.host_block_ids = []
-    seq.num_swapped_tokens = 0

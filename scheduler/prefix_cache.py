@@ -9,20 +9,22 @@ collision that would leak one tenant's text to another is out of reach (CVE-2025
 """
 
 from array import array
-from collections.abc import Iterable
 from hashlib import sha256
 
 from scheduler.messages import BlockId
 
 
-def root_key(cache_salt: str) -> bytes:
-    """The parent of a sequence's first block. An adapter's name would join the salt here."""
-    return sha256(cache_salt.encode()).digest()
+def root_key(cache_salt: str, adapter: str = "") -> bytes:
+    """The parent of a sequence's first block. Two texts are hashed apart, so that no border can be moved."""
+    return sha256(sha256(cache_salt.encode()).digest() + adapter.encode()).digest()
 
 
-def block_key(parent: bytes, token_ids: list[int]) -> bytes:
-    """The key of a full block; `token_ids` are its own tokens only."""
-    return sha256(parent + array("I", token_ids).tobytes()).digest()
+def block_key(parent: bytes, token_ids: list[int], inputs: bytes = b"") -> bytes:
+    """The key of a full block, or of the beginning of one.
+
+    `token_ids`, and `inputs`, which name what an encoder made of some of them, are its own only.
+    """
+    return sha256(parent + array("I", token_ids).tobytes() + inputs).digest()
 
 
 class PrefixCache:
@@ -39,15 +41,11 @@ class PrefixCache:
     def __contains__(self, block: BlockId) -> bool:
         return block in self._key_by_block
 
-    def find(self, keys: Iterable[bytes]) -> list[BlockId]:
-        """The blocks of the longest prefix of `keys` that is known."""
-        found: list[BlockId] = []
-        for key in keys:
-            block = self._block_by_key.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def get(self, key: bytes) -> BlockId | None:
+        return self._block_by_key.get(key)
+
+    def key_of(self, block: BlockId) -> bytes | None:
+        return self._key_by_block.get(block)
 
     def publish(self, key: bytes, block: BlockId) -> None:
         if key not in self._block_by_key:
@@ -55,12 +53,24 @@ class PrefixCache:
             self._key_by_block[block] = key
             self.num_changes += 1
 
-    def forget(self, block: BlockId) -> None:
-        """Its content is about to change, or was never written. A block that is not known is fine."""
+    def replace(self, key: bytes, block: BlockId) -> None:
+        """Publish; whoever had the key before is not found any more."""
+        self.forget_key(key)
+        self.forget(block)
+        self.publish(key, block)
+
+    def forget(self, block: BlockId) -> bytes | None:
+        """Its content is about to change, or was never written. Returns its key; None if it had none."""
         key = self._key_by_block.pop(block, None)
         if key is not None:
             del self._block_by_key[key]
             self.num_changes += 1
+        return key
+
+    def forget_key(self, key: bytes) -> None:
+        block = self._block_by_key.get(key)
+        if block is not None:
+            self.forget(block)
 
     def clear(self) -> None:
         self._block_by_key.clear()

@@ -5,13 +5,17 @@ Never: decides anything. Only the scheduler and the KV cache manager write to it
 """
 
 from enum import Enum
+from hashlib import sha256
 
 from scheduler.messages import (
+    NO_INPUTS,
     BlockId,
     FinishReason,
     NewSequence,
+    PromptComputation,
     SamplingParams,
     SequenceId,
+    SequenceInputs,
     SequenceStart,
     ServiceTerms,
 )
@@ -43,29 +47,40 @@ class Sequence:
     """There is no prefill and no decode phase: `num_computed_tokens` runs after `num_tokens`.
 
     A new prompt is far behind, a decoding sequence is one token behind, a preempted one starts over,
-    a prefix-cache hit starts further ahead.
+    a prefix-cache hit starts further ahead. Both count what plans in flight will have done:
+
+        token_ids   [ prompt .............. | generated ... ]        known
+        num_tokens   ------------------------------------------->    and those that are being drawn
+        num_computed_tokens  ------------------------------->        and those that are being computed
     """
 
     __slots__ = (
+        "adapter",
         "admission",
         "admitted_s",
         "block_ids",
         "block_keys",
         "cache_salt",
         "client_index",
+        "encoder_inputs",
         "finish_reason",
         "host_block_ids",
+        "max_length",
         "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_passed_blocks",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
         "num_swapped_tokens",
         "num_tokens",
+        "num_told_positions",
         "params",
         "pending_start",
+        "pooling",
         "priority",
+        "prompt_computation",
         "protected_until",
         "rank",
         "sequence_id",
@@ -82,15 +97,20 @@ class Sequence:
         params: SamplingParams,
         terms: ServiceTerms = _DEFAULT_TERMS,
         *,
+        inputs: SequenceInputs = NO_INPUTS,
         client_index: int = 0,
     ) -> None:
         self.sequence_id = sequence_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_tokens = len(
-            prompt_token_ids
-        )  # kept beside token_ids: read for every sequence of every step
+        # Tokens that are known or being drawn, as far as they will have to be computed.
+        self.num_tokens = len(prompt_token_ids)
+        self.max_length = 0  # the scheduler's word; a token that reaches it is not computed any more
         self.params = params
+        self.pooling = inputs.pooling
+        self.adapter = inputs.adapter
+        self.encoder_inputs = inputs.encoder_inputs
+        self.prompt_computation = _prompt_computation(params, inputs)
         self.priority = terms.priority
         self.tenant = terms.tenant
         self.cache_salt = terms.cache_salt
@@ -109,15 +129,30 @@ class Sequence:
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_told_positions = 0  # of the prompt, whose log-probabilities the client has
         self.block_ids: list[BlockId] = []
+        self.num_passed_blocks = 0  # of these, behind a sliding window: 0 stands in their place
         self.num_slots = 0  # len(block_ids) * block_size
-        self.host_block_ids: list[BlockId] = []  # while it is swapped out
+        self.host_block_ids: list[BlockId] = []  # while it is swapped out; 0 as above
         self.num_swapped_tokens = 0  # computed tokens whose KV is in them
         self.block_keys: list[bytes] = []  # of the full blocks, as far as anybody asked
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Nothing is asked of its prompt's positions, or all of it was told before a preemption."""
+        if self.prompt_computation is PromptComputation.REUSING:
+            return True
+        return self.pooling is None and self.num_told_positions >= self.num_prompt_tokens - 1
+
+    @property
+    def is_indivisible(self) -> bool:
+        """Its prompt is computed in one step or not at all, and its blocks hold nothing for others."""
+        return self.prompt_computation is PromptComputation.AT_ONCE
+
+    @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        """Those that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_protected(self) -> bool:
@@ -126,7 +161,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What is left to catch up; 1 for a decode, 0 while its next token is being computed."""
+        """What is left to catch up; 1 for a decode, 0 while what is being drawn decides how it goes on."""
         return self.num_tokens - self.num_computed_tokens
 
     def become(self, status: Status) -> None:
@@ -134,18 +169,37 @@ class Sequence:
         assert status in _MAY_BECOME[self.status], f"sequence {self.sequence_id}: {self.status} -> {status}"
         self.status = status
 
-    def append_token(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-        self.num_tokens += 1
+    def inputs_within(self, start: int, end: int) -> bytes:
+        """Names what an encoder made of the positions [start, end); nothing if they are all tokens."""
+        if not self.encoder_inputs:
+            return b""
+        names = [
+            f"{item.offset - start} {item.num_tokens} {sha256(item.content.encode()).hexdigest()}"
+            for item in self.encoder_inputs
+            if item.offset < end and item.end > start
+        ]
+        return " ".join(names).encode()
+
+    def take_start(self) -> SequenceStart | None:
+        """What its first output tells; None for all others."""
+        start, self.pending_start = self.pending_start, None
+        return start
+
+    def expect_token(self) -> None:
+        """A plan draws its next token, which will have to be computed unless it is the last."""
+        if self.num_tokens + 1 < self.max_length:
+            self.num_tokens += 1
 
     def as_new(self) -> NewSequence:
-        """The whole of it, for a worker that has no row for it."""
+        """The whole of it, for a worker that has no row for it. All its tokens must be known."""
         return NewSequence(
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             params=self.params,
             block_ids=tuple(self.block_ids),
+            pooling=self.pooling,
+            adapter=self.adapter,
         )
 
     def __repr__(self) -> str:
@@ -153,3 +207,11 @@ class Sequence:
             f"Sequence({self.sequence_id}, {self.status.value}, rank={self.rank}, "
             f"computed {self.num_computed_tokens} of {self.num_tokens}, {len(self.block_ids)} blocks)"
         )
+
+
+def _prompt_computation(params: SamplingParams, inputs: SequenceInputs) -> PromptComputation:
+    if inputs.pooling is not None:
+        return inputs.pooling.prompt
+    if params.num_prompt_logprobs is not None:
+        return PromptComputation.EVERY_POSITION
+    return PromptComputation.REUSING

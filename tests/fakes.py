@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 
 from scheduler.messages import (
     BlockId,
+    EncoderInput,
     ModelRunnerOutput,
     NewSequence,
     SamplingParams,
+    ScheduledSequence,
     SchedulerOutput,
     SequenceId,
+    SequenceInputs,
     ServiceTerms,
+    TokenLogprobs,
 )
 from scheduler.sequence import Sequence
 
@@ -32,14 +36,40 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+def pooled(prompt: list[int]) -> bytes:
+    """What the fake model makes of a prompt of which nothing is generated."""
+    return f"pooled {next_token(prompt)}".encode()
+
+
+def prompt_logprobs(prompt: list[int]) -> list[TokenLogprobs]:
+    """One for each token but the first, told apart by its position."""
+    return [TokenLogprobs(token, -float(place), 1, ()) for place, token in enumerate(prompt) if place]
+
+
 class WorkerExploded(Exception):
     """Injected."""
 
 
 @dataclass
 class _Row:
+    new: NewSequence
+    inputs: tuple[EncoderInput, ...]
     token_ids: list[int]
     block_ids: list[BlockId]
+
+
+@dataclass
+class _Result:
+    """The fields of ModelRunnerOutput, while they fill."""
+
+    token_ids: dict[SequenceId, tuple[int, ...]] = field(default_factory=dict)
+    failures: dict[SequenceId, str] = field(default_factory=dict)
+    prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    pooled: dict[SequenceId, bytes] = field(default_factory=dict)
+
+
+Slot = tuple[int, int, str]
+"""What a slot holds: a token, its position, and with which adapter and input it was computed."""
 
 
 @dataclass
@@ -51,8 +81,10 @@ class FakeWorker:
     """
 
     block_size: int
-    slots: dict[tuple[BlockId, int], tuple[int, int]] = field(default_factory=dict)
-    host_slots: dict[tuple[BlockId, int], tuple[int, int] | None] = field(default_factory=dict)
+    window: int | None = None
+    encoder_cache_tokens: int = 0
+    slots: dict[tuple[BlockId, int], Slot] = field(default_factory=dict)
+    host_slots: dict[tuple[BlockId, int], Slot | None] = field(default_factory=dict)
     rows: dict[SequenceId, _Row] = field(default_factory=dict)
     plans: list[SchedulerOutput] = field(default_factory=list)
     explode_next: bool = False
@@ -60,36 +92,76 @@ class FakeWorker:
     """Sequences that fail alone when they next sample."""
     silent: set[SequenceId] = field(default_factory=set)
     """Sequences for which the worker forgets to answer."""
+    inputs: dict[SequenceId, tuple[EncoderInput, ...]] = field(default_factory=dict)
+    """What an encoder has to make, by sequence: the test says it, plans only name what is due."""
+    encoded: dict[SequenceId, list[EncoderInput]] = field(default_factory=dict)
+    lost: set[SequenceId] = field(default_factory=set)
+    """Sequences that cannot go on: a plan that was to compute for them failed, and later plans were made
+    before that was known."""
+    is_in_doubt: bool = False
+    """A plan failed, and the scheduler does not know yet."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.plans.append(plan)
         for sequence_id in plan.released:
             self.rows.pop(sequence_id, None)
+            self.encoded.pop(sequence_id, None)
+            self.lost.discard(sequence_id)
         if self.explode_next:
             self.explode_next = False
+            self.lost.update(share.sequence_id for share in plan.scheduled)
             raise WorkerExploded
+        _check_order_is_free(plan)
         self._copy(plan)
         for new in plan.new_sequences:
             self._add_row(new)
         for sequence_id, blocks in plan.new_blocks.items():
-            self.rows[sequence_id].block_ids.extend(blocks)
-        for share in plan.scheduled:
+            if sequence_id not in self.lost:
+                self.rows[sequence_id].block_ids.extend(blocks)
+        shares = [share for share in plan.scheduled if share.sequence_id not in self.lost]
+        self._encode(plan)
+        for share in shares:
+            self.rows[share.sequence_id].token_ids += plan.draft_token_ids.get(share.sequence_id, ())
             self._write(self.rows[share.sequence_id], share.start, share.num_tokens)
-        token_ids: dict[SequenceId, tuple[int, ...]] = {}
-        failures: dict[SequenceId, str] = {}
-        for share in plan.scheduled:
-            row = self.rows[share.sequence_id]
-            end = share.start + share.num_tokens
-            self._check_prefix(row, end)
-            assert share.samples == (end == len(row.token_ids)), "samples exactly at the end of what is known"
-            if not share.samples or share.sequence_id in self.silent:
-                continue
-            if share.sequence_id in self.poisoned:
-                failures[share.sequence_id] = "poisoned"
-                continue
-            row.token_ids.append(next_token(row.token_ids))
-            token_ids[share.sequence_id] = (row.token_ids[-1],)
-        return ModelRunnerOutput(token_ids=token_ids, logprobs={}, failures=failures)
+        result = _Result(failures={s.sequence_id: "lost" for s in plan.scheduled if s not in shares})
+        for share in shares:
+            self._compute(share, plan.draft_token_ids.get(share.sequence_id, ()), result)
+        return ModelRunnerOutput(**vars(result), logprobs={})
+
+    def _compute(self, share: ScheduledSequence, drafts: tuple[int, ...], result: "_Result") -> None:
+        row = self.rows[share.sequence_id]
+        end = share.start + share.num_tokens
+        self._check_prefix(row, share.start, end)
+        self._forget_encoded(share.sequence_id, end)
+        assert share.samples == (end == len(row.token_ids)), "samples exactly at the end of what is known"
+        if row.new.params.num_prompt_logprobs is not None:
+            known = prompt_logprobs(row.token_ids[: row.new.num_prompt_tokens])
+            result.prompt_logprobs[share.sequence_id] = tuple(known[share.start : end])
+        if not share.samples:
+            return
+        if share.sequence_id in self.silent:
+            self.lost.add(share.sequence_id)
+        elif share.sequence_id in self.poisoned:
+            self.lost.add(share.sequence_id)
+            result.failures[share.sequence_id] = "poisoned"
+        elif row.new.pooling is not None:
+            result.pooled[share.sequence_id] = pooled(row.token_ids)
+        else:
+            num_known = len(row.token_ids) - len(drafts)
+            row.token_ids = _verified(row.token_ids[:num_known], drafts)
+            result.token_ids[share.sequence_id] = tuple(row.token_ids[num_known:])
+
+    def _encode(self, plan: SchedulerOutput) -> None:
+        for sequence_id, inputs in plan.encoder_inputs.items():
+            if sequence_id not in self.lost:
+                self.encoded.setdefault(sequence_id, []).extend(inputs)
+        num_tokens = sum(item.num_tokens for items in self.encoded.values() for item in items)
+        assert num_tokens <= self.encoder_cache_tokens, "the encoder cache overflows"
+
+    def _forget_encoded(self, sequence_id: SequenceId, end: int) -> None:
+        if sequence_id in self.encoded:
+            kept = [item for item in self.encoded[sequence_id] if item.end > end]
+            self.encoded[sequence_id] = kept
 
     def _copy(self, plan: SchedulerOutput) -> None:
         for source, target in plan.swap_out:
@@ -97,33 +169,79 @@ class FakeWorker:
                 self.host_slots[target, offset] = self.slots.get((source, offset))
         for source, target in plan.swap_in:
             for offset in range(self.block_size):
-                held = self.host_slots[source, offset]
+                held = self.host_slots.get((source, offset))
                 self.slots.pop((target, offset), None)
                 if held is not None:
                     self.slots[target, offset] = held
+        for source, target in plan.copies:
+            for offset in range(self.block_size):
+                self.slots.pop((target, offset), None)
+                if (source, offset) in self.slots:
+                    self.slots[target, offset] = self.slots[source, offset]
 
     def _add_row(self, new: NewSequence) -> None:
         assert new.sequence_id not in self.rows, "the row was never released"
-        self.rows[new.sequence_id] = _Row(list(new.token_ids), list(new.block_ids))
+        if self.is_in_doubt:
+            self.lost.add(new.sequence_id)
+        inputs = self.inputs.get(new.sequence_id, ())
+        self.rows[new.sequence_id] = _Row(new, inputs, list(new.token_ids), list(new.block_ids))
 
     def _write(self, row: _Row, start: int, num_tokens: int) -> None:
+        due = [item for item in row.inputs if item.offset < start + num_tokens and item.end > start]
+        encoded = self.encoded.get(row.new.sequence_id, [])
+        assert all(item in encoded for item in due), "an input is computed that was not encoded"
         for position in range(start, start + num_tokens):
-            self.slots[self._slot(row, position)] = (row.token_ids[position], position)
+            self.slots[self._slot(row, position)] = _content(row, position)
 
-    def _check_prefix(self, row: _Row, end: int) -> None:
-        for position in range(end):
+    def _check_prefix(self, row: _Row, start: int, end: int) -> None:
+        for position in range(0 if self.window is None else max(start - self.window + 1, 0), end):
             held = self.slots.get(self._slot(row, position))
-            assert held == (row.token_ids[position], position), f"slot of position {position} holds {held}"
+            assert held == _content(row, position), f"slot of position {position} holds {held}"
 
     def _slot(self, row: _Row, position: int) -> tuple[BlockId, int]:
-        return row.block_ids[position // self.block_size], position % self.block_size
+        block = row.block_ids[position // self.block_size]
+        assert block != 0, f"position {position} is read or written, but its block was given up"
+        return block, position % self.block_size
+
+
+def _content(row: _Row, position: int) -> Slot:
+    input_names = [item.content for item in row.inputs if item.offset <= position < item.end]
+    return row.token_ids[position], position, f"{row.new.adapter} {input_names}"
+
+
+def _verified(known: list[int], drafts: tuple[int, ...]) -> list[int]:
+    """What is known, the drafts as far as the model agrees, and one token more."""
+    token_ids = list(known)
+    for draft in drafts:
+        if draft != next_token(token_ids):
+            break
+        token_ids.append(draft)
+    return [*token_ids, next_token(token_ids)]
+
+
+def _check_order_is_free(plan: SchedulerOutput) -> None:
+    """Copies of one kind may be made in any order, and nothing is overwritten before it was read."""
+    for copies in (plan.swap_out, plan.swap_in, plan.copies):
+        targets = [copy.target for copy in copies]
+        assert len(targets) == len(set(targets)), "two copies to one block"
+    sources = {copy.source for copy in plan.copies}
+    assert sources.isdisjoint(copy.target for copy in plan.copies), "a copy reads what another one writes"
+    arrived = {copy.target for copy in plan.swap_in}
+    assert arrived.isdisjoint(copy.target for copy in plan.copies), "what came in is overwritten"
 
 
 def make_sequence(
     sequence_id: int, prompt: list[int], *, max_tokens: int = 4, client_index: int = 0, **changes: object
 ) -> Sequence:
-    """`changes` are fields of SamplingParams or of ServiceTerms."""
+    """`changes` are fields of SamplingParams, of SequenceInputs or of ServiceTerms."""
     sampling = {name: changes.pop(name) for name in list(changes) if name in SamplingParams.__slots__}
     params = SamplingParams(**({"max_tokens": max_tokens, "temperature": 0.0} | sampling))
-    terms = ServiceTerms(**changes)
-    return Sequence(SequenceId(sequence_id), tuple(prompt), params, terms, client_index=client_index)
+    inputs = {name: changes.pop(name) for name in list(changes) if name in SequenceInputs.__slots__}
+    return Sequence(
+        SequenceId(sequence_id),
+        tuple(prompt),
+        params,
+        ServiceTerms(**changes),
+        inputs=SequenceInputs(**inputs),
+        client_index=client_index,
+    )

@@ -1,13 +1,22 @@
 """A scheduler, a fake worker and a clock we hold, stepped by hand."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
 from scheduler.invariants import check_invariants, check_plan
-from scheduler.messages import FinishReason, PreemptionCause, SchedulerOutput, SequenceId, SequenceOutput
+from scheduler.messages import (
+    FinishReason,
+    ModelRunnerOutput,
+    PreemptionCause,
+    SchedulerOutput,
+    SequenceId,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from scheduler.scheduler import Outputs, Scheduler
 from scheduler.sequence import Sequence
-from tests.fakes import FakeWorker, WorkerExploded
+from tests.fakes import FakeWorker, WorkerExploded, continuation
 
 
 def small_config(**changes: object) -> SchedulerConfig:
@@ -30,37 +39,80 @@ class World:
     config: SchedulerConfig
     now_s: float = 0.0
     tokens: dict[SequenceId, list[int]] = field(default_factory=dict)
+    prompt_logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
     ended: dict[SequenceId, SequenceOutput] = field(default_factory=dict)
+    max_drafts: int = 0
+    """After each result every running sequence is offered up to so many drafts, some of them wrong."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
-        self.worker = FakeWorker(self.config.block_size)
+        config = self.config
+        self.worker = FakeWorker(config.block_size, config.sliding_window, config.encoder_cache_tokens)
+        self._late: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
 
     def add(self, *sequences: Sequence) -> None:
         for seq in sequences:
             self.scheduler.add_request(seq, now_s=self.now_s)
             self.tokens[seq.sequence_id] = []
+            self.prompt_logprobs[seq.sequence_id] = []
+            self.worker.inputs[seq.sequence_id] = seq.encoder_inputs
         check_invariants(self.scheduler)
 
     def step(self, *, abort_meanwhile: int | None = None) -> SchedulerOutput:
-        """`abort_meanwhile` ends a sequence while the worker computes, as the loop may."""
+        """Plan and compute; results are learnt as late as the number of plans in flight allows.
+
+        `abort_meanwhile` ends a sequence while the worker computes, as the loop may.
+        """
         plan = self.scheduler.schedule(now_s=self.now_s)
         check_plan(self.scheduler, plan)
         if plan.is_empty:
             self._take(self.scheduler.take_outputs())
+            if self._late:
+                self.learn()
         else:
-            try:
-                result = self.worker.execute(plan)
-            except WorkerExploded:
-                self._take(self.scheduler.fail_step(plan, "the worker failed"))
-            else:
-                if abort_meanwhile is not None and not result.failures:
-                    self.abort(abort_meanwhile)
-                self.scheduler.observe_step(plan, plan.num_scheduled_tokens * 0.05)
-                self._take(self.scheduler.update_from_output(plan, result))
+            self._late.append((plan, self._execute(plan)))
+            if not self.scheduler.can_schedule:
+                self.learn(abort_meanwhile=abort_meanwhile)
         self.now_s += 1.0
         check_invariants(self.scheduler)
         return plan
+
+    def learn(self, *, abort_meanwhile: int | None = None) -> None:
+        """The result of the oldest plan in flight."""
+        plan, result = self._late.popleft()
+        if result is None:
+            self._take(self.scheduler.fail_step(plan, "the worker failed"))
+            self.worker.is_in_doubt = any(result is None for _, result in self._late)
+            alive = self.scheduler.running_sequences() + self.scheduler.waiting_sequences()
+            lost = {seq.sequence_id for seq in alive} & self.worker.lost
+            lost -= self.worker.poisoned | self.worker.silent  # of these, the results tell
+            assert self.worker.is_in_doubt or not lost, "what was never computed lives on"
+            return
+        if abort_meanwhile is not None and not result.failures:
+            self.abort(abort_meanwhile)
+        self.scheduler.observe_step(plan, plan.num_scheduled_tokens * 0.05)
+        self._take(self.scheduler.update_from_output(plan, result))
+        self.scheduler.update_draft_token_ids(self._drafts())
+
+    def learn_all(self) -> None:
+        while self._late:
+            self.learn()
+        check_invariants(self.scheduler)
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """None: the worker failed."""
+        try:
+            return self.worker.execute(plan)
+        except WorkerExploded:
+            self.worker.is_in_doubt = True
+            return None
+
+    def _drafts(self) -> dict[SequenceId, tuple[int, ...]]:
+        return {
+            seq.sequence_id: guesses(seq.token_ids, self.max_drafts)
+            for seq in self.scheduler.running_sequences()
+            if self.max_drafts and len(seq.token_ids) % 5
+        }
 
     def abort(self, *ids: int) -> None:
         self.scheduler.finish_requests([SequenceId(i) for i in ids], FinishReason.ABORTED)
@@ -71,6 +123,7 @@ class World:
         """Until nothing is left; returns the number of steps."""
         for step in range(max_steps):
             if not self.scheduler.has_unfinished_requests:
+                self.learn_all()
                 return step
             self.step()
         raise AssertionError(f"still unfinished after {max_steps} steps")
@@ -90,6 +143,7 @@ class World:
         for output in (output for per_client in outputs.values() for output in per_client):
             assert output.sequence_id not in self.ended, "news of a sequence that has ended"
             self.tokens[output.sequence_id].extend(output.token_ids)
+            self.prompt_logprobs[output.sequence_id].extend(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.ended[output.sequence_id] = output
 
@@ -97,3 +151,11 @@ class World:
 def shares(plan: SchedulerOutput) -> dict[int, int]:
     """Who got how many tokens."""
     return {share.sequence_id: share.num_tokens for share in plan.scheduled}
+
+
+def guesses(token_ids: list[int], most: int) -> tuple[int, ...]:
+    """At what follows: right up to some place, which depends on the tokens; then wrong."""
+    num_guesses = 1 + sum(token_ids) % most
+    num_right = sum(token_ids[-2:]) % (num_guesses + 1)
+    right = continuation(token_ids, num_guesses)
+    return tuple(token if place < num_right else token + 1 for place, token in enumerate(right))

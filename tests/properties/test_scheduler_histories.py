@@ -5,6 +5,7 @@ does not hold what it should.
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import inf
 from random import Random
 
@@ -16,6 +17,7 @@ from scheduler.config import (
     Batching,
     Displacement,
     Fairness,
+    HostTier,
     OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
@@ -23,15 +25,44 @@ from scheduler.config import (
     SchedulingPolicy,
     VictimChoice,
 )
-from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
+from scheduler.messages import (
+    EncoderInput,
+    FinishReason,
+    PoolingParams,
+    PoolingTask,
+    PreemptionCause,
+    PromptComputation,
+    SequenceId,
+    TimeLimits,
+)
 from scheduler.scheduler import NeverFits
-from tests.fakes import continuation, make_sequence
+from tests.fakes import continuation, make_sequence, pooled, prompt_logprobs
 from tests.oracle import Client, Oracle
 from tests.world import World, shares, small_config
 
 HISTORIES = settings(
     max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
+
+
+class Kind(Enum):
+    """What is asked for, beside tokens after a prompt."""
+
+    PLAIN = "plain"
+    STOPS = "may stop"
+    PROMPT_LOGPROBS = "prompt logprobs"
+    POOLING = "pooling"
+    AT_ONCE = "pooling at once"
+    ADAPTER = "adapter"
+    OTHER_ADAPTER = "other adapter"
+    IMAGES = "images"
+
+
+STOPS = tuple(range(0, 97, 9))
+
+
+def pooling(prompt: PromptComputation) -> PoolingParams:
+    return PoolingParams(task=PoolingTask.EMBED, prompt=prompt)
 
 
 @dataclass(frozen=True)
@@ -42,9 +73,34 @@ class Arrive:
     priority: int
     salt: str
     total_s: float = inf
+    kind: Kind = Kind.PLAIN
 
     def prompt(self) -> list[int]:
         return [(self.family * 31 + i * i) % 89 for i in range(self.length)]
+
+    def extras(self) -> dict[str, object]:
+        """Fields of SamplingParams and SequenceInputs."""
+        images = [EncoderInput(start, 3, f"image {self.family}") for start in range(1, self.length - 3, 5)]
+        return {
+            Kind.PLAIN: {},
+            Kind.STOPS: {"stop_token_ids": STOPS},
+            Kind.PROMPT_LOGPROBS: {"num_prompt_logprobs": 0},
+            Kind.POOLING: {"pooling": pooling(PromptComputation.EVERY_POSITION)},
+            Kind.AT_ONCE: {"pooling": pooling(PromptComputation.AT_ONCE)},
+            Kind.ADAPTER: {"adapter": "x"},
+            Kind.OTHER_ADAPTER: {"adapter": "y"},
+            Kind.IMAGES: {"encoder_inputs": tuple(images)},
+        }[self.kind]
+
+    def expected(self) -> list[int]:
+        """What is generated if nothing comes between."""
+        if self.kind in (Kind.POOLING, Kind.AT_ONCE):
+            return []
+        token_ids = continuation(self.prompt(), self.max_tokens)
+        if self.kind is Kind.STOPS:
+            ends = [place for place, token in enumerate(token_ids, 1) if token in STOPS]
+            return token_ids[: min(ends, default=len(token_ids))]
+        return token_ids
 
 
 @dataclass(frozen=True)
@@ -55,6 +111,11 @@ class Step:
 @dataclass(frozen=True)
 class Abort:
     which: int
+
+
+@dataclass(frozen=True)
+class Learn:
+    """The results of all plans in flight come before the next plan."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +130,12 @@ class Poison:
     which: int
 
 
-Event = Arrive | Step | Abort | Explode | Poison
+@dataclass(frozen=True)
+class Reset:
+    """Nothing that was cached so far may be found."""
+
+
+Event = Arrive | Step | Abort | Learn | Explode | Poison | Reset
 
 ARRIVALS = st.builds(
     Arrive,
@@ -78,7 +144,9 @@ ARRIVALS = st.builds(
     max_tokens=st.sampled_from([1, 3, 8, 12, 12]),
     priority=st.integers(-1, 2),
     salt=st.sampled_from(["", "", "a"]),
+    kind=st.sampled_from(Kind),
 )
+PLAIN_ARRIVALS = ARRIVALS.map(lambda arrival: replace(arrival, kind=Kind.PLAIN))
 STEPS = st.builds(Step, times=st.integers(1, 4))
 EVENTS = st.one_of(
     ARRIVALS,
@@ -86,8 +154,10 @@ EVENTS = st.one_of(
     STEPS,
     STEPS,
     st.builds(Abort, which=st.integers(0, 20)),
+    st.builds(Learn),
     st.builds(Explode),
     st.builds(Poison, which=st.integers(0, 20)),
+    st.builds(Reset),
 )
 CONFIGS = st.builds(
     small_config,
@@ -102,16 +172,40 @@ CONFIGS = st.builds(
     preemption_mode=st.sampled_from(PreemptionMode),
     victim_choice=st.sampled_from(VictimChoice),
     num_host_blocks=st.sampled_from([0, 3, 20]),
-    copy_s_per_block=st.sampled_from([0.0, 0.3]),
+    copy_s_per_block=st.sampled_from([0.0, 0.005, 0.3]),
+    host_tier=st.sampled_from(HostTier),
+    sliding_window=st.sampled_from([None, None, 1, 4, 7]),
     fairness=st.sampled_from(Fairness),
     batching=st.sampled_from(Batching),
     max_chunk_tokens=st.sampled_from([0, 5]),
     target_itl_s=st.sampled_from([inf, 0.4]),
+    max_plans_in_flight=st.integers(1, 3),
+    max_encoder_tokens=st.sampled_from([0, 3, 7]),
+    encoder_cache_tokens=st.sampled_from([3, 9]),
+    max_adapters=st.integers(0, 2),
 )
 
 
 def with_modes(config: SchedulerConfig, policy: SchedulingPolicy, caching: PrefixCaching) -> SchedulerConfig:
     return replace(config, policy=policy, prefix_caching=caching)
+
+
+def is_accepted(world: World, number: int, arrival: Arrive) -> bool:
+    seq = make_sequence(
+        number,
+        arrival.prompt(),
+        max_tokens=arrival.max_tokens,
+        priority=arrival.priority,
+        cache_salt=arrival.salt,
+        time_limits=TimeLimits(total_s=arrival.total_s),
+        tenant=f"tenant {arrival.family}",
+        **arrival.extras(),
+    )
+    try:
+        world.add(seq)
+    except NeverFits:
+        return False
+    return True
 
 
 def play(world: World, history: list[Event]) -> dict[int, Arrive]:
@@ -120,31 +214,28 @@ def play(world: World, history: list[Event]) -> dict[int, Arrive]:
     for number, event in enumerate(history, start=1):
         match event:
             case Arrive():
-                seq = make_sequence(
-                    number,
-                    event.prompt(),
-                    max_tokens=event.max_tokens,
-                    priority=event.priority,
-                    cache_salt=event.salt,
-                    time_limits=TimeLimits(total_s=event.total_s),
-                    tenant=f"tenant {event.family}",
-                )
-                try:
-                    world.add(seq)
-                except NeverFits:
-                    continue
-                accepted[number] = event
+                if is_accepted(world, number, event):
+                    accepted[number] = event
             case Step(times):
                 for _ in range(times):
                     world.step()
             case Abort(which):
                 world.abort(which)
-            case Explode():
-                world.worker.explode_next = True
-            case Poison(which):
-                world.worker.poisoned.add(SequenceId(which))
+            case Learn():
+                world.learn_all()
+            case Reset():
+                world.scheduler.reset_prefix_cache()
+            case Explode() | Poison():
+                break_worker(world, event)
     world.run()
     return accepted
+
+
+def break_worker(world: World, event: Explode | Poison) -> None:
+    if isinstance(event, Poison):
+        world.worker.poisoned.add(SequenceId(event.which))
+    else:
+        world.worker.explode_next = True
 
 
 def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
@@ -152,12 +243,29 @@ def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
     assert world.ended.keys() == accepted.keys()
     for number, arrival in accepted.items():
         tokens = world.tokens[SequenceId(number)]
-        assert tokens == continuation(arrival.prompt(), arrival.max_tokens)[: len(tokens)]
-        if world.reason(number) is FinishReason.LENGTH:
-            assert len(tokens) == arrival.max_tokens or _ran_out_of_room(world, arrival, len(tokens))
+        assert tokens == arrival.expected()[: len(tokens)]
+        check_end(world, number, arrival, tokens)
     assert world.scheduler.kv.pool.num_used == 0
     assert world.scheduler.get_request_counts() == (0, 0, 0)
     assert world.scheduler.swap_space.num_used == 0
+    assert not world.scheduler.plans_in_flight()
+    assert not world.scheduler.encoder_cache.holders()
+    assert not world.scheduler._planner.drafts.by_sequence
+
+
+def check_end(world: World, number: int, arrival: Arrive, tokens: list[int]) -> None:
+    """The reason is true, and whoever was served to the end has all that it asked for."""
+    end = world.ended[SequenceId(number)]
+    told = world.prompt_logprobs[SequenceId(number)]
+    expected = prompt_logprobs(arrival.prompt()) if arrival.kind is Kind.PROMPT_LOGPROBS else []
+    assert told == expected[: len(told)]
+    if end.finish_reason is FinishReason.LENGTH:
+        assert len(tokens) == arrival.max_tokens or _ran_out_of_room(world, arrival, len(tokens))
+        assert told == expected
+    if end.finish_reason is FinishReason.STOP:
+        assert tokens == arrival.expected()
+        is_pooling = arrival.kind in (Kind.POOLING, Kind.AT_ONCE)
+        assert end.pooled == (pooled(arrival.prompt()) if is_pooling else b"")
 
 
 def _ran_out_of_room(world: World, arrival: Arrive, num_tokens: int) -> bool:
@@ -173,9 +281,9 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(
     policy: SchedulingPolicy, caching: PrefixCaching
 ) -> None:
     @HISTORIES
-    @given(CONFIGS, st.lists(EVENTS, min_size=12, max_size=50))
-    def check(config: SchedulerConfig, history: list[Event]) -> None:
-        world = World(with_modes(config, policy, caching))
+    @given(CONFIGS, st.sampled_from([0, 0, 3]), st.lists(EVENTS, min_size=12, max_size=50))
+    def check(config: SchedulerConfig, max_drafts: int, history: list[Event]) -> None:
+        world = World(with_modes(config, policy, caching), max_drafts=max_drafts)
         accepted = play(world, history)
         check_ends(world, accepted)
 
@@ -185,7 +293,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPolicy) -> None:
     @HISTORIES
-    @given(CONFIGS, st.lists(st.one_of(ARRIVALS, STEPS), min_size=6, max_size=30))
+    @given(CONFIGS, st.lists(st.one_of(PLAIN_ARRIVALS, STEPS), min_size=6, max_size=30))
     def check(config: SchedulerConfig, history: list[Arrive | Step]) -> None:
         config = replace(
             with_modes(config, policy, PrefixCaching.OFF),
@@ -198,6 +306,8 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
             batching=Batching.MIXED,
             max_chunk_tokens=0,
             target_itl_s=inf,
+            sliding_window=None,
+            max_plans_in_flight=1,
         )
         world, oracle = World(config), Oracle(config)
         for number, event in enumerate([*history, Step(200)], start=1):
@@ -232,14 +342,20 @@ def _random_history(random: Random) -> list[Event]:
                 priority=random.randint(-1, 2),
                 total_s=random.choice([inf, inf, 40.0, 15.0]),
                 salt=random.choice(["", "", "a"]),
+                kind=random.choice([*Kind, *9 * [Kind.PLAIN]]),
             )
         if kind < 0.94:
             return Step(random.randint(1, 4))
+        if kind < 0.95:
+            return Learn()
         if kind < 0.98:
             return Abort(random.randint(1, 60))
         return Explode() if kind < 0.985 else Poison(random.randint(1, 60))
 
-    return [event() for _ in range(60)]
+    history: list[Event] = []
+    while len(history) < 60:
+        history += [event()] * random.choice([1, 1, 1, 1, 3])  # siblings: prompts with one tail
+    return history
 
 
 @pytest.mark.parametrize("caching", PrefixCaching)
@@ -247,7 +363,8 @@ def _random_history(random: Random) -> list[Event]:
 def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_own_tokens(
     policy: SchedulingPolicy, caching: PrefixCaching
 ) -> None:
-    num_preemptions = num_displacements = num_swaps = 0
+    num_preemptions = num_displacements = num_swaps = num_host_hits = num_tails = 0
+    num_accepted_drafts = 0
     for seed in range(250):
         random = Random(seed)
         order = random.choice(list(OrderAmongEquals))
@@ -260,18 +377,29 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             victim_choice=random.choice(list(VictimChoice)),
             num_host_blocks=random.choice([0, 4, 30]),
             copy_s_per_block=random.choice([0.0, 0.2]),
+            host_tier=random.choice(list(HostTier)),
+            sliding_window=random.choice([None, None, 6]),
             fairness=random.choice(list(Fairness)),
             order_among_equals=order,
             batching=random.choice(list(Batching)),
             max_chunk_tokens=random.choice([0, 5]),
             target_itl_s=random.choice([inf, 0.5]),
+            max_plans_in_flight=random.randint(1, 3),
+            max_encoder_tokens=random.choice([3, 6]),
+            encoder_cache_tokens=random.choice([3, 6]),
+            max_adapters=random.choice([1, 2]),
         )
-        world = World(with_modes(config, policy, caching))
+        world = World(with_modes(config, policy, caching), max_drafts=random.choice([0, 0, 3]))
         accepted = play(world, _random_history(random))
         check_ends(world, accepted)
         num_preemptions += world.num_preemptions()
         num_swaps += world.num_swaps()
+        num_host_hits += world.scheduler.stats().num_prefix_host_hits
+        num_tails += sum(len(plan.copies) for plan in world.worker.plans)
+        num_accepted_drafts += world.scheduler.stats().num_accepted_tokens
         num_displacements += world.num_preemptions(PreemptionCause.DISPLACED)
     assert num_preemptions > 1000, "the histories are too easy"
     assert num_swaps > 300
+    assert num_accepted_drafts > 1000
+    assert (num_host_hits > 1000 and num_tails > 50) == (caching is PrefixCaching.ON)
     assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)

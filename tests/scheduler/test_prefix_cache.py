@@ -96,7 +96,8 @@ def test_free_hits_count_as_needed_and_a_refusal_changes_nothing() -> None:
     world.step()
     before = world.scheduler.kv.pool.free_blocks()
     wants_three = make_sequence(3, [*SHARED[:8], 2])  # two cached but unreferenced, one fresh: two are free
-    assert world.scheduler.kv.can_allocate(wants_three, num_running=1) is Fit.LATER
+    kv = world.scheduler.kv
+    assert kv.can_allocate(kv.need(wants_three), num_running=1) is Fit.LATER
     assert world.scheduler.kv.pool.free_blocks() == before
     assert wants_three.block_ids == []
 
@@ -118,7 +119,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
 def test_blocks_without_reusable_content_are_reused_before_cached_ones() -> None:
     kv = KVCacheManager(small_config(num_blocks=4))
     seq = make_sequence(1, SHARED[:6])
-    kv.allocate(seq)
+    kv.allocate(seq, kv.need(seq))
     first, second = seq.block_ids
     kv.publish(seq, 0, 6)
     kv.free(seq)

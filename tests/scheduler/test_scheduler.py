@@ -126,7 +126,7 @@ def test_under_priority_the_least_urgent_is_preempted_even_if_it_is_the_oldest()
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
-    world = World(small_config(num_blocks=4, max_num_seqs=4))
+    world = World(small_config(num_blocks=4, max_num_seqs=4, max_bypasses=2))
     world.add(make_sequence(1, prompt(8, 1), max_tokens=8), make_sequence(2, prompt(8, 2), max_tokens=8))
     world.step()
     world.add(make_sequence(3, prompt(1, 3)))
@@ -269,8 +269,8 @@ def test_outputs_go_to_the_client_that_asked() -> None:
 
 
 def test_a_second_plan_before_the_results_does_not_repeat_work() -> None:
-    scheduler = Scheduler(small_config(max_num_batched_tokens=8))
-    scheduler.add_request(make_sequence(1, prompt(10)), now_s=0.0)
+    scheduler = Scheduler(small_config(max_num_batched_tokens=8, max_plans_in_flight=4))
+    scheduler.add_request(make_sequence(1, prompt(10), max_tokens=1), now_s=0.0)
     assert shares(scheduler.schedule(now_s=0.0)) == {1: 8}
     assert shares(scheduler.schedule(now_s=0.0)) == {1: 2}
     assert scheduler.schedule(now_s=0.0).is_empty

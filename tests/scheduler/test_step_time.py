@@ -1,11 +1,11 @@
 """Steps that keep their pace, chunks that leave room, and a scheduler that never hangs."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from scheduler.config import Batching
-from scheduler.kv_cache_manager import Fit
 from scheduler.messages import FinishReason, SequenceId, WaitReason
 from scheduler.step_time import StepTimeModel
 from tests.fakes import continuation, make_sequence
@@ -101,13 +101,11 @@ def test_a_scheduler_that_finds_no_way_fails_one_request_and_serves_the_rest(
 ) -> None:
     world = World(small_config())
     world.add(make_sequence(1, prompt(30, 1)), make_sequence(2, prompt(3, 2)))
-    honest = world.scheduler.kv.can_allocate
+    honest = world.scheduler.kv.need
     monkeypatch.setattr(  # a fault is planted: nobody knows a real one
         world.scheduler.kv,
-        "can_allocate",
-        lambda seq, *, num_running: (
-            Fit.LATER if seq.sequence_id == 1 else honest(seq, num_running=num_running)
-        ),
+        "need",
+        lambda seq: replace(honest(seq), num_free_hits=100 if seq.sequence_id == 1 else 0),
     )
     world.run(max_steps=20)
     assert world.reason(1) is FinishReason.FAILED

@@ -1,0 +1,116 @@
+"""However a text is cut, its readers find the same: no call, name, character or reasoning more or less."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.message_reader import Message, MessageReader, Reading
+from server.reasoning import ReasoningStart
+from server.tool_calls.dialects import find_dialect
+from server.tool_calls.events import ToolCallParser
+from server.tool_calls.forced import ForcedCallParser
+
+NAMES = frozenset({"look", "f"})
+DIALECTS = ("hermes", "llama3_json", "mistral", "json")
+
+# What the parsers look for, whole and in halves, between what they must pass on.
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<|python_tag|>", "<|python", "[TOOL_CALLS]"),
+    *("[ARGS]", "[CALL_ID]", "[TOOL", "<think>", "</think>", "</thi", '{"name": "f", "arguments": ', '"}'),
+    *('{"name": "look", "parameters": {"a": [1, {"b": "}"}]}}', '{"arguments": {}, "name": "f"}'),
+    *('{"name": "f"}', '"arguments": "{\\"a\\": 1}"', '{"a": "<', '\\"', "\\", '"', "{", "}", "[", "]", ","),
+    *(";", ":", " ", "\n", "f", "look", "Hello", "é😀", "null", "12", "\u2028"),
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).map("".join)
+CUTS = st.lists(st.integers(0, 400), max_size=12)
+
+
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return [text[start:end] for start, end in pairwise(places)]
+
+
+def parser_of(dialect: str) -> ToolCallParser:
+    found = find_dialect(dialect, "")
+    return ForcedCallParser("f") if found is None else found.new_parser(NAMES)
+
+
+def message(reading: Reading, parts: list[str]) -> dict:
+    """What a client has after joining the deltas."""
+    reader, whole = MessageReader(reading), Message()
+    for part in parts:
+        whole.add(reader.feed(part, ()))
+    whole.add(reader.finish())
+    return whole.body()
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS, "none"])
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, cuts=CUTS)
+def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: list[int]) -> None:
+    for start in ReasoningStart:
+        reading = Reading(
+            reasoning=start, new_parser=lambda: parser_of(dialect), new_call_id=lambda: "call_1"
+        )
+        whole = message(reading, [text])
+        assert message(reading, pieces(text, cuts)) == whole
+        assert message(reading, list(text)) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=40), cuts=CUTS)
+def test_without_readers_a_text_stays_as_it_is(text: str, cuts: list[int]) -> None:
+    assert message(Reading(), pieces(text, cuts))["content"] == text
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=6),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3)
+
+
+def written(dialect: str, calls: list[tuple[str, dict]]) -> str:
+    """As the models write them."""
+    key = "parameters" if dialect == "llama3_json" else "arguments"
+    objects = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
+    return {
+        "hermes": "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects),
+        "llama3_json": "; ".join(objects),
+        "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
+        "json": f"[{', '.join(objects)}]",
+        "mistral_13": "".join(
+            f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls
+        ),
+    }[dialect]
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS, "mistral_13"])
+@settings(max_examples=150, deadline=None)
+@given(calls=CALLS, cuts=CUTS)
+def test_calls_come_out_as_they_were_meant(
+    dialect: str, calls: list[tuple[str, dict]], cuts: list[int]
+) -> None:
+    reading = Reading(new_parser=lambda: parser_of(dialect.removesuffix("_13")))
+    found = message(reading, pieces(written(dialect, calls), cuts))
+    assert found["content"] is None
+    assert [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found["tool_calls"]
+    ] == calls
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_reading_takes_time_in_proportion_to_the_text(dialect: str) -> None:
+    """Each of these would be slow if anything were looked at twice for each character."""
+    for unit in ("<tool_call>{", "[TOOL_CALLS][", "{", "<", " ", '{"name": "f", "arguments": {"a": "'):
+        parser = parser_of(dialect)
+        parser.feed(unit * (200_000 // len(unit)))
+        parser.finish()

@@ -1,0 +1,237 @@
+"""What stands beside the tokens: encoder outputs in a bounded cache, and adapters in few places."""
+
+import pytest
+
+from scheduler.config import SchedulingPolicy
+from scheduler.messages import (
+    EncoderInput,
+    PoolingParams,
+    PoolingTask,
+    PromptComputation,
+    SequenceId,
+    WaitReason,
+)
+from scheduler.scheduler import NeverFits
+from tests.fakes import continuation, make_sequence, pooled
+from tests.world import World, shares, small_config
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(salt * 13 + i * 7 + 1) % 89 for i in range(length)]
+
+
+def image(offset: int, num_tokens: int = 4, content: str = "a cat") -> EncoderInput:
+    return EncoderInput(offset, num_tokens, content)
+
+
+def seeing(max_encoder_tokens: int = 4, encoder_cache_tokens: int = 8, **changes: object) -> World:
+    return World(
+        small_config(
+            **(
+                {
+                    "num_blocks": 32,
+                    "max_encoder_tokens": max_encoder_tokens,
+                    "encoder_cache_tokens": encoder_cache_tokens,
+                }
+                | changes
+            )
+        )
+    )
+
+
+def encoded(world: World) -> list[dict[int, list[int]]]:
+    """By plan: the offsets of what is encoded, by sequence."""
+    return [
+        {i: [item.offset for item in inputs] for i, inputs in plan.encoder_inputs.items()}
+        for plan in world.worker.plans
+    ]
+
+
+def test_an_input_is_encoded_in_the_step_that_reaches_it_and_only_then() -> None:
+    world = seeing(max_num_batched_tokens=6)
+    world.add(make_sequence(1, prompt(14), encoder_inputs=(image(8),), max_tokens=2))
+    world.run()
+    assert encoded(world) == [{}, {1: [8]}, {}, {}]
+    assert world.tokens[SequenceId(1)] == continuation(prompt(14), 2)
+
+
+def test_a_share_ends_before_an_input_for_which_the_step_has_no_encoder_tokens_left() -> None:
+    world = seeing()
+    world.add(make_sequence(1, prompt(14), encoder_inputs=(image(2), image(7)), max_tokens=1))
+    world.run()
+    assert encoded(world) == [{1: [2]}, {1: [7]}]
+    assert [share.num_tokens for plan in world.worker.plans for share in plan.scheduled] == [7, 7]
+
+
+def test_two_prompts_share_the_encoder_tokens_of_a_step_in_order() -> None:
+    world = seeing()
+    world.add(*(make_sequence(i, prompt(7, i), encoder_inputs=(image(1),), max_tokens=1) for i in (1, 2)))
+    assert shares(world.step()) == {1: 7, 2: 1}
+    world.run()
+    assert encoded(world) == [{1: [1]}, {2: [1]}]
+
+
+def test_an_output_is_kept_until_the_last_of_its_positions_is_computed() -> None:
+    world = seeing(max_num_batched_tokens=4, encoder_cache_tokens=4)
+    world.add(make_sequence(1, prompt(12), encoder_inputs=(image(2),), max_tokens=1))
+    world.step()
+    assert world.scheduler.encoder_cache.num_held_tokens == 4
+    world.step()
+    assert world.scheduler.encoder_cache.num_held_tokens == 0
+    world.run()
+
+
+def test_room_in_the_cache_is_needed_too_and_comes_back_for_the_next_plan() -> None:
+    world = seeing(max_encoder_tokens=8, encoder_cache_tokens=4, max_chunk_tokens=4)
+    world.add(*(make_sequence(i, prompt(7, i), encoder_inputs=(image(1),), max_tokens=1) for i in (1, 2)))
+    assert shares(world.step()) == {1: 4, 2: 1}
+    assert shares(world.step()) == {1: 3}, "this plan still needs what the last of its positions takes"
+    assert shares(world.step()) == {2: 6}
+    world.run()
+
+
+def test_one_that_lacked_the_encoder_behind_a_stuck_head_is_looked_at_again() -> None:
+    world = seeing(num_blocks=9, max_bypasses=5)
+    world.add(make_sequence(1, prompt(13, 1), max_tokens=9))
+    world.step()
+    world.add(make_sequence(2, prompt(30, 2)))
+    world.add(*(make_sequence(i, prompt(6, i), encoder_inputs=(image(0),), max_tokens=9) for i in (3, 4)))
+    assert [shares(world.step()), shares(world.step())] == [{1: 1, 3: 6}, {1: 1, 3: 1, 4: 6}]
+
+
+def test_one_that_has_to_wait_for_the_encoder_is_passed_and_the_reason_is_told() -> None:
+    world = seeing(max_bypasses=2)
+    world.add(make_sequence(1, prompt(7, 1), encoder_inputs=(image(1),), max_tokens=1))
+    world.add(make_sequence(2, prompt(7, 2), encoder_inputs=(image(0),), max_tokens=1))
+    world.add(make_sequence(3, prompt(2, 3), max_tokens=1))
+    assert shares(world.step()) == {1: 7, 3: 2}
+    assert world.scheduler.stats().wait_reason is WaitReason.ENCODER
+    world.run()
+    assert encoded(world) == [{1: [1]}, {2: [0]}]
+
+
+def test_a_preempted_prompt_gives_its_place_in_the_encoder_cache_back_and_encodes_again() -> None:
+    world = seeing(max_num_seqs=1, max_num_batched_tokens=4, policy=SchedulingPolicy.PRIORITY)
+    world.add(make_sequence(1, prompt(9, 1), encoder_inputs=(image(2),), max_tokens=1, priority=5))
+    world.step()
+    world.add(make_sequence(2, prompt(6, 2), encoder_inputs=(image(0),), max_tokens=1, priority=0))
+    world.run()
+    assert [plan for plan in encoded(world) if plan] == [{1: [2]}, {2: [0]}, {1: [2]}]
+
+
+def test_an_abort_frees_the_encoder_cache() -> None:
+    world = seeing(max_num_batched_tokens=4)
+    world.add(make_sequence(1, prompt(9, 1), encoder_inputs=(image(2),)))
+    world.step()
+    world.abort(1)
+    assert world.scheduler.encoder_cache.num_held_tokens == 0
+
+
+@pytest.mark.parametrize(("content", "start"), [("a cat", 8), ("a dog", 0)])
+def test_equal_placeholders_are_one_prefix_only_if_they_stand_for_equal_inputs(
+    content: str, start: int
+) -> None:
+    world = seeing()
+    world.add(make_sequence(1, prompt(9), encoder_inputs=(image(1),), max_tokens=1))
+    world.run()
+    world.add(make_sequence(2, prompt(9), encoder_inputs=(image(1, content=content),), max_tokens=1))
+    plan = world.step()
+    assert plan.scheduled[0].start == start
+    assert bool(plan.encoder_inputs) == (start == 0), "whose positions were found is not encoded"
+
+
+def test_an_input_of_which_only_the_beginning_was_found_is_encoded_whole() -> None:
+    world = seeing()
+    world.add(make_sequence(1, prompt(4), max_tokens=1, encoder_inputs=()))
+    world.add(make_sequence(2, prompt(9), encoder_inputs=(image(2),), max_tokens=1))
+    world.run()
+    world.add(make_sequence(3, [*prompt(7), 70, 71], encoder_inputs=(image(2),), max_tokens=1))
+    plan = world.step()
+    assert plan.scheduled[0].start == 4
+    assert plan.encoder_inputs == {3: (image(2),)}
+
+
+@pytest.mark.parametrize("changes", [{"max_encoder_tokens": 3}, {"encoder_cache_tokens": 3}])
+def test_an_input_larger_than_a_step_or_the_cache_is_refused_at_once(changes: dict[str, int]) -> None:
+    world = seeing(**changes)
+    with pytest.raises(NeverFits, match="4 encoder tokens; at most 3 have room"):
+        world.add(make_sequence(1, prompt(9), encoder_inputs=(image(1),)))
+
+
+@pytest.mark.parametrize("inputs", [(image(1), image(4)), (image(5),), (image(1, 0),)])
+def test_inputs_that_overlap_or_end_the_prompt_or_are_empty_are_refused(
+    inputs: tuple[EncoderInput, ...],
+) -> None:
+    with pytest.raises(ValueError, match="overlaps the one before it, or has no token"):
+        seeing().add(make_sequence(1, prompt(9), encoder_inputs=inputs))
+
+
+def test_an_indivisible_prompt_waits_until_all_of_its_inputs_can_be_encoded_at_once() -> None:
+    at_once = PoolingParams(task=PoolingTask.EMBED, prompt=PromptComputation.AT_ONCE)
+    world = seeing(max_encoder_tokens=8)
+    world.add(make_sequence(1, prompt(6, 1), encoder_inputs=(image(1),), max_tokens=1))
+    two = (image(0), image(4))
+    world.add(make_sequence(2, prompt(9, 2), encoder_inputs=two, pooling=at_once))
+    assert shares(world.step()) == {1: 6}
+    world.run()
+    assert world.ended[SequenceId(2)].pooled == pooled(prompt(9, 2))
+    with pytest.raises(NeverFits, match="12 encoder tokens"):
+        world.add(make_sequence(3, prompt(14), encoder_inputs=(*two, image(8)), pooling=at_once))
+
+
+# Adapters.
+
+
+def running(world: World) -> set[int]:
+    return {seq.sequence_id for seq in world.scheduler.running_sequences()}
+
+
+def test_so_many_different_adapters_run_at_once_and_any_number_of_sequences_with_the_same() -> None:
+    world = World(small_config(num_blocks=32, max_num_seqs=8, max_adapters=2, max_bypasses=9))
+    for number, adapter in enumerate(["x", "y", "z", "x", "", "z"], 1):
+        world.add(make_sequence(number, prompt(2, number), adapter=adapter, max_tokens=number))
+    world.step()
+    assert running(world) | world.ended.keys() == {1, 2, 4, 5}
+    assert world.scheduler.stats().wait_reason is WaitReason.ADAPTER
+    world.run()
+    assert world.tokens[SequenceId(3)] == continuation(prompt(2, 3), 3)
+
+
+def test_one_whose_adapter_has_no_place_is_passed_by_at_most_so_many() -> None:
+    world = World(small_config(num_blocks=32, max_num_seqs=8, max_adapters=1, max_bypasses=2))
+    world.add(make_sequence(1, prompt(2, 1), adapter="x", max_tokens=9))
+    world.add(make_sequence(2, prompt(2, 2), adapter="y", max_tokens=1))
+    world.add(*(make_sequence(i, prompt(2, i), max_tokens=1) for i in range(3, 7)))
+    world.run()
+    assert list(world.ended) == [3, 4, 1, 2, 5, 6]
+
+
+def test_an_urgent_one_whose_adapter_has_no_place_sends_nobody_away() -> None:
+    world = World(
+        small_config(num_blocks=32, max_num_seqs=2, max_adapters=1, policy=SchedulingPolicy.PRIORITY)
+    )
+    world.add(*(make_sequence(i, prompt(2, i), adapter="x", max_tokens=4, priority=5) for i in (1, 2)))
+    world.step()
+    world.add(make_sequence(3, prompt(2, 3), adapter="y", priority=0))
+    world.step()
+    assert world.num_preemptions() == 0
+    world.run()
+
+
+def test_a_prefix_computed_with_another_adapter_is_not_found() -> None:
+    world = World(small_config(num_blocks=32, max_adapters=2))
+    for number, (adapter, start) in enumerate([("x", 0), ("y", 0), ("", 0), ("x", 8)], 1):
+        world.add(make_sequence(number, prompt(9), adapter=adapter, max_tokens=1))
+        assert world.step().scheduled[0].start == start
+        world.run()
+
+
+def test_without_places_for_adapters_they_are_refused() -> None:
+    with pytest.raises(NeverFits, match="adapter 'x': no adapters are served"):
+        World(small_config()).add(make_sequence(1, prompt(2), adapter="x"))
+
+
+def test_the_worker_is_told_which_adapter_a_sequence_is_run_with() -> None:
+    world = World(small_config(max_adapters=1))
+    world.add(make_sequence(1, prompt(2), adapter="x"))
+    assert [new.adapter for new in world.step().new_sequences] == ["x"]
