@@ -15,17 +15,30 @@ from prometheus_client.metrics_core import Metric
 from engine.metrics import EngineMetrics
 from engine.options import DECLARATIONS
 from engine.types import FinishReason
+from scripts import write_errors_page
 from scripts.write_options_page import PAGE, insert, render
-from server.errors import _SHAPES
+from server.error_catalogue import CATALOGUE
+from server.errors import _CODES
 from server.http_metrics import HttpMetrics
 from server.launch import EXIT_BAD_MODEL
+from server.pooling_protocol import (
+    EMBEDDING_REFUSALS,
+    SCORE_REFUSALS,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
+from server.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
+from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed"}
+"""Flags of the commands that talk to a server; docs/clients.md."""
 CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench")
 
 
@@ -142,7 +155,7 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     flags = {
         word.removeprefix("--").split(" ")[0] for word in code_words(text) if re.match(r"--\w.*\w$", word)
     }
-    others = {"extra-index-url", "gpus", "build-arg", "config", "help"}
+    others = {"extra-index-url", "gpus", "build-arg", "config", "help", "json"} | OF_CLIENTS
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
@@ -205,33 +218,44 @@ def test_every_metric_that_is_named_is_exported(page: Path) -> None:
 # The API.
 
 
-@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
-def test_every_field_of_a_request_is_documented(
-    model: type[CompletionRequest | ChatCompletionRequest],
-) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        CompletionRequest,
+        ChatCompletionRequest,
+        ResponsesRequest,
+        EmbeddingRequest,
+        ScoreRequest,
+        RerankRequest,
+    ],
+)
+def test_every_field_of_a_request_is_documented(model: type[WireModel]) -> None:
     assert set(model.model_fields) <= code_words(read("docs/api.md"))
 
 
 def test_every_refused_field_is_documented() -> None:
-    assert COMPLETION_REFUSALS.keys() | CHAT_REFUSALS.keys() <= code_words(read("docs/api.md"))
+    refused = COMPLETION_REFUSALS.keys() | CHAT_REFUSALS.keys() | RESPONSES_REFUSALS.keys()
+    refused |= EMBEDDING_REFUSALS.keys() | SCORE_REFUSALS.keys()
+    assert refused <= code_words(read("docs/api.md"))
 
 
 def codes_in_source() -> set[str]:
-    """Codes of the table of errors, and those that errors bring themselves."""
-    found = {shape.code for shape in _SHAPES.values() if shape.code}
+    """Those that errors bring themselves."""
+    found = set()
     for folder in ("server", "engine"):
-        for path in (ROOT / folder).glob("*.py"):
+        for path in (ROOT / folder).rglob("*.py"):
             found |= set(re.findall(r"\bcode(?:: str)? ?= ?\"(\w+)\"", path.read_text(encoding="utf-8")))
     return found
 
 
-def test_the_catalogue_of_errors_has_every_code_and_no_other() -> None:
-    rows = re.findall(r"^\| (\d{3}) \| (.*?) \|", read("docs/api.md"), flags=re.MULTILINE)
-    listed = {code: int(status) for status, cell in rows for code in re.findall(r"`(\w+)`", cell)}
-    assert listed.keys() == codes_in_source()
-    for shape in _SHAPES.values():
-        if shape.code:
-            assert listed[shape.code] == shape.status, shape.code
+def test_the_catalogue_has_every_code_that_an_error_has_and_no_other() -> None:
+    assert codes_in_source() | {code for code in _CODES.values() if code} == CATALOGUE.keys()
+
+
+def test_the_page_of_errors_is_current() -> None:
+    page = write_errors_page.PAGE.read_text(encoding="utf-8")
+    current = write_errors_page.insert(page, write_errors_page.render())
+    assert page == current, "run: python scripts/write_errors_page.py"
 
 
 def test_the_exit_codes_are_those_of_the_source() -> None:
@@ -245,6 +269,14 @@ def test_the_exit_codes_are_those_of_the_source() -> None:
         int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)
     }
     assert EXIT_BAD_MODEL in listed
+
+
+def test_the_exit_codes_of_the_clients_are_those_of_their_source() -> None:
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", read("docs/clients.md"), flags=re.MULTILINE)}
+    folders = (ROOT / "server" / "batch", ROOT / "server" / "terminal")
+    source = "\n".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    codes = {int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)}
+    assert listed == {0} | codes
 
 
 def test_every_way_to_end_is_in_the_life_of_a_request() -> None:

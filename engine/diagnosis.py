@@ -1,0 +1,187 @@
+"""What could keep the server from serving, looked at one by one and without starting it.
+
+Owns: the checks of packages, options, folders, limits and text files, and the question to a process that
+may import torch (worker/survey.py).
+Never: loads a model, opens a port (server/doctor.py tries it), or changes anything.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from engine import child_process
+from engine.chat_template import ChatTemplate
+from engine.config import EngineConfig, resolve
+from engine.options import OptionError, Options
+from engine.runtime_directory import RuntimeDirectory
+from engine.tokenizer import Tokenizer, TokenizerError
+from worker.config import WorkerConfig
+from worker.findings import Finding, Verdict
+
+__all__ = ["Finding", "Verdict", "diagnose"]
+
+_MAX_SURVEY_S = 300.0
+"""Importing torch from a cold disk takes most of it."""
+_MAX_SOCKET_PATH_BYTES = 107
+"""Of sockaddr_un, less its final zero."""
+_LONGEST_SOCKET_NAME = "to-engine"
+_MIN_TEMPORARY_BYTES = 16 << 20
+_BOUND = re.compile(r"(>=|<|==)([\d.]+)")
+
+
+def diagnose(options: Options) -> Iterator[Finding]:
+    """In the order in which `serve` would meet them."""
+    yield _fine("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield _packages()
+    yield _limits()
+    yield _runtime_directory()
+    try:
+        config, _ = resolve(options)
+    except OptionError as error:
+        yield _fault("options", f"{error.what}: {error.why}", error.fix)
+        yield Finding(topic="model", verdict=Verdict.UNKNOWN, what="not looked at: the options come first")
+        return
+    yield _fine("options", f"model {config.model_path}, served as {', '.join(config.served_names)}")
+    yield from _texts(config)
+    yield from _survey(config.worker)
+
+
+def _packages() -> Finding:
+    """Whether what is installed is within the bounds that our own metadata gives."""
+    try:
+        requirements = importlib.metadata.requires("tokenyard") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            topic="packages",
+            verdict=Verdict.WARNING,
+            what="tokenyard itself is not installed, so that the bounds of its packages are not known",
+            fix="pip install it",
+        )
+    needed = [text for text in requirements if ";" not in text]  # the rest is of extras
+    wrong = [found for text in needed if (found := _out_of_bounds(text))]
+    if wrong:
+        return _fault("packages", ", ".join(wrong), "pip install --upgrade tokenyard, in a fresh environment")
+    return _fine("packages", f"all {len(needed)} are there, in the versions that they are needed in")
+
+
+def _out_of_bounds(requirement: str) -> str:
+    """Empty if it is met; `requirement` is such as `torch<3,>=2.11`."""
+    name = re.split(r"[<>=!~\[ ]", requirement)[0]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} is missing"
+    bounds = [(operator, _numbers(bound)) for operator, bound in _BOUND.findall(requirement)]
+    met = {
+        ">=": lambda bound: _numbers(version) >= bound,
+        "<": lambda bound: _numbers(version) < bound,
+        "==": lambda bound: _numbers(version) == bound,
+    }
+    if all(met[operator](bound) for operator, bound in bounds):
+        return ""
+    return f"{name} is {version}, but must be {requirement.removeprefix(name)}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.13.0+cpu is (2, 13): trailing zeros say nothing."""
+    numbers = [int(word) for word in re.findall(r"\d+", version.split("+")[0])]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _limits() -> Finding:
+    """The KV cache is mapped before it is used, which a limit of addresses does not see as free."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return _fine("limits", "addresses are not limited")
+    return Finding(
+        topic="limits",
+        verdict=Verdict.WARNING,
+        what=f"a process may have no more than {soft / (1 << 30):.1f} GiB of addresses, used or not",
+        fix="lift it (ulimit -v unlimited), or keep --kv-cache-memory far below",
+    )
+
+
+def _runtime_directory() -> Finding:
+    """Where the sockets between the two processes will be."""
+    fix = "set TMPDIR to a folder that may be written to, /dev/shm say"
+    try:
+        directory = RuntimeDirectory.make()
+    except OSError as error:
+        return _fault("runtime folder", f"none can be made: {error}", fix)
+    try:
+        free_bytes = shutil.disk_usage(directory.path).free
+        parent = directory.path.parent
+        if len(os.fsencode(directory.path / _LONGEST_SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
+            return _fault("runtime folder", f"{parent} is too long a path for a socket", fix)
+        if free_bytes < _MIN_TEMPORARY_BYTES:
+            return _fault("runtime folder", f"{parent} has only {free_bytes >> 20} MiB left", "free some")
+        return _fine("runtime folder", f"in {parent}, which may be written to")
+    finally:
+        directory.remove()
+
+
+def _texts(config: EngineConfig) -> Iterator[Finding]:
+    folder = Path(config.model_path)
+    try:
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens)
+    except TokenizerError as error:
+        yield _fault("tokenizer", error.what, error.fix)
+        return
+    yield _fine("tokenizer", "readable")
+    if template.is_present:
+        yield _fine("chat template", "readable")
+    else:
+        yield Finding(
+            topic="chat template",
+            verdict=Verdict.WARNING,
+            what="the checkpoint has none: /v1/chat/completions will be refused",
+            fix="serve a checkpoint with one, or put chat_template.jinja beside it",
+        )
+
+
+def _survey(config: WorkerConfig) -> Iterator[Finding]:
+    """Another process answers: this one must not import torch, and torch may not even import."""
+    try:
+        done = subprocess.run(
+            [*child_process.INTERPRETER, "-m", "worker.survey"],
+            input=json.dumps(asdict(config)),
+            capture_output=True,
+            text=True,
+            timeout=_MAX_SURVEY_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": child_process.python_path(), "HF_HUB_OFFLINE": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        yield _fault(
+            "device",
+            f"torch and the device gave no answer within {_MAX_SURVEY_S:.0f} s",
+            "see whether `python -c 'import torch; torch.cuda.is_available()'` ends",
+        )
+        return
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        yield Finding(**{**found, "verdict": Verdict(found["verdict"])})
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        yield _fault(
+            "device", f"the process that looks at it ended with code {done.returncode}: {reason}", ""
+        )
+
+
+def _fine(topic: str, what: str) -> Finding:
+    return Finding(topic=topic, verdict=Verdict.OK, what=what)
+
+
+def _fault(topic: str, what: str, fix: str) -> Finding:
+    return Finding(topic=topic, verdict=Verdict.FAULT, what=what, fix=fix)
