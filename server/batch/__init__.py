@@ -1,0 +1,1 @@
+"""Files of requests, answered line by line: `tokenyard run-batch`."""

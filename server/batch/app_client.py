@@ -1,0 +1,61 @@
+"""Requests to an application in this very process: the whole edge, and no port.
+
+Owns: one ASGI call for each request.
+Never: what is asked; fits where run.py expects a client.
+"""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Scope
+
+from server.http_client import NoReply, Reply
+
+
+class AppClient:
+    """Sends to `app` what others send over a socket."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        """Raises NoReply if the application ends without a reply. Cancelling it aborts the request."""
+        unread = [body]
+        head: Message = {}
+        pieces: list[bytes] = []
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await asyncio.Event().wait()  # until cancelled: this client does not hang up
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                head.update(message)
+            else:
+                pieces.append(message.get("body", b""))
+
+        await self._app(_scope(path, len(body)), receive, send)
+        if not head:
+            raise NoReply("the application ended without a reply")
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
+        return Reply(status=head["status"], headers=headers, body=b"".join(pieces))
+
+
+def _scope(path: str, num_bytes: int) -> Scope:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }

@@ -1,0 +1,1 @@
+"""Clients for a person at a terminal: `tokenyard chat` and `tokenyard complete`."""
