@@ -6,7 +6,7 @@ Never: a clock of its own; time is an argument.
 
 from collections import deque
 
-from engine.errors import Overloaded
+from engine.errors import Overloaded, OverloadReason
 
 _RATE_WINDOW_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
@@ -30,14 +30,14 @@ class Admission:
 
         A request that is larger than the queue may still have it to itself: it would never fit else.
         """
-        if self.num_queued and (
-            self.num_queued + num_sequences > self._max_queued
-            or self.num_queued_tokens + num_tokens > self._max_queued_tokens
-        ):
+        has_place = self.num_queued + num_sequences <= self._max_queued
+        has_room = self.num_queued_tokens + num_tokens <= self._max_queued_tokens
+        if self.num_queued and not (has_place and has_room):
             raise Overloaded(
                 f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
                 f"at most {self._max_queued} and {self._max_queued_tokens} may wait; try again later",
                 retry_after_s=self.retry_after_s(now_s=now_s),
+                reason=OverloadReason.TOKENS if has_place else OverloadReason.REQUESTS,
             )
         self.num_queued += num_sequences
         self.num_queued_tokens += num_tokens

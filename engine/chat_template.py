@@ -7,7 +7,8 @@ results are matched text for text (tests/engine/test_chat_template.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,8 @@ from engine.tokenizer import NAMED_SPECIAL_TOKENS, TokenizerError, read_json
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
+MAX_RENDERING_S = 10.0
+"""Looked at in every turn of a loop and in every call of a macro."""
 _MAX_REASON_CHARS = 500
 
 _OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -33,6 +36,11 @@ _OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_
 # Private-use characters: no tokenizer's special token, no whitespace that a template would trim. The
 # space at its end is there to be trimmed: whether it survived tells whether the template trims content.
 _CONTINUE_MARK = "\ue000continue here\ue001 "
+
+_TICK = "__tick"
+"""Called by every loop and macro; no template can be written so that it names it by chance."""
+_MAX_BASE = 2**64
+_MAX_EXPONENT = 64
 
 # A template is a program over data from the request: these are its ways to fail on unfit data.
 _RENDERING_ERRORS = (
@@ -71,6 +79,12 @@ class ChatTemplate:
     def is_present(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def source_with_tools(self) -> str:
+        """The text of the template that renders requests with tools; empty if there is none."""
+        found = self._templates.get("tool_use") or self._templates.get("default")
+        return found.source if found else ""
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -81,13 +95,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. Messages and tools are plain JSON data; keys that are None count as absent.
 
+        The arguments of calls are JSON texts, as on the wire; the template sees them as objects.
+
         Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages`,
         `chat_template_kwargs` or `continue_final_message`.
         """
         template = self._choose(tools)
         extra = dict(template_kwargs or {})
         template.check_kwargs(extra)
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        plain = [_plain(message) for message in messages]
         if final is FinalMessage.CONTINUE:
             plain = _mark_final_message(plain)
         text = template.render(
@@ -110,6 +126,47 @@ class ChatTemplate:
         return self._templates["default"]
 
 
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if value is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_plain_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _as_arguments(function["arguments"])}}
+
+
+def _as_arguments(text: str) -> Any:
+    """What is not an object stays the text that the model wrote."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return _Arguments(value, text or "{}") if isinstance(value, dict) else text
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: most templates ask for an object, some for its JSON text.
+
+    Written out, or added to a text, it is the text that the model wrote.
+    """
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, text: str) -> str:
+        return self._text + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self._text
+
+
 class _Refusal(jinja2.TemplateError):
     """The template itself said no, through raise_exception."""
 
@@ -122,14 +179,18 @@ class _Compiled:
                 f"the chat template {name!r} has {num_bytes} bytes; at most {MAX_TEMPLATE_BYTES} are read",
                 "remove it from the checkpoint, or check where the checkpoint comes from",
             )
+        self.source = source
         try:
-            read = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
-            self._template = _ENVIRONMENT.from_string(source)
+            tree = _ENVIRONMENT.parse(source)
+            read = jinja2.meta.find_undeclared_variables(tree)
+            _insert_ticks(tree)
+            code = _ENVIRONMENT.compile(tree)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
                 f"the chat template {name!r} is broken at line {error.lineno}: {error.message}",
                 "correct or remove it in the checkpoint folder",
             ) from error
+        self._template = jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
         ours = {*_OUR_VARIABLES, *NAMED_SPECIAL_TOKENS, *_ENVIRONMENT.globals}
         self._free_variables = frozenset(read) - ours
 
@@ -147,7 +208,7 @@ class _Compiled:
         pieces = []
         num_chars = 0
         try:
-            for piece in self._template.generate(variables):
+            for piece in self._template.generate({**variables, _TICK: _clock()}):
                 num_chars += len(piece)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise RequestRejected(
@@ -213,6 +274,58 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+def _clock() -> Callable[[], str]:
+    """Ends a rendering that takes too long: a thread cannot be stopped from outside."""
+    deadline = time.monotonic() + MAX_RENDERING_S
+
+    def tick() -> str:
+        if time.monotonic() > deadline:
+            raise _Unbounded(f"it takes longer than {MAX_RENDERING_S:g} seconds")
+        return ""
+
+    return tick
+
+
+def _insert_ticks(tree: jinja2.nodes.Template) -> None:
+    """Let every turn of a loop and every call of a macro look at the clock."""
+    for loop in tree.find_all(jinja2.nodes.For):
+        loop.body.insert(0, _tick_statement(loop.lineno))
+    for macro in tree.find_all(jinja2.nodes.Macro):
+        macro.body.insert(0, _tick_statement(macro.lineno))
+
+
+def _tick_statement(lineno: int) -> jinja2.nodes.Node:
+    call = jinja2.nodes.Call(jinja2.nodes.Name(_TICK, "load"), [], [], None, None)
+    return jinja2.nodes.ExprStmt(call).set_lineno(lineno)
+
+
+class _Unbounded(jinja2.TemplateError):
+    """The template does too much for what it was given."""
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Also keeps a template from values that fill the memory at one stroke."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            is_too_much = abs(left) > _MAX_BASE or abs(right) > _MAX_EXPONENT
+        else:
+            is_too_much = _num_chars(left, right) > MAX_RENDERED_CHARS
+        if is_too_much:
+            raise _Unbounded(f"{operator} makes too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+def _num_chars(left: Any, right: Any) -> int:
+    """Of the product, if one factor is a text or a list."""
+    for value, times in ((left, right), (right, left)):
+        if isinstance(times, int) and hasattr(value, "__len__"):
+            return len(value) * times
+    return 0
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (the template language's own signature)
@@ -234,9 +347,9 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> _Sandbox:
     # Templates come with checkpoints from strangers: the sandbox keeps them from everything but text.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson

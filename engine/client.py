@@ -16,13 +16,13 @@ from typing import Any
 from engine.chat_template import ChatTemplate
 from engine.config import EngineConfig
 from engine.encoding import Encoder
-from engine.errors import EngineDied, EngineUnavailable
-from engine.health import HealthMonitor
+from engine.errors import EngineDied, EngineUnavailable, WrongTask
+from engine.grammar_compiler import GrammarCompiler
+from engine.health import HealthMonitor, Welcome
 from engine.in_flight import InFlight
-from engine.lives import EngineLives, GaveUp
+from engine.lives import Death, EngineLives, GaveUp
 from engine.messages import (
     Beat,
-    EndSequences,
     Explain,
     Explanation,
     Loading,
@@ -32,14 +32,19 @@ from engine.messages import (
     ToClient,
 )
 from engine.metrics import EngineMetrics
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import SpecialTokens, Tokenizer
 from engine.types import (
     ChatOptions,
-    FinishReason,
     GenerationRequest,
+    Grammar,
     Health,
     ModelInfo,
+    PooledOutput,
+    PoolingRequest,
+    TextCut,
+    TokenizedText,
     TokenOutput,
+    TokenText,
 )
 from scheduler.messages import SequenceReport
 from worker.config import ModelFacts
@@ -57,20 +62,24 @@ class AsyncEngine:
         self._tokenizer = Tokenizer.load(folder)
         self._template = ChatTemplate.load(folder, special_tokens=self._tokenizer.special_tokens)
         self._encoder = Encoder(self._tokenizer, self._template)
+        self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(heartbeat_timeout_s=config.heartbeat_timeout_s)
         self._lives = EngineLives(config, on_message=self._take_message, on_death=self._take_death)
         self._living: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None
+        self._death: Death | None = None
+        """That of the process before this one, until the next is ready."""
         self._num_questions = 0
         self._answers: dict[int, asyncio.Future[list[SequenceReport]]] = {}
         self.metrics = EngineMetrics(config.served_names[0])
+        self.metrics.watch_health(self.health)
         self._in_flight = InFlight(config, self._tokenizer, self.metrics, self._lives.send)
 
     # Life.
 
     def start(self) -> None:
         """Return at once; the model loads in its own process. `health` tells how far it is."""
-        self._living = asyncio.create_task(self._lives.run())
+        self._living = asyncio.create_task(self._live())
 
     async def gave_up(self) -> GaveUp | None:
         """Wait until there is no engine process and never will be; None after `close`."""
@@ -85,9 +94,14 @@ class AsyncEngine:
         ready.cancel()
         return self.info
 
-    async def drain(self, *, timeout_s: float) -> bool:
-        """Refuse new requests and let the accepted ones end; False if some had to be cut off."""
-        self._health.is_draining = True
+    async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:
+        """Refuse new requests and let the accepted ones end; False if some had to be cut off.
+
+        First, for `delay_s`, only say so to probes: who comes all the same is served.
+        """
+        self._health.welcome = Welcome.LEAVING
+        await asyncio.sleep(delay_s)
+        self._health.welcome = Welcome.CLOSED
         self._lives.no_more_lives()
         num_cut_off = self._in_flight.num_cut_off
         with contextlib.suppress(TimeoutError):
@@ -97,12 +111,19 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the engine process; whoever is still in flight is told."""
-        self._health.is_draining = True
+        self._health.welcome = Welcome.CLOSED
         self._in_flight.fail_all(_SHUTTING_DOWN)
         await self._lives.stop()
         if self._living is not None:
             await self._living
+        await self._grammars.close()
         self._encoder.close()
+
+    async def _live(self) -> GaveUp | None:
+        gave_up = await self._lives.run()
+        if gave_up is not None:
+            self._in_flight.fail_all(EngineDied())
+        return gave_up
 
     # Questions.
 
@@ -125,11 +146,61 @@ class AsyncEngine:
 
     async def encode(self, text: str) -> tuple[int, ...]:
         """A plain prompt. Raises RequestRejected, Overloaded."""
-        return await self._encoder.encode(text)
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode(text)
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
         """A conversation, as the model's template renders it. Raises RequestRejected, Overloaded."""
-        return await self._encoder.encode_chat(messages, options)
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode_chat(messages, options)
+
+    async def encode_plain(self, text: str) -> tuple[int, ...]:
+        """A prompt without the special tokens around it. Raises RequestRejected, Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode_plain(text)
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Bad words as token sequences. Raises RequestRejected, Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode_words(words)
+
+    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        """A prompt with a hole. Raises RequestRejected, Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode_infill(prefix, suffix)
+
+    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
+        """The text of a whole prompt. Raises Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.decode(token_ids, special)
+
+    def token_text(self, token_id: int) -> TokenText:
+        """How one token looks in the middle of a text."""
+        tokenizer = self._tokenizer
+        return TokenText(token_id, tokenizer.token_string(token_id), tokenizer.token_bytes(token_id))
+
+    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the tokenizer spells them. Raises Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.vocabulary_strings(token_ids)
+
+    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
+        """Texts for a model that pools, with special tokens. Raises RequestRejected, Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode_texts(texts, cut)
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
+        """Pairs of texts for a model that scores. Raises RequestRejected, Overloaded."""
+        with self.metrics.counting_refusals():
+            return await self._encoder.encode_pairs(pairs, cut)
+
+    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar:
+        """Try a grammar that came in the field `param`, off the event loop; the result may go into params.
+
+        Raises RequestRejected, Overloaded, EngineUnavailable.
+        """
+        with self.metrics.counting_refusals():
+            return await self._grammars.compile(grammar, self.info, param=param)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         """The outputs of all choices as they come; closing the generator aborts what still runs.
@@ -150,6 +221,8 @@ class AsyncEngine:
         one ends all.
         """
         self._health.require_ready(now_s=time.monotonic())
+        if self.info.pooling is not None:
+            raise WrongTask("this model does not generate text")
         news = asyncio.Event()
         lives = self._in_flight.admit(requests, news)
         try:
@@ -159,6 +232,30 @@ class AsyncEngine:
                 for place, live in enumerate(lives):
                     for output in live.take():
                         yield place, output
+        finally:
+            for live in lives:
+                self._in_flight.leave(live)
+
+    async def pool(self, request: PoolingRequest) -> PooledOutput:
+        """The vector of one prompt; cancelling the call aborts the request. Raises as `generate` does."""
+        (output,) = await self.pool_all([request])
+        return output
+
+    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
+        """Several requests as one, as `generate_all`; their outputs are in the order of the requests."""
+        self._health.require_ready(now_s=time.monotonic())
+        if self.info.pooling is None:
+            raise WrongTask("this model generates text; it makes no vectors")
+        news = asyncio.Event()
+        lives = self._in_flight.admit_pooling(requests, news)
+        try:
+            while not all(live.is_over for live in lives):
+                await news.wait()
+                news.clear()
+                for live in lives:
+                    if live.error is not None:
+                        raise live.error
+            return [output for live in lives for output in live.take()]
         finally:
             for live in lives:
                 self._in_flight.leave(live)
@@ -196,7 +293,7 @@ class AsyncEngine:
         """End a request from outside: its reader gets what there is and finish reason ABORTED."""
         live = self._in_flight.find(request_id)
         if live is not None:
-            self._lives.send(EndSequences(sequence_ids=live.unfinished_ids, reason=FinishReason.ABORTED))
+            self._in_flight.abort(live, self.info.eos_token_ids)
 
     # News from the engine process.
 
@@ -216,18 +313,22 @@ class AsyncEngine:
             case Loading():
                 self._health.loading(message.progress, now_s=time.monotonic())
             case Ready():
-                if self._info is not None:
-                    self.metrics.engine_restarted()
+                if self._death is not None:
+                    self.metrics.engine_restarted(self._death.cause)
+                    self._death = None
                 self._info = self._describe(message.facts)
                 self.metrics.model_is_ready(self._info)
                 self._health.ready(now_s=time.monotonic())
+                self._in_flight.replay()
 
-    def _take_death(self, cause: str) -> None:
-        self._health.died(cause)
+    def _take_death(self, death: Death) -> None:
+        self._death = death
+        self._health.died(death.what)
         self.metrics.engine_is_gone()
-        self._in_flight.fail_all(
-            EngineDied("the engine stopped while this request was running; it may be sent again")
-        )
+        if self._health.welcome is Welcome.CLOSED:  # there will be no next one
+            self._in_flight.fail_all(EngineDied())
+        else:
+            self._in_flight.outlive_engine()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable("the engine stopped"))
@@ -248,4 +349,7 @@ class AsyncEngine:
             default_sampling=facts.default_sampling,
             created_s=int(time.time()),
             has_chat_template=self._template.is_present,
+            chat_template=self._template.source_with_tools,
+            added_tokens=self._tokenizer.added_tokens,
+            pooling=facts.pooling,
         )

@@ -5,18 +5,19 @@ in a tenth of a second, not after the model was loaded.
 Never: downloads, measures memory (the worker does), or opens a port (server/listening.py).
 """
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from engine.edge_config import EdgeConfig, edge_config
 from engine.options import OptionError, Options
 from scheduler.config import (
     Batching,
     Displacement,
     Fairness,
+    HostTier,
     OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
@@ -48,6 +49,7 @@ class EngineConfig:
     max_queued_requests: int
     max_queued_tokens: int
     heartbeat_timeout_s: float
+    grammar_compile_timeout_s: float
     worker: WorkerConfig
 
 
@@ -59,9 +61,20 @@ class ServerConfig:
     port: int
     """0 until a free one is taken; the listening socket knows."""
     api_keys: tuple[str, ...] = field(repr=False)
-    """Empty: everybody may ask."""
+    """Those of --api-key; there may be more in the file that `edge` names."""
+    edge: EdgeConfig
     enable_admin: bool
+    tool_call_parser: str
+    reasoning_parser: str
     max_body_bytes: int
+    strict_fields: bool
+    """Unknown fields of requests are refused instead of ignored."""
+    stream_keep_alive_s: float
+    """0: no comments are sent."""
+    responses_store_size: int
+    """Responses that can be asked for again; 0 stores none."""
+    responses_store_bytes: int
+    responses_store_ttl_s: float
     shutdown_timeout_s: float
     log_level: str
 
@@ -70,7 +83,7 @@ def resolve(
     options: Options, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
     """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
-    _check_server(options)
+    edge = edge_config(options)
     _check_limits(options)
     _check_scheduler(options)
     _check_device(options)
@@ -80,8 +93,16 @@ def resolve(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
+        edge=edge,
         enable_admin=options.enable_admin,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         max_body_bytes=options.max_body_size,
+        strict_fields=options.strict_fields,
+        stream_keep_alive_s=options.stream_keep_alive,
+        responses_store_size=options.responses_store_size,
+        responses_store_bytes=options.responses_store_memory,
+        responses_store_ttl_s=options.responses_store_ttl,
         shutdown_timeout_s=options.shutdown_timeout,
         log_level=options.log_level,
     )
@@ -102,8 +123,10 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
+        grammar_compile_timeout_s=options.grammar_compile_timeout,
         worker=WorkerConfig(
             model_path=str(folder),
+            task=options.task,
             dtype=options.dtype,
             device=options.device,
             max_model_len=options.max_model_len,
@@ -114,6 +137,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             swap_space_bytes=options.swap_space or 0,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            cpu_kernels=options.cpu_kernels,
             num_threads=options.num_threads,
         ),
     )
@@ -135,6 +159,7 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         fairness=Fairness(options.fairness),
         tenant_weights=_tenant_weights(options.tenant_weight),
         preemption_mode=PreemptionMode(options.preemption_mode),
+        host_tier=HostTier(options.prefix_cache_host_tier or "on"),
         max_bypasses=options.max_bypasses,
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
@@ -182,31 +207,31 @@ def _check_scheduler(options: Options) -> None:
         )
     if options.fairness == "none" and options.tenant_weight:
         raise OptionError("--tenant-weight", "without --fairness tenant it has no effect", "add the latter")
-    if options.preemption_mode == "recompute" and options.swap_space:
+    _check_swap_space(options)
+
+
+def _check_swap_space(options: Options) -> None:
+    """It is there for preempted requests, for the prefix cache, or for both."""
+    tier = options.prefix_cache_host_tier
+    if tier == "on" and not options.swap_space:
         raise OptionError(
-            "--swap-space", "with --preemption-mode recompute nothing is swapped", "leave one of them out"
+            "--prefix-cache-host-tier on", "there is no swap space to use", "give --swap-space 4GiB, say"
+        )
+    if tier == "on" and not options.enable_prefix_caching:
+        raise OptionError(
+            "--prefix-cache-host-tier on", "--no-enable-prefix-caching leaves nothing to keep", "drop one"
+        )
+    is_kept_for_prefixes = options.enable_prefix_caching and tier != "off"
+    if options.preemption_mode == "recompute" and options.swap_space and not is_kept_for_prefixes:
+        raise OptionError(
+            "--swap-space",
+            "with --preemption-mode recompute nothing is swapped, and no prefix is kept there either",
+            "leave it out, or let the prefix cache use it",
         )
     if options.preemption_mode == "swap" and not options.swap_space:
         raise OptionError(
             "--preemption-mode swap", "there is no swap space", "give --swap-space 4GiB, say, or use auto"
         )
-
-
-def _check_server(options: Options) -> None:
-    if options.api_key or options.allow_unauthenticated or _is_loopback(options.host):
-        return
-    raise OptionError(
-        f"--host {options.host} without an API key",
-        "everybody who can reach this machine could use the model",
-        "set TOKENYARD_API_KEY, or give --allow-unauthenticated if that is what you want",
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_limits(options: Options) -> None:

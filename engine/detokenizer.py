@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
 
     `prompt_token_ids` gives context only: a space that a tokenizer would drop at the start of a text
     is kept after a prompt, and a character begun in the prompt is finished. Leave it empty to get
-    exactly what decoding the output alone gives.
+    exactly what decoding the output alone gives. `shown` are special tokens that are text in any case.
 
     The stop string that is complete first ends the text; of several complete at the same character
     the longest. Raises ValueError for an empty stop string.
@@ -53,8 +53,10 @@ class IncrementalDetokenizer:
         stop: tuple[str, ...] = (),
         stop_text: StopText = StopText.EXCLUDE,
         special: SpecialTokens = SpecialTokens.SKIP,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._text = _text_source(tokenizer, prompt_token_ids, special)
+        table = tokenizer.bytes_by_id(special, shown=shown)
+        self._text = _text_source(tokenizer, prompt_token_ids, table)
         self._matcher = StopMatcher(stop, stop_text) if stop else None
         self._num_tokens = 0
 
@@ -148,11 +150,10 @@ class _TextSource(Protocol):
     def finish(self) -> str: ...
 
 
-def _text_source(tokenizer: Tokenizer, prompt: tuple[int, ...], special: SpecialTokens) -> _TextSource:
-    table = tokenizer.bytes_by_id(special)
+def _text_source(tokenizer: Tokenizer, prompt: tuple[int, ...], table: Mapping[int, bytes]) -> _TextSource:
     context = _visible_tail(prompt, table)
     if tokenizer.rule.kind is DecoderKind.OPAQUE:
-        return WindowText(tokenizer, table, context, special)
+        return WindowText(tokenizer, table, context)
     return ByteText(tokenizer, table, context)
 
 
@@ -222,11 +223,9 @@ class WindowText:
         tokenizer: Tokenizer,
         table: Mapping[int, bytes],
         context: tuple[int, ...],
-        special: SpecialTokens,
     ) -> None:
         self._tokenizer = tokenizer
         self._table = table
-        self._special = special
         self._window = list(context)
         self._num_read = len(context)
         self._read_text = self._decode(self._window)
@@ -264,4 +263,5 @@ class WindowText:
         return added
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, special=self._special)
+        # Tokens that the table hides never come into the window.
+        return self._tokenizer.decode(token_ids, special=SpecialTokens.KEEP)

@@ -1,17 +1,21 @@
-"""Prompts and conversations to token ids, beside the event loop.
+"""Prompts and conversations to token ids and back, beside the event loop.
 
 Owns: the bounded thread pool in which text is rendered and tokenized: seconds, for megabytes of text.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+from engine.bad_words import token_sequences
 from engine.chat_template import ChatTemplate, FinalMessage
-from engine.errors import Overloaded
-from engine.tokenizer import Tokenizer
-from engine.types import ChatOptions
+from engine.errors import Overloaded, OverloadReason
+from engine.infill import encode_infill
+from engine.tokenizer import SpecialTokens, Tokenizer
+from engine.types import ChatOptions, TextCut, TokenizedText
+
+ResultT = TypeVar("ResultT")
 
 _NUM_THREADS = 2
 _MAX_UNDER_WAY = 256
@@ -32,6 +36,29 @@ class Encoder:
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
         return await self._run(lambda: self._encode_chat(messages, options))
 
+    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
+        return await self._run(lambda: [self._tokenizer.encode_text(text, cut) for text in texts])
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
+        return await self._run(
+            lambda: [self._tokenizer.encode_text(text, cut, second=second) for text, second in pairs]
+        )
+
+    async def encode_plain(self, text: str) -> tuple[int, ...]:
+        return await self._run(lambda: self._tokenizer.encode_plain(text, param="prompt"))
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return await self._run(lambda: token_sequences(words, self._tokenizer))
+
+    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        return await self._run(lambda: encode_infill(prefix, suffix, self._tokenizer))
+
+    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
+        return await self._run(lambda: self._tokenizer.decode(token_ids, special=special))
+
+    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._run(lambda: [self._tokenizer.vocabulary_string(each) for each in token_ids])
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -45,9 +72,13 @@ class Encoder:
         )
         return self._tokenizer.encode_rendered_chat(rendered)
 
-    async def _run(self, work: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         if self._num_under_way >= _MAX_UNDER_WAY:
-            raise Overloaded("too many prompts are being tokenized; try again later", retry_after_s=1.0)
+            raise Overloaded(
+                "too many prompts are being tokenized; try again later",
+                retry_after_s=1.0,
+                reason=OverloadReason.TEXTS,
+            )
         self._num_under_way += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -3,13 +3,27 @@
 EngineError
 ├── RequestRejected      the caller's: says which parameter, and what would be right
 │   ├── ContextLengthExceeded
+│   ├── GrammarRejected
+│   ├── WrongTask
 │   └── NoChatTemplate
 ├── Overloaded           too much work is waiting: come back later
 ├── EngineUnavailable    loading, draining or dead before the request was started
 ├── DeadlineExceeded     a time limit ran out before there was any token
 ├── RequestFailed        the model failed on this request alone
-└── EngineDied           the engine process died with this request in flight
+├── EngineDied           the engine process died with this request in flight
+└── EngineDiedTwice      so did the next one, to which it was handed
 """
+
+from enum import StrEnum
+
+
+class OverloadReason(StrEnum):
+    """Of what there was too much; a label of the metrics."""
+
+    REQUESTS = "requests"  # --max-queued-requests
+    TOKENS = "tokens"  # --max-queued-tokens
+    TEXTS = "texts"  # more are being tokenized than the pool takes
+    GRAMMARS = "grammars"  # more wait to be compiled than is good
 
 
 class EngineError(Exception):
@@ -32,6 +46,20 @@ class ContextLengthExceeded(RequestRejected):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
+class WrongTask(RequestRejected):
+    """The model does something else: it generates, makes vectors, or makes scores."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="model", code="wrong_task")
+
+
+class GrammarRejected(RequestRejected):
+    """A grammar that is wrong, cannot be enforced, or is too expensive."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(f"{param}: {message}", param=param, code="invalid_grammar")
+
+
 class NoChatTemplate(RequestRejected):
     """The checkpoint brings no chat template; /v1/completions still works."""
 
@@ -46,9 +74,12 @@ class NoChatTemplate(RequestRejected):
 class Overloaded(EngineError):
     """Too much is waiting already."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float, reason: OverloadReason = OverloadReason.REQUESTS
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class EngineUnavailable(EngineError):
@@ -70,3 +101,15 @@ class RequestFailed(EngineError):
 
 class EngineDied(EngineError):
     """The engine process is gone and took this request with it; a retry may succeed."""
+
+    def __init__(
+        self, message: str = "the engine stopped while this request was running; it may be sent again"
+    ) -> None:
+        super().__init__(message)
+
+
+class EngineDiedTwice(EngineError):
+    """Two engine processes died with this request in flight: a third should not be risked."""
+
+    def __init__(self) -> None:
+        super().__init__("two engine processes stopped while they held this request; perhaps because of it")

@@ -6,6 +6,7 @@ Never: a clock of its own; time is an argument.
 """
 
 import asyncio
+from enum import Enum
 
 from engine.errors import EngineUnavailable
 from engine.messages import Beat
@@ -14,6 +15,16 @@ from worker.config import LoadProgress
 
 _GUESSED_LOAD_S = 10.0
 _MIN_RETRY_S = 1.0
+_LEAVES = "the server is shutting down"
+
+
+class Welcome(Enum):
+    """How newcomers are treated."""
+
+    OPEN = "open"
+    LEAVING = "leaving"
+    """Probes say no, so that nobody is sent here any more; who comes all the same is served."""
+    CLOSED = "closed"
 
 
 class HealthMonitor:
@@ -27,7 +38,7 @@ class HealthMonitor:
         self._num_steps = 0
         self._load_s = _GUESSED_LOAD_S
         self._loading_since_s = 0.0
-        self.is_draining = False
+        self.welcome = Welcome.OPEN
         self.became_ready = asyncio.Event()
 
     def loading(self, progress: LoadProgress, *, now_s: float) -> None:
@@ -52,9 +63,9 @@ class HealthMonitor:
         self._cause_of_death = cause
 
     def judge(self, *, now_s: float) -> Health:
-        silence_s = now_s - self._last_beat_s
         is_loaded = self.became_ready.is_set()
-        is_live = not is_loaded or silence_s <= self._heartbeat_timeout_s
+        is_live = self._is_live(now_s)
+        silence_s = now_s - self._last_beat_s
         return Health(
             state=self._state(),
             is_live=is_live,
@@ -65,10 +76,11 @@ class HealthMonitor:
 
     def require_ready(self, *, now_s: float) -> None:
         """Raises EngineUnavailable, saying why."""
-        health = self.judge(now_s=now_s)
-        if not health.is_ready:
-            code = "shutting_down" if health.state is EngineState.DRAINING else "not_ready"
-            raise EngineUnavailable(health.detail, code=code, retry_after_s=self._retry_after_s(now_s))
+        if self.welcome is Welcome.CLOSED:
+            raise EngineUnavailable(_LEAVES, code="shutting_down", retry_after_s=_MIN_RETRY_S)
+        if not self.became_ready.is_set() or not self._is_live(now_s):
+            health = self.judge(now_s=now_s)
+            raise EngineUnavailable(health.detail, retry_after_s=self._retry_after_s(now_s))
 
     def _retry_after_s(self, now_s: float) -> float:
         """As long as the last load took, less what this one has taken."""
@@ -76,8 +88,11 @@ class HealthMonitor:
             return _MIN_RETRY_S
         return max(self._load_s - (now_s - self._loading_since_s), _MIN_RETRY_S)
 
+    def _is_live(self, now_s: float) -> bool:
+        return not self.became_ready.is_set() or now_s - self._last_beat_s <= self._heartbeat_timeout_s
+
     def _state(self) -> EngineState:
-        if self.is_draining:
+        if self.welcome is not Welcome.OPEN:
             return EngineState.DRAINING
         if self.became_ready.is_set():
             return EngineState.READY
@@ -86,7 +101,7 @@ class HealthMonitor:
     def _detail(self) -> str:
         match self._state():
             case EngineState.DRAINING:
-                return "the server is shutting down"
+                return _LEAVES
             case EngineState.READY:
                 return "ready"
             case EngineState.DEAD:

@@ -1,24 +1,32 @@
 """The requests between admission and their end, and who is told what about them.
 
-Owns: admission, the map from sequences to requests, and the metrics of both. Every admitted request leaves
-once, through `leave`.
+Owns: admission, the map from sequences to requests, the metrics of both, and who survives the death of an
+engine process. Every admitted request leaves once, through `leave`.
 Never: the engine process (client.py hands messages on), or text (live_request.py).
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.admission import Admission
 from engine.config import EngineConfig
-from engine.errors import EngineError, Overloaded
+from engine.errors import DeadlineExceeded, EngineDied, EngineDiedTwice, EngineError
+from engine.live_pooling import LivePooling
 from engine.live_request import LiveRequest
 from engine.messages import AddRequest, EndSequences, ToEngine
 from engine.metrics import EngineMetrics
+from engine.replay import ReplayQueue, what_is_left
 from engine.tokenizer import Tokenizer
-from engine.types import GenerationRequest, ServiceTerms, TimeLimits
-from scheduler.messages import FinishReason, SequenceId, SequenceOutput
+from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
+from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput
+
+log = logging.getLogger(__name__)
+
+AnyLive = LiveRequest | LivePooling
+_NOTHING_DRAWN = SamplingParams()
 
 
 class InFlight:
@@ -39,20 +47,21 @@ class InFlight:
             max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
         )
         self._next_id = 1
-        self._live: dict[str, LiveRequest] = {}
-        self._by_sequence: dict[SequenceId, LiveRequest] = {}
+        self._live: dict[str, AnyLive] = {}
+        self._by_sequence: dict[SequenceId, AnyLive] = {}
+        self._replays = ReplayQueue()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.num_cut_off = 0
-        """Requests that `fail_all` ended."""
+        """Requests that an error of the engine's or the end of the server ended."""
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def find(self, request_id: str) -> LiveRequest | None:
+    def find(self, request_id: str) -> AnyLive | None:
         return self._live.get(request_id)
 
-    def of_sequence(self, sequence_id: SequenceId) -> LiveRequest | None:
+    def of_sequence(self, sequence_id: SequenceId) -> AnyLive | None:
         return self._by_sequence.get(sequence_id)
 
     def admit(self, requests: Sequence[GenerationRequest], news: asyncio.Event) -> list[LiveRequest]:
@@ -60,30 +69,26 @@ class InFlight:
 
         Raises Overloaded, and ValueError for an id that is in flight already.
         """
-        for request in requests:
-            if request.request_id in self._live:
-                raise ValueError(f"request {request.request_id} is in flight already")
-        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        try:
-            self._admission.admit(sum(request.n for request in requests), num_tokens, now_s=time.monotonic())
-        except Overloaded:
-            self._metrics.request_refused()
-            raise
-        lives = [self._register(request, news) for request in requests]
-        try:
-            for live in lives:
-                self._send(self._message(live))
-        except BaseException:  # what cannot be sent must not stay behind
-            for live in lives:
-                self.leave(live)
-            raise
+        self._take_places(requests, sum(request.n for request in requests))
+        lives = [
+            LiveRequest(request, self._new_ids(request.n), self._tokenizer, news) for request in requests
+        ]
+        self._start(lives)
         return lives
 
-    def leave(self, live: LiveRequest) -> None:
+    def admit_pooling(self, requests: Sequence[PoolingRequest], news: asyncio.Event) -> list[LivePooling]:
+        """As `admit`."""
+        self._take_places(requests, len(requests))
+        lives = [LivePooling(request, self._new_ids(1)[0], news) for request in requests]
+        self._start(lives)
+        return lives
+
+    def leave(self, live: AnyLive) -> None:
         """The one way out of flight, however it ended. May be called twice."""
         if self._live.get(live.request.request_id) is not live:
             return
         del self._live[live.request.request_id]
+        self._replays.let_go(live.first_id)
         unfinished = [sequence_id for sequence_id in live.unfinished_ids if sequence_id in self._by_sequence]
         for sequence_id in live.choices:
             self._by_sequence.pop(sequence_id, None)
@@ -92,6 +97,8 @@ class InFlight:
             self._send(EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED))
             for sequence_id in unfinished:
                 self._metrics.choice_finished(live.reason_of_end, live.choices[sequence_id].num_tokens)
+            if live.abort_cause is not None:
+                self._metrics.request_aborted(live.abort_cause)
         self._metrics.request_finished(time.monotonic() - live.arrived_s)
         if not self._live:
             self.is_empty.set()
@@ -99,9 +106,41 @@ class InFlight:
     def fail_all(self, error: EngineError) -> None:
         """Nobody in flight will be served any more."""
         for live in list(self._live.values()):
-            live.fail(error)
-            self.leave(live)
-            self.num_cut_off += 1
+            self._cut_off(live, error)
+
+    def outlive_engine(self) -> None:
+        """The engine process died: what it had begun fails, the rest waits for the next one.
+
+        But only once: whatever was in flight in two deaths may be what they died of.
+        """
+        for live in list(self._live.values()):
+            if live.first_id in self._replays:  # no process had it
+                continue
+            live.num_deaths += 1
+            if live.num_deaths > 1:
+                self._cut_off(live, EngineDiedTwice())
+            elif live.has_started:
+                self._cut_off(live, EngineDied())
+            else:
+                self._hold(live)
+
+    def replay(self) -> None:
+        """A new engine process is ready: it gets what waited for it, in order of arrival."""
+        first_ids = self._replays.take_all()
+        if first_ids:
+            log.warning("%d requests that had not begun go to the new engine process", len(first_ids))
+        for first_id in first_ids:
+            self._send(self._message(self._by_sequence[first_id]))
+            self._metrics.request_replayed()
+
+    def abort(self, live: AnyLive, eos_token_ids: tuple[int, ...]) -> None:
+        """End it from outside: its reader gets what there is."""
+        if live.first_id not in self._replays:
+            self._send(EndSequences(sequence_ids=live.unfinished_ids, reason=FinishReason.ABORTED))
+            return
+        for sequence_id in live.unfinished_ids:  # there is no engine to say so
+            aborted = SequenceOutput(sequence_id, (), FinishReason.ABORTED)
+            self.take_output(aborted, eos_token_ids, time.monotonic())
 
     def take_output(self, output: SequenceOutput, eos_token_ids: tuple[int, ...], now_s: float) -> None:
         """News of one sequence."""
@@ -114,7 +153,9 @@ class InFlight:
         live.push(output, eos_token_ids)
         if output.token_ids:
             if choice.last_token_s is None:
-                self._metrics.first_token_arrived(len(output.token_ids), now_s - live.arrived_s)
+                self._metrics.first_token_arrived(
+                    len(output.token_ids), now_s - live.arrived_s, live.request.terms.priority
+                )
             else:
                 self._metrics.tokens_arrived(len(output.token_ids), now_s - choice.last_token_s)
             choice.last_token_s = now_s
@@ -125,37 +166,70 @@ class InFlight:
                 ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
                 self._send(ended)
 
-    def _register(self, request: GenerationRequest, news: asyncio.Event) -> LiveRequest:
-        ids = tuple(SequenceId(self._next_id + index) for index in range(request.n))
-        self._next_id += request.n
-        live = LiveRequest(request, ids, self._tokenizer, news)
-        self._live[request.request_id] = live
-        self._by_sequence.update(dict.fromkeys(ids, live))
-        self.is_empty.clear()
-        self._metrics.request_admitted(live.num_prompt_tokens)
-        return live
+    def _take_places(
+        self, requests: Sequence[GenerationRequest | PoolingRequest], num_sequences: int
+    ) -> None:
+        for request in requests:
+            if request.request_id in self._live:
+                raise ValueError(f"request {request.request_id} is in flight already")
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        with self._metrics.counting_refusals():
+            self._admission.admit(num_sequences, num_tokens, now_s=time.monotonic())
 
-    def _message(self, live: LiveRequest) -> AddRequest:
+    def _new_ids(self, num: int) -> tuple[SequenceId, ...]:
+        ids = tuple(SequenceId(self._next_id + index) for index in range(num))
+        self._next_id += num
+        return ids
+
+    def _start(self, lives: Sequence[AnyLive]) -> None:
+        for live in lives:
+            self._live[live.request.request_id] = live
+            self._by_sequence.update(dict.fromkeys(live.choices, live))
+            self.is_empty.clear()
+            self._metrics.request_admitted(live.num_prompt_tokens)
+        try:
+            for live in lives:
+                self._send(self._message(live))
+        except BaseException:  # what cannot be sent must not stay behind
+            for live in lives:
+                self.leave(live)
+            raise
+
+    def _cut_off(self, live: AnyLive, error: EngineError) -> None:
+        live.fail(error)
+        self.leave(live)
+        self.num_cut_off += 1
+
+    def _hold(self, live: AnyLive) -> None:
+        def give_up() -> None:
+            live.fail(DeadlineExceeded("its time ran out while the engine was being replaced"))
+            self.leave(live)
+
+        self._replays.hold(live.first_id, self._terms(live).time_limits.nearest_s, give_up)
+
+    def _message(self, live: AnyLive) -> AddRequest:
+        request = live.request
         return AddRequest(
             sequence_ids=tuple(live.choices),
-            prompt_token_ids=live.request.prompt_token_ids,
-            params=live.request.params,
-            terms=self._terms(live.request),
+            prompt_token_ids=request.prompt_token_ids,
+            params=_NOTHING_DRAWN if isinstance(request, PoolingRequest) else request.params,
+            pooling=request.params if isinstance(request, PoolingRequest) else None,
+            terms=self._terms(live),
         )
 
-    def _terms(self, request: GenerationRequest) -> ServiceTerms:
-        """The request's own, but with no time limit longer than the operator's."""
-        asked, allowed = request.terms.time_limits, self._limits
-        return replace(
-            request.terms,
-            time_limits=TimeLimits(
-                queue_s=min(asked.queue_s, allowed.queue_s),
-                first_token_s=min(asked.first_token_s, allowed.first_token_s),
-                total_s=min(asked.total_s, allowed.total_s),
-            ),
+    def _terms(self, live: AnyLive) -> ServiceTerms:
+        """The request's own, but with no time limit longer than the operator's, from now on."""
+        asked, allowed = live.request.terms.time_limits, self._limits
+        limits = TimeLimits(
+            queue_s=min(asked.queue_s, allowed.queue_s),
+            first_token_s=min(asked.first_token_s, allowed.first_token_s),
+            total_s=min(asked.total_s, allowed.total_s),
         )
+        if live.num_deaths:
+            limits = what_is_left(limits, time.monotonic() - live.arrived_s)
+        return replace(live.request.terms, time_limits=limits)
 
-    def _note_start(self, live: LiveRequest, queue_s: float, now_s: float) -> None:
+    def _note_start(self, live: AnyLive, queue_s: float, now_s: float) -> None:
         num_tokens = 0 if live.has_started else live.num_prompt_tokens
         live.num_unstarted -= 1
         self._admission.start(num_tokens, now_s=now_s)

@@ -1,7 +1,8 @@
 """The lives of the engine process: a dead one is replaced, unless that is hopeless.
 
-Owns: birth, death and rebirth with back-off; at most one process at a time.
-Never: requests (client.py) or what a message means beyond a failed start.
+Owns: birth, death and rebirth with back-off, and the end of a process that stands still; at most one process
+at a time.
+Never: requests (client.py) or what a message means beyond a failed start and a sign of life.
 """
 
 import asyncio
@@ -12,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import zmq
 
 from engine.config import EngineConfig
-from engine.messages import Shutdown, StartFailed, ToClient, ToEngine
+from engine.hang_watch import HangWatch
+from engine.messages import Ready, Shutdown, StartFailed, ToClient, ToEngine
 from engine.process import EXIT_START_FAILED
 from engine.supervisor import EngineProcess
 
@@ -26,6 +29,24 @@ EXIT_CRASH_LOOP = EXIT_DIED = 70
 _MAX_DEATHS, _DEATHS_WINDOW_S = 3, 300.0
 _FIRST_BACK_OFF_S = 1.0
 _GOODBYE_S = 2.0
+_STACKS_S = 1.0
+"""For a process that hangs to write down where. One that is stopped, or waits in the kernel, never will."""
+
+
+class DeathCause(StrEnum):
+    """Why a process had to be replaced; a label of the metrics."""
+
+    CRASH = "crash"  # it ended, however
+    HANG = "hang"  # it stood still and was killed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """The end of a process that nobody asked to leave."""
+
+    cause: DeathCause
+    what: str
+    """What it did, for a person: `was killed by signal SIGSEGV`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +66,7 @@ class EngineLives:
         config: EngineConfig,
         *,
         on_message: Callable[[ToClient], None],
-        on_death: Callable[[str], None],
+        on_death: Callable[[Death], None],
     ) -> None:
         self._config = config
         self._on_message = on_message
@@ -68,10 +89,10 @@ class EngineLives:
     async def run(self) -> GaveUp | None:
         """None after `stop`."""
         while not self._stopping.is_set():
-            cause = await self._live()
+            death = await self._live()
             if self._stopping.is_set():
                 return None
-            gave_up = self._judge(cause)
+            gave_up = self._judge(death)
             if gave_up is not None:
                 log.critical("%s", gave_up.what)
                 return gave_up
@@ -92,24 +113,19 @@ class EngineLives:
         """The living process goes on; should it die, it is not replaced."""
         self._is_last_life = True
 
-    async def _live(self) -> str:
-        """From birth to death; returns the cause of death."""
+    async def _live(self) -> Death:
+        """From birth to death."""
         try:
             process = await EngineProcess.start(self._config)
         except (OSError, zmq.ZMQError) as error:
-            return f"could not be started: {error}"
+            return Death(cause=DeathCause.CRASH, what=f"could not be started: {error}")
         self._process = process
-        receiver = asyncio.create_task(self._receive(process))
-        dying = asyncio.create_task(process.wait())
+        watch = HangWatch(timeout_s=self._config.heartbeat_timeout_s)
+        receiver = asyncio.create_task(self._receive(process, watch))
         try:
             if self._stopping.is_set():  # meanwhile
                 process.kill()
-            await asyncio.wait([dying, receiver], return_when=asyncio.FIRST_COMPLETED)
-            if receiver.done():
-                # A message that cannot be taken in: nobody would ever hear of this process again.
-                log.critical("the engine process said what nobody understands", exc_info=receiver.exception())
-                process.kill()
-            exit_code = await dying
+            death = await self._until_death(process, receiver, watch)
             # What it said before it died still counts; the socket holds it already.
             await asyncio.wait([receiver], timeout=0.05)
         finally:
@@ -118,27 +134,54 @@ class EngineLives:
             process.kill()
             self._process = None
             process.clean_up()
-        cause = _describe(exit_code)
         if not self._stopping.is_set():
-            log.critical("the engine process (pid %d) %s", process.pid, cause)
-            self._on_death(cause)
-        return cause
+            log.critical("the engine process (pid %d) %s", process.pid, death.what)
+            self._on_death(death)
+        return death
 
-    async def _receive(self, process: EngineProcess) -> None:
+    async def _until_death(
+        self, process: EngineProcess, receiver: "asyncio.Task[None]", watch: HangWatch
+    ) -> Death:
+        """It ends by itself, or is ended because it has become useless."""
+        dying = asyncio.create_task(process.wait())
+        hanging = asyncio.create_task(watch.until_hang())
+        try:
+            await asyncio.wait([dying, receiver, hanging], return_when=asyncio.FIRST_COMPLETED)
+            if dying.done():
+                return Death(cause=DeathCause.CRASH, what=_describe(dying.result()))
+            if hanging.done():
+                await _write_down_where(process, dying, hanging.result())
+                process.kill()
+                await dying
+                what = f"stood still for {hanging.result():.0f} s and was killed"
+                return Death(cause=DeathCause.HANG, what=what)
+            # A message that cannot be taken in: nobody would ever hear of this process again.
+            log.critical("the engine process said what nobody understands", exc_info=receiver.exception())
+            process.kill()
+            return Death(cause=DeathCause.CRASH, what=_describe(await dying))
+        finally:
+            hanging.cancel()
+            dying.cancel()
+            await asyncio.gather(hanging, dying, return_exceptions=True)
+
+    async def _receive(self, process: EngineProcess, watch: HangWatch) -> None:
         while True:
             message = await process.side.receive()
+            watch.heard()
             if isinstance(message, StartFailed):
                 self._start_failure = message
-            else:
-                self._on_message(message)
+                continue
+            if isinstance(message, Ready):
+                watch.loaded()
+            self._on_message(message)
 
-    def _judge(self, cause: str) -> GaveUp | None:
+    def _judge(self, death: Death) -> GaveUp | None:
         if self._start_failure is not None:
             failure = self._start_failure
             return GaveUp(what=failure.what, fix=failure.fix, exit_code=EXIT_START_FAILED)
         if self._is_last_life:
             return GaveUp(
-                what=f"the engine process {cause}", fix="start the server again", exit_code=EXIT_DIED
+                what=f"the engine process {death.what}", fix="start the server again", exit_code=EXIT_DIED
             )
         now_s = time.monotonic()
         self._deaths_s.append(now_s)
@@ -147,11 +190,23 @@ class EngineLives:
         if len(self._deaths_s) > _MAX_DEATHS:
             return GaveUp(
                 what=f"the engine process died {len(self._deaths_s)} times in {_DEATHS_WINDOW_S:.0f} s, "
-                f"last: it {cause}",
+                f"last: it {death.what}",
                 fix="the log above says what each one died of",
                 exit_code=EXIT_CRASH_LOOP,
             )
         return None
+
+
+async def _write_down_where(process: EngineProcess, dying: "asyncio.Task[int]", silent_s: float) -> None:
+    """Its stacks go to the log, as far as it can still write them."""
+    log.critical(
+        "the engine process (pid %d) has not moved for %.0f s: where it stands follows, if it can tell; "
+        "then it is killed",
+        process.pid,
+        silent_s,
+    )
+    process.ask_for_stacks()
+    await asyncio.wait([dying], timeout=_STACKS_S)
 
 
 def _describe(exit_code: int) -> str:

@@ -29,6 +29,7 @@ from scheduler.messages import (
     SamplingParams,
     SchedulerOutput,
     SequenceId,
+    SequenceInputs,
     SequenceOutput,
 )
 from scheduler.scheduler import NeverFits, Scheduler
@@ -135,8 +136,9 @@ class EngineLoop:
             seq = Sequence(
                 sequence_id,
                 request.prompt_token_ids,
-                _with_own_seed(request.params, index),
+                _params_of(request.params, index),
                 request.terms,
+                inputs=SequenceInputs(pooling=request.pooling),
                 client_index=request.client_index,
             )
             try:
@@ -205,8 +207,11 @@ class EngineLoop:
         self._mailbox.send(Beat(num_turns=self._num_turns, stats=stats, times=self._times()))
 
 
-def _with_own_seed(params: SamplingParams, index: int) -> SamplingParams:
-    return params if index == 0 else replace(params, seed=(params.seed + index) % 2**64)
+def _params_of(params: SamplingParams, index: int) -> SamplingParams:
+    if index == 0:
+        return params
+    # One of them computes the log-probabilities of the prompt for all.
+    return replace(params, seed=(params.seed + index) % 2**64, num_prompt_logprobs=None)
 
 
 def _rejected(sequence_id: SequenceId, message: str) -> SequenceOutput:

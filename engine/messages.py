@@ -7,6 +7,7 @@ import msgspec
 
 from scheduler.messages import (
     FinishReason,
+    PoolingParams,
     SamplingParams,
     SchedulerStats,
     SequenceId,
@@ -27,6 +28,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     params: SamplingParams
     """Sequence i draws with seed + i."""
     terms: ServiceTerms
+    pooling: PoolingParams | None = None
+    """Set: nothing is generated, and `params` is not read."""
     client_index: int = 0
     """Which API process wants the outputs."""
 

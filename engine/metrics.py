@@ -8,25 +8,53 @@ then on inside the engine process to the first step; time to first token from ar
 here; inter-token latency between two tokens of one choice, with preemptions in it.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TypeVar
+
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from engine.errors import Overloaded, OverloadReason
+from engine.lives import DeathCause
 from engine.messages import Beat, StepTimes
-from engine.types import ModelInfo
+from engine.types import Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
 
-# From a small model on a fast device (tokens every millisecond) to a queue of minutes.
-_LATENCY_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
-    *(2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0),
-)
-_TOKEN_BUCKETS = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
-)
+# From a short queue on a fast device to one of minutes, and from a small model's tokens to a stutter. No
+# more than that: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
+_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
+_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 # Ours, and the names that endpoint pickers and autoscalers know (Gateway API inference extension, KEDA).
 _PREFIXES = ("tokenyard", "vllm")
-_LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+_LENGTH_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
+# Few, because there is a set of them for each band.
+_BAND_BUCKETS = (0.5, 2.5, 10.0, 60.0)
+
+_Word = TypeVar("_Word", bound=str)
+
+
+class AbortCause(StrEnum):
+    """Why a request ended before it was done, though nothing was wrong with it."""
+
+    CLIENT_LEFT = "client_left"
+    SHUTDOWN = "shutdown"  # the time to drain was over
+    ENGINE_DIED = "engine_died"
+
+
+class PriorityBand(StrEnum):
+    """Priorities are any integers; labels must be few."""
+
+    URGENT = "urgent"  # below 0
+    NORMAL = "normal"  # 0
+    BACKGROUND = "background"  # above 0
+
+
+def band_of(priority: int) -> PriorityBand:
+    if priority == 0:
+        return PriorityBand.NORMAL
+    return PriorityBand.URGENT if priority < 0 else PriorityBand.BACKGROUND
 
 
 class EngineMetrics:
@@ -58,6 +86,11 @@ class EngineMetrics:
         self._last_times = StepTimes()
         self._last = None  # a fresh engine process counts from zero
 
+    def watch_health(self, health: Callable[[], Health]) -> None:
+        """Ask at each scrape, so that the page never says ready when a probe would not."""
+        self._ready.set_function(lambda: health().is_ready)
+        self._live.set_function(lambda: health().is_live)
+
     def engine_is_gone(self) -> None:
         """Nothing runs and nothing waits in a dead process."""
         for gauges in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
@@ -65,8 +98,11 @@ class EngineMetrics:
         for gauge in self._waiting_by_reason.values():
             gauge.set(0)
 
-    def engine_restarted(self) -> None:
-        self._restarts.inc()
+    def engine_restarted(self, cause: DeathCause) -> None:
+        self._restarts[cause].inc()
+
+    def request_replayed(self) -> None:
+        self._replayed.inc()
 
     def beat(self, beat: Beat) -> None:
         """Gauges as they are now, counters by what was added since the last beat."""
@@ -91,7 +127,11 @@ class EngineMetrics:
         self._take_times(beat.times)
         self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
+        self._prefix_host_hits.inc(stats.num_prefix_host_hits - last.num_prefix_host_hits)
+        self._kept_host_blocks.inc(stats.num_kept_host_blocks - last.num_kept_host_blocks)
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
+        self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
 
     def _take_times(self, times: StepTimes) -> None:
         last, self._last_times = self._last_times, times
@@ -104,9 +144,10 @@ class EngineMetrics:
         for _ in range(num_tokens):
             self._inter_token.observe(since_last_s / num_tokens)
 
-    def first_token_arrived(self, num_tokens: int, since_arrival_s: float) -> None:
+    def first_token_arrived(self, num_tokens: int, since_arrival_s: float, priority: int) -> None:
         self._generated.inc(num_tokens)
         self._first_token.observe(since_arrival_s)
+        self._first_token_of_band[band_of(priority)].observe(since_arrival_s)
 
     def sequence_started(self, queue_s: float) -> None:
         self._queue_time.observe(queue_s)
@@ -119,13 +160,24 @@ class EngineMetrics:
         self._prompt_tokens.inc(num_prompt_tokens)
         self._request_prompt.observe(num_prompt_tokens)
 
-    def request_refused(self) -> None:
-        self._refused.inc()
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """What is refused inside, by its reason."""
+        try:
+            yield
+        except Overloaded as error:
+            self._refused[error.reason].inc()
+            raise
+
+    def request_aborted(self, cause: AbortCause) -> None:
+        self._aborted[cause].inc()
 
     def request_finished(self, since_arrival_s: float) -> None:
         self._end_to_end.observe(since_arrival_s)
 
     def _make_gauges(self) -> None:
+        self._ready = Gauge("tokenyard:ready", "1 while requests are welcome", registry=self.registry)
+        self._live = Gauge("tokenyard:live", "0 while the engine stands still", registry=self.registry)
         self._running = self._twice("num_requests_running", "Sequences that take part in the steps")
         self._waiting = self._twice("num_requests_waiting", "Sequences that wait for a place or for memory")
         self._kv_usage = self._twice(
@@ -167,27 +219,46 @@ class EngineMetrics:
         self._stalls = self._counter(
             "scheduler_stalls", "Requests failed because the scheduler found no way to serve them"
         )
-        step_time = Counter(
-            "tokenyard:step_time_seconds", "Time of the step loop, by part", ["part"], registry=self.registry
+        self._step_time = self._counters(
+            "step_time_seconds", "Time of the step loop, by part", "part", ("schedule", "execute", "update")
         )
-        self._step_time = {part: step_time.labels(part=part) for part in ("schedule", "execute", "update")}
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, and so not computed")
+        self._prefix_host_hits = self._counter(
+            "prefix_cache_host_hits", "Prompt tokens found in the swap space only, and copied back"
+        )
+        self._kept_host_blocks = self._counter(
+            "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
+        )
         self._recomputed = self._counter("recomputed_tokens", "Computed tokens that preemption threw away")
+        self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
+        self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated")
-        self._restarts = self._counter("engine_restarts", "Engine processes that died and were replaced")
-        self._refused = self._counter("admission_rejections", "Requests refused because too many waited")
-        finished = Counter(
-            "tokenyard:request_success",
-            "Choices by how they ended",
-            ["finished_reason"],
-            registry=self.registry,
+        self._restarts = self._counters(
+            "engine_restarts", "Engine processes that died and were replaced", "cause", DeathCause
         )
-        self._finished = {reason: finished.labels(finished_reason=reason.value) for reason in FinishReason}
+        self._replayed = self._counter(
+            "requests_replayed", "Requests that had not begun when an engine process died, and went to the next"
+        )
+        self._refused = self._counters(
+            "admission_rejections", "Requests refused because too much waited", "reason", OverloadReason
+        )
+        self._aborted = self._counters("request_aborts", "Requests that were cut short", "cause", AbortCause)
+        self._finished = self._counters(
+            "request_success", "Choices by how they ended", "finished_reason", FinishReason
+        )
 
     def _make_histograms(self) -> None:
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token")
+        by_band = Histogram(
+            "tokenyard:priority_time_to_first_token_seconds",
+            "Arrival to first token, by band of priorities",
+            ["band"],
+            buckets=_BAND_BUCKETS,
+            registry=self.registry,
+        )
+        self._first_token_of_band = {band: by_band.labels(band=band.value) for band in PriorityBand}
         self._inter_token = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of one choice", _TOKEN_BUCKETS
         )
@@ -210,6 +281,11 @@ class EngineMetrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tokenyard:{name}", text, registry=self.registry)
+
+    def _counters(self, name: str, text: str, label: str, words: Iterable[_Word]) -> dict[_Word, Counter]:
+        """One for each word that the label may be."""
+        counter = Counter(f"tokenyard:{name}", text, [label], registry=self.registry)
+        return {word: counter.labels(str(word)) for word in words}
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
         return Histogram(f"tokenyard:{name}", text, buckets=buckets, registry=self.registry)
@@ -235,5 +311,7 @@ _NOTHING = SchedulerStats(
     num_swap_space_full=0,
     num_prefix_queries=0,
     num_prefix_hits=0,
+    num_prefix_host_hits=0,
+    num_kept_host_blocks=0,
     num_recomputed_tokens=0,
 )

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,42 @@ def _shown_default(name: str) -> str:
     return declaration.open_default or declaration.kind.show(FIELDS[name].default)
 
 
+class Source(StrEnum):
+    """Where a value comes from; the later wins."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    COMMAND_LINE = "command line"
+
+
 def read_options(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Options:
     """`flags` is what the parser of `add_flags` found, by name. Raises OptionError."""
+    return merge(read_sources(flags, environment))
+
+
+def read_sources(flags: Mapping[str, Any], environment: Mapping[str, str]) -> dict[Source, dict[str, Any]]:
+    """What each source says, by name; the last that names an option wins. Raises OptionError."""
     flags = dict(flags)
     config = flags.pop("config", None) or environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    return {
+        Source.FILE: {} if config is None else _from_file(Path(config)),
+        Source.ENVIRONMENT: _from_environment(environment),
+        Source.COMMAND_LINE: _from_flags(flags),
+    }
+
+
+def merge(sources: Mapping[Source, Mapping[str, Any]]) -> Options:
     values: dict[str, Any] = {}
-    if config is not None:
-        values.update(_from_file(Path(config)))
-    values.update(_from_environment(environment))
-    values.update(_from_flags(flags))
+    for said in sources.values():
+        values.update(said)
     return Options(**values)
+
+
+def source_of(name: str, sources: Mapping[Source, Mapping[str, Any]]) -> Source:
+    """Who decided the value of an option."""
+    found = [source for source, said in sources.items() if name in said]
+    return found[-1] if found else Source.DEFAULT
 
 
 def _from_flags(flags: dict[str, Any]) -> dict[str, Any]:

@@ -7,59 +7,18 @@ Never: reads them (option_sources.py), or decides what None stands for (config.p
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum
-from typing import Any
+from dataclasses import dataclass
 
-from engine.option_values import Bytes, Choice, Count, Duration, Kind, Pattern, Share, Switch, Text
+from engine.edge_options import EdgeOptions
+from engine.option_declaration import Arity, Declaration, Group, OptionError
+from engine.option_declaration import declared as _option
+from engine.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
 
-
-class OptionError(Exception):
-    """One line for the operator: what is wrong, why, and what to do. Ends the command with code 2."""
-
-    def __init__(self, what: str, why: str, fix: str) -> None:
-        super().__init__(f"{what}: {why}; {fix}")
-        self.what = what
-        self.why = why
-        self.fix = fix
-
-
-class Group(StrEnum):
-    """A heading of --help."""
-
-    MODEL = "Model"
-    KV_CACHE = "KV cache"
-    SCHEDULER = "Scheduler"
-    SERVER = "Server"
-
-
-class Arity(Enum):
-    """How many values an option takes."""
-
-    ONE = 1
-    MANY = 2  # repeated flags, a YAML list, commas in the environment
+__all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration:
-    """What Options says about one field, beside its type and default."""
-
-    group: Group
-    kind: Kind
-    help: str
-    open_default: str = ""
-    """What None comes to, for --help; empty where the default is a value."""
-    arity: Arity = Arity.ONE
-    is_secret: bool = False
-    """Its value is never shown, not even in an error."""
-
-
-def _option(group: Group, kind: Kind, text: str, *, default: Any, **rest: Any) -> Any:
-    return field(default=default, metadata={"option": Declaration(group=group, kind=kind, help=text, **rest)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(EdgeOptions):
     """What the operator asked for. None means: decide for me."""
 
     model: str | None = _option(
@@ -77,6 +36,13 @@ class Options:
         arity=Arity.MANY,
         open_default="the hub name, or the folder's name",
         default=(),
+    )
+    task: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "generate", "embed", "score")),
+        "What the model is served for: text, embeddings, or scores of pairs of texts. auto takes what the "
+        "checkpoint is made for; embed makes vectors with one that generates.",
+        default="auto",
     )
     dtype: str = _option(
         Group.MODEL,
@@ -104,6 +70,14 @@ class Options:
         "Compute threads, on CPU only. More than there are cores makes every step slower.",
         open_default="one for each physical core this process may use",
         default=None,
+    )
+
+    cpu_kernels: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "off")),
+        "Kernels of our own on CPU, compiled once with the machine's C++ compiler: several times faster "
+        "than torch alone. auto does without where there is no compiler.",
+        default="auto",
     )
 
     block_size: int | None = _option(
@@ -147,9 +121,17 @@ class Options:
     swap_space: int | None = _option(
         Group.KV_CACHE,
         Bytes(low=0, high=2**50),
-        "Host memory for the KV cache of preempted requests. More lets more of them return without being "
-        "computed again.",
+        "Host memory for the KV cache of preempted requests, and for cached prompts that the device has no "
+        "room for. More lets more of both return without being computed again.",
         open_default="none",
+        default=None,
+    )
+    prefix_cache_host_tier: str | None = _option(
+        Group.KV_CACHE,
+        Choice(words=("on", "off")),
+        "Keep in the swap space what the prefix cache on the device must give up, and copy it back when a "
+        "prompt asks for it. Preempted requests come first there.",
+        open_default="on with --swap-space",
         default=None,
     )
 
@@ -304,6 +286,20 @@ class Options:
         "of tenants. It needs a key like the rest.",
         default=False,
     )
+    tool_call_parser: str = _option(
+        Group.SERVER,
+        Choice(words=("auto", "hermes", "llama3_json", "mistral", "json", "none")),
+        "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
+        "template.",
+        default="auto",
+    )
+    reasoning_parser: str = _option(
+        Group.SERVER,
+        Choice(words=("auto", "think", "none")),
+        "think tells reasoning between <think> and </think> apart from the answer; auto does so if the "
+        "chat template or the tokenizer knows these marks.",
+        default="auto",
+    )
     max_queued_requests: int = _option(
         Group.SERVER,
         Count(low=1, high=2**20),
@@ -344,6 +340,46 @@ class Options:
         Bytes(low=1024, high=2**30),
         "Largest request body. Larger ones are refused with 413 before they are read.",
         default=4 * 2**20,
+    )
+    responses_store_size: int = _option(
+        Group.SERVER,
+        Count(low=0, high=2**20),
+        "Responses of /v1/responses that are kept, in memory, for GET and previous_response_id; the one "
+        "unused for longest goes first. 0 stores none.",
+        default=1000,
+    )
+    responses_store_memory: int = _option(
+        Group.SERVER,
+        Bytes(low=2**16, high=2**40),
+        "Memory for stored responses and the conversations that they end.",
+        default=64 * 2**20,
+    )
+    responses_store_ttl: float = _option(
+        Group.SERVER,
+        Duration(low=1.0, high=31536000.0),
+        "How long a stored response is kept after its last use.",
+        default=86400.0,
+    )
+    grammar_compile_timeout: float = _option(
+        Group.SERVER,
+        Duration(low=0.1, high=60.0),
+        "How long the grammar or schema of a request may take to compile, beside everything else; then the "
+        "request is refused with 400. Longer lets one such request hold up others that bring a new grammar.",
+        default=5.0,
+    )
+    strict_fields: bool = _option(
+        Group.SERVER,
+        Switch(),
+        "Refuse requests with fields that this server does not know, by name. Without it they are counted "
+        "and ignored, as clients of other servers expect.",
+        default=False,
+    )
+    stream_keep_alive: float = _option(
+        Group.SERVER,
+        Duration(low=0.0, high=3600.0),
+        "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
+        "the proxies' own limit; 0 sends none.",
+        default=15.0,
     )
     shutdown_timeout: float = _option(
         Group.SERVER,

@@ -4,9 +4,8 @@ Owns: the order of birth (parent watch, sockets, model, scheduler, loop) and the
 Never: reads the command line of the server; all it needs lies in DIRECTORY/config.msgpack.
 """
 
-import ctypes
+import faulthandler
 import logging
-import os
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.child_process import die_with_parent, leave_signals_to_parent
 from engine.config import EngineConfig
 from engine.loop import EngineLoop, WorkerBroken
 from engine.messages import Loading, Ready, StartFailed
@@ -27,17 +27,16 @@ from worker.config import LoadProgress, ModelFacts
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.msgpack"
+SIGNAL_FOR_STACKS = signal.SIGUSR1
 EXIT_START_FAILED = 78
 EXIT_WORKER_BROKEN = 70
-_PR_SET_PDEATHSIG = 1
 
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
     """Serve until told to leave; returns the exit code."""
-    _die_with_parent(parent_pid)
-    # The parent decides when to leave: it drains first, also when a whole process group is signalled.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent(parent_pid)
+    leave_signals_to_parent()
+    _tell_stacks_when_asked()
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     logging.basicConfig(level=log_level, format="%(levelname)s engine %(name)s: %(message)s")
     mailbox = EngineSide(directory)
@@ -74,6 +73,12 @@ def _serve(config: EngineConfig, mailbox: EngineSide) -> int:
     return 0
 
 
+def _tell_stacks_when_asked() -> None:
+    """All threads, to stderr, from within the signal: also of a thread that waits in C for ever."""
+    faulthandler.enable()  # the same for a segmentation fault, before it ends us
+    faulthandler.register(SIGNAL_FOR_STACKS, all_threads=True, chain=False)
+
+
 def _open_trace(path: str | None) -> StepTrace | None:
     """A trace that cannot be written costs the trace, not the service."""
     if path is None:
@@ -92,17 +97,10 @@ def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig
         num_blocks=facts.num_blocks,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
+        sliding_window=facts.sliding_window,
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
     )
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill us when the API process ends, however it ends. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from pathlib import Path
 
 import msgspec
 
+from engine import child_process
 from engine.config import EngineConfig
-from engine.process import CONFIG_FILE
+from engine.process import CONFIG_FILE, SIGNAL_FOR_STACKS
 from engine.runtime_directory import RuntimeDirectory
 from engine.transport import ClientSide
 
@@ -47,11 +47,10 @@ class EngineProcess:
             side = ClientSide(directory.path)
             (directory.path / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
             child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # a folder with an `engine` of its own, where the server is started, changes nothing
+                *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": _python_path()},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": child_process.python_path()},
             )
         except BaseException:
             if side is not None:
@@ -80,6 +79,12 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
 
+    def ask_for_stacks(self) -> None:
+        """Let a loaded process write to its stderr where each of its threads is; returns at once."""
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(SIGNAL_FOR_STACKS)
+
     def clean_up(self) -> None:
         self.side.close()
         self._directory.remove()
@@ -89,9 +94,3 @@ def _child_arguments(directory: Path) -> list[str]:
     """As engine/process.py reads them."""
     log_level = logging.getLogger().getEffectiveLevel()
     return ["-m", "engine.process", str(directory), str(os.getpid()), str(log_level)]
-
-
-def _python_path() -> str:
-    """Where our own packages are, installed or not, before what the operator set."""
-    ours = str(Path(__file__).resolve().parent.parent)
-    return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))

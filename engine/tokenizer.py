@@ -15,6 +15,7 @@ import orjson
 import tokenizers
 
 from engine.errors import RequestRejected
+from engine.types import TextCut, TokenizedText
 
 NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -80,10 +81,9 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._bytes = {
-            SpecialTokens.KEEP: _TokenBytes(backend, rule, hidden=frozenset()),
-            SpecialTokens.SKIP: _TokenBytes(backend, rule, hidden=self._special_ids),
-        }
+        self._all_bytes = _TokenBytes(backend, rule, hidden=frozenset())
+        self._bytes: dict[frozenset[int], _TokenBytes] = {frozenset(): self._all_bytes}
+        """By the tokens that they hide."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -112,6 +112,12 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def added_tokens(self) -> dict[str, int]:
+        """Those that are looked for before a text is split, with their ids."""
+        found = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in found.items()}
+
+    @property
     def bos_token_id(self) -> int | None:
         return self._id_of("bos_token")
 
@@ -132,8 +138,58 @@ class Tokenizer:
 
     def encode_rendered_chat(self, text: str) -> tuple[int, ...]:
         """A rendered chat, which brings its own special tokens. Raises as encode_prompt does."""
-        _check_encodable(text, param="messages")
+        return self.encode_plain(text, param="messages")
+
+    def encode_text(self, text: str, cut: TextCut, *, second: str | None = None) -> TokenizedText:
+        """A text, or a pair, with the special tokens around it, for a model that pools.
+
+        Of a pair that is too long, the longer text is cut first. Raises as encode_prompt does, and for a
+        cut that leaves nothing but special tokens.
+        """
+        for each in (text, second or ""):
+            _check_encodable(each, param=cut.param)
+        if cut.max_tokens is None:
+            encoding = self._backend.encode(text, second, add_special_tokens=True)
+        else:
+            encoding = self._encode_cut(text, second, cut.max_tokens)
+        types = encoding.type_ids
+        return TokenizedText(tuple(encoding.ids), types.index(1) if 1 in types else None)
+
+    def _encode_cut(self, text: str, second: str | None, max_tokens: int) -> tokenizers.Encoding:
+        room = max_tokens - self._backend.num_special_tokens_to_add(second is not None)
+        num_texts = 1 if second is None else 2
+        if room < num_texts:
+            raise RequestRejected(
+                f"must leave room for {num_texts} tokens beside {max_tokens - room} special ones",
+                param="truncate_prompt_tokens",
+            )
+        first_encoding = self._backend.encode(text, add_special_tokens=False)
+        if second is None:
+            first_encoding.truncate(room)
+            return self._backend.post_process(first_encoding, None, add_special_tokens=True)
+        second_encoding = self._backend.encode(second, add_special_tokens=False)
+        num_first, num_second = len(first_encoding.ids), len(second_encoding.ids)
+        if num_first + num_second > room:
+            half = room // 2
+            num_first = max(min(num_first, room - half), room - num_second)
+            num_second = room - num_first
+        first_encoding.truncate(num_first)
+        second_encoding.truncate(num_second)
+        return self._backend.post_process(first_encoding, second_encoding, add_special_tokens=True)
+
+    def encode_plain(self, text: str, *, param: str) -> tuple[int, ...]:
+        """Without special tokens around it. Raises as encode_prompt does, naming `param`."""
+        _check_encodable(text, param=param)
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def id_of(self, token: str) -> int | None:
+        """None for what is not one token of the vocabulary."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def vocabulary_string(self, token_id: int) -> str:
+        """As tokenizer.json spells it, marks for spaces and bytes included; "" for ids without a token."""
+        return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: Iterable[int], *, special: SpecialTokens) -> str:
         """The text of whole sequences; ids without a token are left out, broken bytes become U+FFFD."""
@@ -142,18 +198,25 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds in the middle of a text; b"" for ids without a token."""
-        return self._bytes[SpecialTokens.KEEP][token_id]
+        return self._all_bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
         """`token_bytes` as text, U+FFFD where it is not whole characters."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def bytes_by_id(self, special: SpecialTokens) -> Mapping[int, bytes]:
+    def bytes_by_id(
+        self, special: SpecialTokens, *, shown: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes]:
         """`token_bytes` as a lookup for hot loops: total, and b"" for tokens that `special` hides.
 
-        Their concatenation is the text, less `rule.num_stripped_spaces`, unless the rule is OPAQUE.
+        `shown` are not hidden in any case; a table is kept for each set, so let there be few of them.
+        The concatenation is the text, less `rule.num_stripped_spaces`, unless the rule is OPAQUE.
         """
-        return self._bytes[special]
+        hidden = self._special_ids - shown if special is SpecialTokens.SKIP else frozenset()
+        table = self._bytes.get(hidden)
+        if table is None:
+            table = self._bytes.setdefault(hidden, _TokenBytes(self._backend, self.rule, hidden=hidden))
+        return table
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

@@ -3,25 +3,48 @@
 Owns: the vocabulary of the public face. Text, choices and usage live here; blocks and steps do not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from scheduler.messages import FinishReason, SamplingParams, ServiceTerms, TimeLimits
+from scheduler.messages import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    PoolingParams,
+    PoolingTask,
+    PromptComputation,
+    SamplingParams,
+    ServiceTerms,
+    TimeLimits,
+)
+from worker.config import PoolingFacts
 
 __all__ = [
     "ChatOptions",
     "EngineState",
     "FinishReason",
     "GenerationRequest",
+    "Grammar",
+    "GrammarKind",
     "Health",
     "LogprobEntry",
     "ModelInfo",
+    "PooledOutput",
+    "PoolingFacts",
+    "PoolingParams",
+    "PoolingRequest",
+    "PoolingTask",
+    "PromptComputation",
     "SamplingParams",
     "ServiceTerms",
+    "TextCut",
     "TimeLimits",
     "TokenLogprob",
     "TokenOutput",
+    "TokenText",
+    "TokenizedText",
 ]
 
 
@@ -38,7 +61,49 @@ class GenerationRequest:
     """The text ends before the first of these strings, wherever token borders fall."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens that are text even so: marks of tool calls and of reasoning."""
     terms: ServiceTerms = field(default_factory=ServiceTerms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRequest:
+    """One prompt, tokenized, of which the model makes one vector or score."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: PoolingParams
+    terms: ServiceTerms = field(default_factory=ServiceTerms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledOutput:
+    """The only output of a pooling request."""
+
+    vector: bytes
+    """Float32, little-endian."""
+    finish_reason: FinishReason
+    """STOP; or ABORTED, without a vector. The rest are raised."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCut:
+    """How long a text may be that a model pools."""
+
+    param: str
+    """The field of the request that the text came in."""
+    max_tokens: int | None = None
+    """Cut to so many, special tokens included, at its end; None leaves it whole."""
+
+
+class TokenizedText(NamedTuple):
+    """A text, or a pair of texts, for a model that pools."""
+
+    token_ids: tuple[int, ...]
+    second_text_start: int | None = None
+    """Where tokens of type 1 begin, as the tokenizer numbers the second text of a pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +117,23 @@ class LogprobEntry:
     logprob: float
 
 
+class TokenText(NamedTuple):
+    """How one token looks."""
+
+    token_id: int
+    token: str
+    """Its text alone; U+FFFD where its bytes are not whole characters."""
+    token_bytes: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """The chosen token and the alternatives, best first."""
 
     chosen: LogprobEntry
     top: tuple[LogprobEntry, ...]
+    rank: int = 1
+    """Of the chosen token; 1 is the most likely."""
     is_hidden: bool = False
     """The chosen token was left out of the text: a special token."""
 
@@ -83,6 +159,8 @@ class TokenOutput:
     """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
     """Of the prompt, found in the prefix cache; the same in every output of a choice."""
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    """Of the prompt's tokens from the second on, with the first output of a choice, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,3 +227,9 @@ class ModelInfo:
     created_s: int = 0
     """Unix time at which it became ready."""
     has_chat_template: bool = False
+    chat_template: str = ""
+    """Its source; of several, the one that requests with tools get."""
+    added_tokens: dict[str, int] = field(default_factory=dict)
+    """Ids of the tokens that the tokenizer looks for before it splits a text: `<think>`, `<|im_end|>`."""
+    pooling: PoolingFacts | None = None
+    """What it makes of prompts instead of text; None: it generates."""

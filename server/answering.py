@@ -4,13 +4,13 @@ Owns: ids and times of replies, the choice between a stream and a whole reply.
 Never: shapes (chat_replies.py, completion_replies.py), framing (sse.py).
 """
 
+import asyncio
 import hashlib
 import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from importlib.metadata import version
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -21,8 +21,9 @@ from server.auth import KEY_NAME
 from server.disconnect import while_connected
 from server.edge import Edge, NumberedOutputs, edge_of
 from server.header_fields import tenant_from_headers
+from server.logprobs import TokenNames
 from server.protocol import GenerationFields
-from server.replies import FullReply, ReplyHead, StreamReply, UsageReport
+from server.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, StreamReply, UsageReport
 from server.sse import EventStream
 from server.translate import Origin
 
@@ -64,6 +65,10 @@ def usage_report(body: GenerationFields) -> UsageReport:
     )
 
 
+def token_names(body: GenerationFields) -> TokenNames:
+    return TokenNames.ID if body.return_tokens_as_token_ids else TokenNames.TEXT
+
+
 def start(edge: Edge, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
     """Nothing runs until the first output is asked for."""
     return edge.engine.generate_all(requests)
@@ -76,11 +81,15 @@ def stream(request: Request, outputs: NumberedOutputs, reply: StreamReply) -> Re
 async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) -> Response:
     """Raises what the engine raises, and ClientDisconnect."""
     body = await while_connected(request.receive, _collect(outputs, reply))
-    return Response(orjson.dumps(body), media_type="application/json")
+    return Response(body, media_type="application/json")
 
 
-async def _collect(outputs: NumberedOutputs, reply: FullReply) -> dict[str, Any]:
+async def _collect(outputs: NumberedOutputs, reply: FullReply) -> bytes:
+    num_prompt_logprobs = 0
     async with aclosing(outputs):
         async for prompt_index, output in outputs:
+            num_prompt_logprobs += len(output.prompt_logprobs)
             reply.update(prompt_index, output)
-    return reply.finish()
+    if num_prompt_logprobs > INLINE_PROMPT_LOGPROBS:
+        return await asyncio.to_thread(lambda: orjson.dumps(reply.finish()))
+    return orjson.dumps(reply.finish())

@@ -15,16 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 
-from server import admin, chat, completions, models, ops
+from server import admin, chat, completions, embeddings, models, ops, responses, scoring, tokenization
 from server.answering import VERSION
 from server.auth import OPEN_PATHS, Auth
 from server.body_limit import BodyLimit
 from server.connections import ReservedPlaces
-from server.edge import Edge, EdgeSettings, Engine, Patience
+from server.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
 from server.errors import ErrorBoundary
 from server.http_metrics import HttpMetrics, RequestCounter
 from server.openapi import document
 from server.request_ids import RequestIds
+from server.response_store import ResponseStore
 
 _ROUTES = (
     *OPEN_PATHS,
@@ -33,9 +34,16 @@ _ROUTES = (
     "/openapi.json",
     "/version",
     "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
     "/v1/chat/completions",
     "/v1/models",
     "/v1/models/{model}",
+    "/v1/responses",
+    "/v1/responses/{response_id}",
+    "/tokenize",
+    "/detokenize",
 )
 """Labels of the request counter; a test holds them against the router."""
 
@@ -45,7 +53,13 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
 
     Once for each engine: the counters join the engine's registry.
     """
-    edge = Edge(engine=engine, metrics=HttpMetrics(engine.metrics.registry), patience=patience or Patience())
+    edge = Edge(
+        engine=engine,
+        metrics=HttpMetrics(engine.metrics.registry),
+        patience=patience or Patience(),
+        unknown_fields=UnknownFields.REFUSE if settings.strict_fields else UnknownFields.IGNORE,
+        parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
+    )
     app = FastAPI(
         title="Tokenyard",
         summary="An OpenAI-compatible inference server.",
@@ -56,7 +70,7 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
         middleware=[
             Middleware(RequestIds),
             Middleware(RequestCounter, metrics=edge.metrics, routes=_ROUTES),
-            Middleware(ErrorBoundary),
+            Middleware(ErrorBoundary, count=edge.metrics.error_told),
             Middleware(ReservedPlaces),
             Middleware(Auth, api_keys=tuple(settings.api_keys)),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
@@ -64,8 +78,14 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )
     app.state.edge = edge
+    app.state.response_store = ResponseStore(
+        max_responses=settings.responses_store_size,
+        max_bytes=settings.responses_store_bytes,
+        ttl_s=settings.responses_store_ttl_s,
+    )
     app.state.metrics_page = ops.MetricsPage(engine.metrics.registry)
-    for part in (chat, completions, models, ops, *((admin,) if settings.enable_admin else ())):
+    always = (chat, completions, models, ops, responses, tokenization, embeddings, scoring)
+    for part in (*always, *((admin,) if settings.enable_admin else ())):
         app.include_router(part.router)
     page: list[dict[str, Any]] = []
 

@@ -1,51 +1,67 @@
 """Who may ask: a bearer key on every path except those that probes and scrapers read.
 
-Owns: the comparison of keys, by hash and in constant time.
-Never: what a key may do (one kind of key, all routes), or where keys come from (engine/options.py).
+Owns: which paths are open, what a key may not do, and how a refusal says so.
+Never: compares keys (key_ring.py), or where they come from (engine/api_keys.py).
 """
 
-import hashlib
-import secrets
-from collections.abc import Iterable
+from enum import Enum
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import InvalidApiKey
+from engine.api_keys import ApiKey
+from server.errors import InvalidApiKey, NotPermitted
+from server.key_ring import KeyRing
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
+METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", METRICS_PATH})
 """Kubelets, load balancers and Prometheus carry no key; neither page says anything about a request."""
-
+ADMIN_PATHS = "/admin/"
 
 KEY_NAME = "tokenyard.key"
-"""Where the scope tells which key opened the door: `key-1` is the first."""
+"""Where the scope tells which key opened the door, by its name."""
+_KEY = "tokenyard.api_key"
+
+
+class MetricsDoor(Enum):
+    """Whether /metrics needs a key where there are keys."""
+
+    OPEN = "open"
+    LOCKED = "locked"
 
 
 class Auth:
-    """ASGI middleware. Without keys everything is open."""
+    """ASGI middleware. Without keys everything is open; with keys, nothing but the open paths."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: MetricsDoor = MetricsDoor.OPEN) -> None:
         self._app = app
-        self._digests = tuple(_digest(key.encode()) for key in api_keys)
+        self._keys = keys
+        self._open_paths = OPEN_PATHS - ({METRICS_PATH} if metrics is MetricsDoor.LOCKED else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Decided on the path that the router matches too: a header or a host can be forged.
-        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS:
-            self._check(scope)
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not self._keys.is_locked or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        key = self._identify(scope)
+        if scope["path"].startswith(ADMIN_PATHS) and not key.may_administer:
+            raise NotPermitted("this key may not administer the server; use one that may")
+        scope[KEY_NAME] = key.name
+        scope[_KEY] = key
+        with self._keys.under_way(key):
+            await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def _identify(self, scope: Scope) -> ApiKey:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given:
             raise InvalidApiKey("no API key: send it in the header Authorization: Bearer <key>")
-        scheme, _, key = given[0].partition(b" ")
-        digest = _digest(key.strip())
-        # All keys are compared, whether or not one has matched: the time must not tell which.
-        matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        if len(given) > 1 or scheme.lower() != b"bearer" or not any(matches):
+        scheme, _, text = given[0].partition(b" ")
+        key = self._keys.find(text.strip())
+        if len(given) > 1 or scheme.lower() != b"bearer" or key is None:
             raise InvalidApiKey("this API key is not known here")
-        scope[KEY_NAME] = f"key-{matches.index(True) + 1}"
+        return key
 
 
-def _digest(key: bytes) -> bytes:
-    """Give all keys the same length, so that comparing them tells nothing of theirs."""
-    return hashlib.sha256(key).digest()
+def key_of(scope: Scope) -> ApiKey | None:
+    """The key that opened the door; None where none is needed."""
+    key: ApiKey | None = scope.get(_KEY)
+    return key

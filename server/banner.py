@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from engine.config import EngineConfig, ServerConfig
-from engine.types import ModelInfo
+from engine.types import ModelInfo, PoolingTask
 
 _BAR_WIDTH = 20
 _PLAIN_LINES_EVERY_S = 2.0
@@ -23,25 +23,38 @@ _ERASE_LINE = "\r\x1b[K"
 
 def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *, url: str) -> str:
     """Several lines, ending with a command to paste. `url` has no slash at its end."""
-    tokens = info.num_blocks * info.block_size
     rows = [
         (
             "model",
             f"{', '.join(info.served_names)} ({info.model_type}, {_count(info.num_parameters)} parameters)",
         ),
         ("runs on", f"{info.device}, {info.dtype}"),
+        ("served for", _purpose(info)),
         ("context", f"{info.max_model_len:,} tokens"),
-        (
-            "KV cache",
-            f"{tokens:,} tokens in {info.num_blocks:,} blocks, {info.kv_cache_bytes / 2**30:.2f} GiB",
-        ),
-        ("", _full_length_requests(info)),
+        *_kv_cache(info),
         ("scheduler", _scheduler(engine)),
         ("API key", "needed" if server.api_keys else "not needed"),
         ("listens on", f"{url}   (API description: {url}/openapi.json)"),
     ]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     return "\n".join(["", *lines, "", f"  Try: {_curl(info, server, url)}", ""])
+
+
+def _purpose(info: ModelInfo) -> str:
+    if info.pooling is None:
+        return "text"
+    if info.pooling.task is PoolingTask.SCORE:
+        return "scores of pairs of texts"
+    return f"embeddings of {info.pooling.num_dimensions:,} dimensions"
+
+
+def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
+    """An encoder has none."""
+    if not info.kv_cache_bytes:
+        return []
+    tokens = info.num_blocks * info.block_size
+    size = f"{tokens:,} tokens in {info.num_blocks:,} blocks, {info.kv_cache_bytes / 2**30:.2f} GiB"
+    return [("KV cache", size), ("", _full_length_requests(info))]
 
 
 def _full_length_requests(info: ModelInfo) -> str:
@@ -62,7 +75,11 @@ def _scheduler(engine: EngineConfig) -> str:
 
 def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
     prompt: dict[str, Any]
-    if info.has_chat_template:
+    if info.pooling is not None and info.pooling.task is PoolingTask.SCORE:
+        path, prompt = "rerank", {"query": "Hello", "documents": ["Hi!", "No."]}
+    elif info.pooling is not None:
+        path, prompt = "embeddings", {"input": "Hello"}
+    elif info.has_chat_template:
         path, prompt = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     else:
         path, prompt = "completions", {"prompt": "Hello", "max_tokens": 32}

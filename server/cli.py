@@ -7,37 +7,45 @@ port is ours: --help and mistakes must answer at once.
 Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others come from what was run.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn
 
 from engine.config import resolve
-from engine.option_sources import add_flags, closest, read_options
-from engine.options import DECLARATIONS, OptionError
+from engine.option_sources import closest, read_options
+from engine.options import OptionError
+from server.command_line import OptionParser
 from server.listening import CannotListen, PortInUse, listen
 
 EXIT_USAGE = 2
-_TOOLS = {"bench": "bench.cli", "simulate": "bench.simulate.cli", "trace": "bench.trace"}
+_TOOLS = {
+    "bench": "bench.cli",
+    "simulate": "bench.simulate.cli",
+    "trace": "bench.trace",
+    "doctor": "server.doctor",
+    "config": "server.config_command",
+    "run-batch": "server.batch.cli",
+    "chat": "server.terminal.chat",
+    "complete": "server.terminal.complete",
+}
 EXIT_PORT_IN_USE = 98
 
 _USAGE = """\
 usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI's API does
+       tokenyard chat                         talk to a running server
+       tokenyard complete PROMPT              let a running server continue a text
+       tokenyard run-batch -i FILE -o FILE    answer a file of requests in OpenAI's batch format
        tokenyard bench ...                    send load to a server and measure it
        tokenyard simulate ...                 what would happen with other load, memory, policy
        tokenyard trace FILE                   show what --trace-steps has written
+       tokenyard doctor [MODEL] [options]     check this machine and the model before serving
+       tokenyard config show [options]        the value of every option, and where it comes from
+       tokenyard config schema                the JSON schema of the --config file
        tokenyard --version
 
 Without any options a tiny built-in model is served. `tokenyard serve --help` lists all options.
-"""
-
-_EPILOG = """\
-Each option is also an environment variable (--max-num-seqs: TOKENYARD_MAX_NUM_SEQS) and a key of the
---config file (max-num-seqs). Flags win over the environment, that over the file.
-Numbers: 2K is 2048, 2k is 2000; 4GiB and 4G are 4 * 2**30 bytes, 4GB is 4 * 10**9.
 """
 
 
@@ -83,19 +91,10 @@ def _version() -> str:
 
 
 def _serve(words: list[str]) -> int:
-    parser = _Parser(
-        prog="tokenyard serve",
-        usage="tokenyard serve [MODEL] [options]",
-        description="Serve a model over HTTP, as OpenAI's API does.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an abbreviation breaks the day a second option begins alike
-    )
-    add_flags(parser)
-    found, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise _unknown_word(unknown)
-    engine_config, server_config = resolve(read_options(vars(found), os.environ))
+    flags = OptionParser(
+        prog="tokenyard serve", description="Serve a model over HTTP, as OpenAI's API does."
+    ).read(words)
+    engine_config, server_config = resolve(read_options(flags, os.environ))
     with listen(server_config.host, server_config.port) as listener:
         # Not at the top: this is where the seconds of imports begin.
         from server import launch
@@ -107,20 +106,3 @@ def _run_tool(command: str, words: list[str]) -> int:
     # Imported here: each brings what the others do not need.
     main: Callable[[list[str]], int] = import_module(_TOOLS[command]).main
     return main(words)
-
-
-def _unknown_word(words: list[str]) -> OptionError:
-    """About the first unknown flag; a value is not repeated, since it may be a secret."""
-    word = next((word for word in words if word.startswith("-")), "").split("=", maxsplit=1)[0]
-    if not word:
-        return OptionError(
-            "tokenyard serve", "there is more than one MODEL", "give one, and quote values that hold spaces"
-        )
-    known = [f"--{name.replace('_', '-')}" for name in DECLARATIONS]
-    known += ["--no-enable-prefix-caching", "--no-allow-unauthenticated", "--config"]
-    return OptionError(word, "there is no such option", closest(word.replace("_", "-"), known))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError("tokenyard serve", message, "see `tokenyard serve --help`")

@@ -3,21 +3,21 @@
 Owns: the order of the steps. Each step lives elsewhere.
 """
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.answering import new_head, new_origin, start, stream, usage_report, whole
-from server.completion_replies import CompletionReply, CompletionStream
-from server.edge import Edge, edge_of
+from server.answering import new_head, new_origin, start, stream, token_names, usage_report, whole
+from server.completion_replies import CompletionPlan, CompletionReply, CompletionStream
+from server.edge import Engine, edge_of
+from server.encoding import EncodedPrompt, encode_bad_words, encode_prompts
 from server.json_body import read_request
 from server.openapi import COMPLETION_DOCUMENTATION
-from server.protocol import CompletionRequest, Prompt
+from server.protocol import CompletionRequest
 from server.refusals import COMPLETION_REFUSALS
-from server.replies import ReplyPlan
-from server.translate import completion_prompts, completion_requests
+from server.replies import ReplyHead, ReplyPlan
+from server.structured_output import compiled_grammar, with_grammar
+from server.translate import completion_requests
 
 router = APIRouter()
 
@@ -28,23 +28,38 @@ async def create_completion(request: Request) -> Response:
     edge = edge_of(request)
     body = await read_request(request, CompletionRequest, COMPLETION_REFUSALS)
     info = edge.engine.info
-    prompts = completion_prompts(body, info)
-    prompt_ids = await asyncio.gather(*(_encode(edge, prompt) for prompt in prompts))
+    prompts = await encode_prompts(edge.engine, body, info)
+    bad_words = await encode_bad_words(edge.engine, body)
     origin = new_origin("cmpl", request)
-    requests = completion_requests(body, prompt_ids, info, origin)
-    plan = ReplyPlan(
-        head=new_head(origin, info),
-        num_prompt_tokens=tuple(len(ids) for ids in prompt_ids),
-        n=body.n or 1,
-        has_logprobs=body.logprobs is not None,
-        usage=usage_report(body),
-        echoes=tuple(prompt for prompt in prompts if isinstance(prompt, str)) if body.echo else (),
-    )
-    outputs = start(edge, requests)
+    prompt_ids = [prompt.token_ids for prompt in prompts]
+    requests = completion_requests(body, prompt_ids, info, origin, bad_words=bad_words)
+    grammar = await compiled_grammar(edge.engine, body)
+    plan = _plan(body, prompts, new_head(origin, info), edge.engine)
+    outputs = start(edge, [with_grammar(each, grammar) for each in requests])
     if body.stream:
         return stream(request, outputs, CompletionStream(plan))
     return await whole(request, outputs, CompletionReply(plan))
 
 
-async def _encode(edge: Edge, prompt: Prompt) -> tuple[int, ...]:
-    return await edge.engine.encode(prompt) if isinstance(prompt, str) else prompt
+def _plan(
+    body: CompletionRequest, prompts: list[EncodedPrompt], head: ReplyHead, engine: Engine
+) -> CompletionPlan:
+    n = body.n or 1
+    shared = ReplyPlan(
+        head=head,
+        num_prompt_tokens=tuple(len(prompt.token_ids) for prompt in prompts),
+        n=body.best_of or n,
+        has_logprobs=body.logprobs is not None,
+        usage=usage_report(body),
+        token_names=token_names(body),
+        prompts=tuple(prompt.token_ids for prompt in prompts) if body.return_token_ids else (),
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
+    return CompletionPlan(
+        shared=shared,
+        num_kept=n,
+        num_logprobs=body.logprobs or 0,
+        generates=body.max_tokens != 0,
+        echoes=tuple(prompt.echo for prompt in prompts) if body.echo else (),
+        first_tokens=tuple(engine.token_text(prompt.token_ids[0]) for prompt in prompts),
+    )

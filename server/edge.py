@@ -7,12 +7,27 @@ Never: behaviour.
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol, cast
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from engine.types import ChatOptions, GenerationRequest, Health, ModelInfo, TokenOutput
+from engine.edge_config import EdgeConfig
+from engine.tokenizer import SpecialTokens
+from engine.types import (
+    ChatOptions,
+    GenerationRequest,
+    Grammar,
+    Health,
+    ModelInfo,
+    PooledOutput,
+    PoolingRequest,
+    TextCut,
+    TokenizedText,
+    TokenOutput,
+    TokenText,
+)
 from server.http_metrics import HttpMetrics
 from server.listening import num_connections_allowed
 
@@ -50,12 +65,52 @@ class Engine(Protocol):
         """Render the chat template and tokenize. Raises RequestRejected, NoChatTemplate."""
         ...
 
+    async def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Tokenize without the special tokens around it. Raises RequestRejected."""
+        ...
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Bad words as token sequences. Raises RequestRejected."""
+        ...
+
+    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        """Tokenize a prompt with a hole. Raises RequestRejected."""
+        ...
+
+    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
+        """Text of whole sequences, off the event loop."""
+        ...
+
+    def token_text(self, token_id: int) -> TokenText:
+        """How one token looks in the middle of a text."""
+        ...
+
+    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the tokenizer spells them, off the event loop."""
+        ...
+
+    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar:
+        """Try a grammar that came in the field `param`. Raises RequestRejected, Overloaded."""
+        ...
+
     async def explain(self) -> list[dict[str, Any]]:
         """Every live sequence, and why it waits. Raises EngineUnavailable."""
         ...
 
     def reset_prefix_cache(self) -> None:
         """Raises EngineUnavailable."""
+        ...
+
+    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
+        """Tokenize for a model that pools, off the event loop. Raises RequestRejected."""
+        ...
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
+        """Tokenize each pair as one prompt. Raises RequestRejected."""
+        ...
+
+    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
+        """Admit all or none; cancelling the call aborts them. Raises WrongTask for a model that generates."""
         ...
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
@@ -72,7 +127,40 @@ class EdgeSettings(Protocol):
         ...
 
     @property
+    def edge(self) -> EdgeConfig:
+        """Who may ask, and over what."""
+        ...
+
+    @property
     def max_body_bytes(self) -> int: ...
+
+    @property
+    def strict_fields(self) -> bool:
+        """Whether a field that nobody knows is refused."""
+        ...
+
+    @property
+    def responses_store_size(self) -> int:
+        """Responses that can be asked for again; 0 stores none."""
+        ...
+
+    @property
+    def responses_store_bytes(self) -> int: ...
+
+    @property
+    def responses_store_ttl_s(self) -> float:
+        """Since the last use."""
+        ...
+
+    @property
+    def tool_call_parser(self) -> str:
+        """A word of --tool-call-parser."""
+        ...
+
+    @property
+    def reasoning_parser(self) -> str:
+        """A word of --reasoning-parser."""
+        ...
 
     @property
     def enable_admin(self) -> bool:
@@ -85,13 +173,28 @@ class Patience:
     """How long the edge waits for clients, and for how many."""
 
     keep_alive_s: float = 15.0
-    """Silence after which a comment line is sent, so that no proxy takes the stream for dead."""
+    """Silence after which a comment line is sent, so that no proxy takes the stream for dead; 0: never."""
     send_timeout_s: float = 30.0
     """How long a client may leave its socket full before its request is aborted."""
-    head_timeout_s: float = 30.0
+    head_timeout_s: float = 10.0
     """From a connection, or from the first byte of a further request, to the end of the request's head."""
     max_connections: int = field(default_factory=num_connections_allowed)
     """Beyond them only probes are answered."""
+
+
+class UnknownFields(Enum):
+    """What becomes of a field that nobody knows."""
+
+    IGNORE = "ignore"  # and count
+    REFUSE = "forbid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsers:
+    """How replies are read; the words of the two options."""
+
+    tool_calls: str = "auto"
+    reasoning: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +204,8 @@ class Edge:
     engine: Engine
     metrics: HttpMetrics
     patience: Patience
+    unknown_fields: UnknownFields = UnknownFields.IGNORE
+    parsers: Parsers = Parsers()
 
 
 def edge_of(request: Request) -> Edge:

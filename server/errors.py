@@ -1,15 +1,15 @@
-"""The one table from what went wrong to what the client is told.
+"""The one place where what went wrong becomes what the client is told.
 
-Owns: the errors that are found at the edge itself, and for every error its status, OpenAI type and code,
-and the headers that tell a client whether trying again can help.
-Never: the decision that something is wrong (translate.py, json_body.py, auth.py, the engine).
-Source: OpenAI's error object; x-should-retry and retry-after-ms are what its SDKs obey.
+Owns: the errors that are found at the edge itself, and the code of every error; all else follows from its
+row of the catalogue.
+Never: the decision that something is wrong (translate.py, json_body.py, auth.py, the engine), or what a
+code means (error_catalogue.py).
 """
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import orjson
@@ -27,6 +27,7 @@ from engine.errors import (
     RequestFailed,
     RequestRejected,
 )
+from server.error_catalogue import CATALOGUE, Entry, Retry
 from server.request_ids import request_id_of
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,13 @@ class ModelNotFound(EdgeError):
 
 class RouteNotFound(EdgeError):
     """There is nothing at this path."""
+
+
+class ResponseNotFound(EdgeError):
+    """Never stored, or no longer, or by another key: nobody is told which."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"there is no stored response {response_id[:128]!r}")
 
 
 class MethodNotAllowed(EdgeError):
@@ -82,69 +90,68 @@ class TooManyConnections(EdgeError):
         super().__init__("this server holds as many connections as it can; try again later")
 
 
+class HeadTooLarge(EdgeError):
+    """The request line and the headers exceed what is read before anybody is known."""
+
+
+class LowMemory(EdgeError):
+    """The memory of this machine, or of its control group, is nearly used up."""
+
+    def __init__(self) -> None:
+        super().__init__("this server has hardly any memory left; try again later")
+
+
 class InvalidApiKey(EdgeError):
     """No key, or not one of ours."""
+
+
+class NotPermitted(EdgeError):
+    """The key is known, and may not do this."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TooManyOfOneKey(EdgeError):
+    """The key has as many requests under way as it may."""
+
+    def __init__(self, *, limit: int, retry_after_s: float) -> None:
+        super().__init__(f"this key may have {limit} requests under way; wait until one of them has ended")
+        self.retry_after_s = retry_after_s
 
 
 class ReplyAborted(EdgeError):
     """The engine gave the request up while the client still waited: the server is being shut down."""
 
 
-class Retry(Enum):
-    """What a client is told about trying the same request again."""
-
-    NEVER = auto()
-    """It would end the same way."""
-    NOW = auto()
-    LATER = auto()
-    """After the time in Retry-After."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One row of the table. A code of None is taken from the error."""
-
-    status: int
-    type: str
-    code: str | None
-    retry: Retry
-    header: tuple[str, str] | None = None
-
-
-_WHO_ARE_YOU = ("www-authenticate", 'Bearer realm="tokenyard"')
-_HANG_UP = ("connection", "close")
-"""What else the client may have sent is never read, so that the connection cannot be used again."""
-
-_SHAPES: dict[type[Exception], Shape] = {
-    RequestRejected: Shape(400, "invalid_request_error", None, Retry.NEVER),
-    InvalidApiKey: Shape(401, "invalid_request_error", "invalid_api_key", Retry.NEVER, _WHO_ARE_YOU),
-    ModelNotFound: Shape(404, "invalid_request_error", "model_not_found", Retry.NEVER),
-    RouteNotFound: Shape(404, "invalid_request_error", "not_found", Retry.NEVER),
-    MethodNotAllowed: Shape(405, "invalid_request_error", "method_not_allowed", Retry.NEVER),
-    BodyTimeout: Shape(408, "invalid_request_error", "request_timeout", Retry.NOW, _HANG_UP),
-    HeadTimeout: Shape(408, "invalid_request_error", "request_timeout", Retry.NOW, _HANG_UP),
-    BodyTooLarge: Shape(413, "invalid_request_error", "request_too_large", Retry.NEVER, _HANG_UP),
-    UnsupportedMediaType: Shape(415, "invalid_request_error", "unsupported_media_type", Retry.NEVER),
-    Overloaded: Shape(429, "rate_limit_error", "server_overloaded", Retry.LATER),
-    # Nobody reads this one: it gives the counters and the log a status.
-    ClientDisconnect: Shape(499, "invalid_request_error", "client_closed", Retry.NOW),
-    RequestFailed: Shape(500, "server_error", "model_error", Retry.NEVER),
-    EngineDied: Shape(500, "server_error", "engine_restarted", Retry.NOW),
-    EngineError: Shape(500, "server_error", "engine_error", Retry.NEVER),
-    DeadlineExceeded: Shape(504, "timeout_error", "deadline_exceeded", Retry.NEVER),
-    EngineUnavailable: Shape(503, "server_error", None, Retry.LATER),
-    TooManyConnections: Shape(503, "server_error", "too_many_connections", Retry.LATER, _HANG_UP),
-    ReplyAborted: Shape(503, "server_error", "shutting_down", Retry.LATER),
-    Exception: Shape(500, "server_error", "internal_error", Retry.NEVER),
+_CODES: dict[type[Exception], str | None] = {
+    RequestRejected: None,
+    InvalidApiKey: "invalid_api_key",
+    NotPermitted: "not_permitted",
+    TooManyOfOneKey: "rate_limit_exceeded",
+    HeadTooLarge: "head_too_large",
+    LowMemory: "low_memory",
+    ModelNotFound: "model_not_found",
+    ResponseNotFound: "response_not_found",
+    RouteNotFound: "not_found",
+    MethodNotAllowed: "method_not_allowed",
+    BodyTimeout: "request_timeout",
+    HeadTimeout: "request_timeout",
+    BodyTooLarge: "request_too_large",
+    UnsupportedMediaType: "unsupported_media_type",
+    Overloaded: "server_overloaded",
+    ClientDisconnect: "client_closed",  # nobody reads it: it gives the counters and the log a status
+    RequestFailed: "model_error",
+    EngineDied: "engine_restarted",
+    EngineError: "engine_error",
+    DeadlineExceeded: "deadline_exceeded",
+    EngineUnavailable: None,
+    TooManyConnections: "too_many_connections",
+    ReplyAborted: "shutting_down",
+    Exception: "internal_error",
 }
-
-_FIXED_TEXT = {
-    "model_error": "the model failed on this request",
-    "engine_restarted": "the engine stopped while it worked on this request",
-    "engine_error": "the engine failed on this request",
-    "internal_error": "the server failed on this request",
-}
-"""What a 500 says: details are for the log, the request id connects the two."""
+"""The code of each type of error; None where the error brings one of several itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,19 +175,28 @@ def describe(error: Exception, request_id: str) -> ErrorReply:
     """Find the error's row, most specific type first. Never raises: every exception has a row."""
     if isinstance(error, HTTPException):
         error = _from_router(error)
-    shape = next(_SHAPES[kind] for kind in type(error).__mro__ if kind in _SHAPES)
-    code = shape.code or str(getattr(error, "code", "invalid_value"))
+    code = _code_of(error)
+    entry = CATALOGUE[code]
     message = str(error)
-    if code in _FIXED_TEXT:
-        message = f"{_FIXED_TEXT[code]}; quote request id {request_id} when you report it"
+    if entry.fixed_text:
+        message = f"{entry.fixed_text}; quote request id {request_id} when you report it"
     return ErrorReply(
-        status=shape.status,
+        status=entry.status,
         message=_shortened(message),
-        type=shape.type,
+        type=entry.type,
         param=getattr(error, "param", None),
         code=code,
-        headers=_headers(shape, error),
+        headers=_headers(entry, error),
     )
+
+
+def _code_of(error: Exception) -> str:
+    """Every code is in the catalogue (a test holds us to it); whoever asks is answered even if not."""
+    code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
+    code = code or str(getattr(error, "code", ""))
+    if code in CATALOGUE:
+        return code
+    return "invalid_value" if isinstance(error, RequestRejected) else "internal_error"
 
 
 def _from_router(error: HTTPException) -> EdgeError | RequestRejected:
@@ -188,14 +204,15 @@ def _from_router(error: HTTPException) -> EdgeError | RequestRejected:
     if error.status_code == 404:
         return RouteNotFound("there is nothing at this path; see /openapi.json for what there is")
     if error.status_code == 405:
-        return MethodNotAllowed((error.headers or {}).get("Allow", "another method"))
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return MethodNotAllowed(", ".join(sorted(allowed.split(", "))))  # the router keeps a set
     return RequestRejected("the request could not be read", code="invalid_request")
 
 
-def _headers(shape: Shape, error: Exception) -> dict[str, str]:
-    headers = _retry_headers(shape.retry, error)
-    if shape.header is not None:
-        headers[shape.header[0]] = shape.header[1]
+def _headers(entry: Entry, error: Exception) -> dict[str, str]:
+    headers = _retry_headers(entry.retry, error)
+    if entry.header is not None:
+        headers.update([entry.header])
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = error.allowed
     return headers
@@ -228,8 +245,10 @@ def log_failure(error: Exception, reply: ErrorReply, request_id: str) -> None:
 class ErrorBoundary:
     """The outermost handler: below it anything may raise, above it there are only replies."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, count: Callable[[str], None] | None = None) -> None:
+        """`count` is told the code of every error."""
         self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -247,6 +266,8 @@ class ErrorBoundary:
         except Exception as error:
             reply = describe(error, request_id_of(scope))
             log_failure(error, reply, request_id_of(scope))
+            if self._count is not None:
+                self._count(reply.code)
             if has_started:
                 # Half a reply is on its way: only cutting the connection tells the client so.
                 raise

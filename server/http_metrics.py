@@ -24,6 +24,12 @@ class HttpMetrics:
             ("method", "route", "status"),
             registry=registry,
         )
+        self.errors = Counter(
+            "tokenyard:request_errors",
+            "Errors told to clients, in replies and in streams, by code.",
+            ("code",),
+            registry=registry,
+        )
         self.unknown_fields = Counter(
             "tokenyard:unknown_request_fields",
             "Fields in request bodies that this server does not know and ignored.",
@@ -39,6 +45,10 @@ class HttpMetrics:
             "Streams given up because the client stopped reading.",
             registry=registry,
         )
+
+    def error_told(self, code: str) -> None:
+        """`code` is one of the catalogue, so that there are no more series than rows in it."""
+        self.errors.labels(code).inc()
 
 
 class RequestCounter:

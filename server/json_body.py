@@ -8,15 +8,15 @@ Never: how many bytes there may be (body_limit.py), what the fields mean (transl
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from engine.errors import RequestRejected
-from server.edge import edge_of
+from server.edge import UnknownFields, edge_of
 from server.errors import UnsupportedMediaType
 from server.header_fields import fields_from_headers
 from server.refusals import refuse_unsupported
@@ -34,15 +34,21 @@ async def read_request(
 ) -> ModelT:
     """Read, parse and validate. Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
     _check_media_type(request.headers.get("content-type"))
-    from_headers = fields_from_headers(request.headers)
+    edge = edge_of(request)
+    found = fields_from_headers(request.headers)
+    reader = _Reader(
+        model=model,
+        refusals=refusals,
+        from_headers={name: value for name, value in found.items() if name in model.model_fields},
+        unknown_fields=edge.unknown_fields,
+    )
     raw = await request.body()
     if len(raw) <= _INLINE_BYTES:
-        body, parsed = _parse(raw, from_headers, model, refusals)
+        parsed, num_unknown = reader.read(raw)
     else:
-        body, parsed = await asyncio.to_thread(_parse, raw, from_headers, model, refusals)
-    num_unknown = sum(name not in model.model_fields and name not in refusals for name in body)
+        parsed, num_unknown = await asyncio.to_thread(reader.read, raw)
     if num_unknown:
-        edge_of(request).metrics.unknown_fields.inc(num_unknown)
+        edge.metrics.unknown_fields.inc(num_unknown)
     return parsed
 
 
@@ -52,20 +58,29 @@ def _check_media_type(content_type: str | None) -> None:
         raise UnsupportedMediaType("the request body must be JSON: send Content-Type: application/json")
 
 
-def _parse(
-    raw: bytes,
-    from_headers: dict[str, Any],
-    model: type[ModelT],
-    refusals: Mapping[str, tuple[Any, ...]],
-) -> tuple[dict[str, Any], ModelT]:
-    body = parse_object(raw) | from_headers
-    refuse_unsupported(body, refusals)
-    try:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader(Generic[ModelT]):
+    """All that is done to a body between two turns of the event loop, or beside it."""
+
+    model: type[ModelT]
+    refusals: Mapping[str, tuple[Any, ...]]
+    from_headers: dict[str, Any]
+    unknown_fields: UnknownFields
+
+    def read(self, raw: bytes) -> tuple[ModelT, int]:
+        """Return the request, and how many fields at its top nobody knows. Raises RequestRejected."""
+        body = parse_object(raw) | self.from_headers
+        refuse_unsupported(body, self.refusals)
         # OpenAI's clients send null for what they do not ask for.
-        return body, model.model_validate({name: value for name, value in body.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _rejection(first) from None
+        known = {
+            name: value for name, value in body.items() if value is not None and name not in self.refusals
+        }
+        try:
+            parsed = self.model.model_validate(known, extra=self.unknown_fields.value)
+        except ValidationError as error:
+            raise rejection(error) from None
+        names = self.model.model_fields
+        return parsed, sum(name not in names and name not in self.refusals for name in body)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -108,12 +123,23 @@ def _not_json(reason: str) -> RequestRejected:
     return RequestRejected(f"the request body is not valid JSON: {reason}", code="invalid_json")
 
 
-def _rejection(error: ErrorDetails) -> RequestRejected:
+def rejection(error: ValidationError) -> RequestRejected:
     """Say where it is and what would be right. The value itself is not repeated: it can be huge."""
-    param = _path(error["loc"])
-    if error["type"] == "missing":
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _path(first["loc"])
+    if first["type"] == "missing":
         return RequestRejected(f"{param} is required", param=param, code="missing_field")
-    reason = error["msg"].replace("Input should be", "must be", 1)
+    if first["type"] == "extra_forbidden":
+        message = f"{param}: this server knows no such field, and is set to refuse it"
+        return RequestRejected(message, param=param, code="unknown_parameter")
+    if (
+        first["type"].startswith("int_")
+        and isinstance(first["input"], float)
+        and abs(first["input"]) >= 2**63
+    ):
+        # The parser makes a float of an integer that is too large for it, so that no bound was looked at.
+        first["msg"] = f"Input should be an integer within {-(2**63)} and {2**63 - 1}"
+    reason = first["msg"].replace("Input should be", "must be", 1)
     return RequestRejected(f"{param}: {reason}", param=param, code="invalid_value")
 
 

@@ -24,6 +24,7 @@ from engine.tokenizer import TokenizerError
 from server.app import build_app
 from server.banner import LoadingDisplay, render_banner
 from server.connections import ClientConnection
+from server.edge import Patience
 from server.listening import url_of
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
         engine = AsyncEngine(engine_config)
     except TokenizerError as error:
         return _complain(error.what, error.fix, EXIT_BAD_MODEL)
-    http = _HttpServer(_uvicorn_config(build_app(engine, server_config)))
+    patience = Patience(keep_alive_s=server_config.stream_keep_alive_s)
+    http = _HttpServer(_uvicorn_config(build_app(engine, server_config, patience=patience)))
     url = url_of(listener)
     signals = _Signals()
     engine.start()

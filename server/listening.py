@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 _BACKLOG = 2048
-_MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 _NUM_OTHER_FILES = 128
 """Descriptors for all that is not a client: the engine, the model's files, the event loop."""
 _UNREAD_TIMEOUT_MS = 60_000
@@ -31,7 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen.
     """
-    _allow_files(_MAX_CONNECTIONS + _NUM_OTHER_FILES)
+    _allow_files(MAX_CONNECTIONS + _NUM_OTHER_FILES)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -67,8 +67,8 @@ def num_connections_allowed() -> int:
     """Without running out of descriptors: a server that cannot accept cannot answer its probes either."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return _MAX_CONNECTIONS
-    return max(1, min(_MAX_CONNECTIONS, soft - _NUM_OTHER_FILES))
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - _NUM_OTHER_FILES))
 
 
 def _allow_files(num_files: int) -> None:

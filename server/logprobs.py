@@ -1,29 +1,41 @@
 r"""Log-probabilities in OpenAI's two shapes: a list of objects for chat, parallel lists for completions.
 
-Owns: names for tokens that are not whole characters, and where each token begins in the text.
+Owns: names for tokens that are not whole characters, and where each token begins in the text; and vLLM's
+shape for those of a prompt.
 Source: OpenAI's reference; `bytes:\xNN` names and the floor of -9999 are what its API returns.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any
 
-from engine.types import LogprobEntry, TokenLogprob
+from engine.types import LogprobEntry, TokenLogprob, TokenText
 
 _FLOOR = -9999.0
 """JSON has no minus infinity."""
+_REPLACEMENT = "\ufffd"
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+class TokenNames(Enum):
+    """How tokens are called."""
+
+    TEXT = "text"
+    ID = "id"  # token_id:123, for clients that cannot do with a text that several tokens share
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob], names: TokenNames = TokenNames.TEXT) -> dict[str, Any]:
     """The `logprobs` of a chat choice."""
     content = [
-        {**_entry(token.chosen), "top_logprobs": [_entry(top) for top in token.top]} for token in tokens
+        {**_entry(token.chosen, names), "top_logprobs": [_entry(top, names) for top in token.top]}
+        for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(entry: LogprobEntry) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": max(entry.logprob, _FLOOR), "bytes": list(entry.token_bytes)}
+def _entry(entry: LogprobEntry, names: TokenNames) -> dict[str, Any]:
+    token = entry.token if names is TokenNames.TEXT else _name(entry, names)
+    return {"token": token, "logprob": max(entry.logprob, _FLOOR), "bytes": list(entry.token_bytes)}
 
 
 class TokenOffsets:
@@ -41,22 +53,91 @@ class TokenOffsets:
         return offset
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob], offsets: TokenOffsets) -> dict[str, Any]:
+class EchoOffsets:
+    """Where the next token of a prompt begins in the prompt's text.
+
+    The tokens of a text need not add up to it: special tokens around it are not in it, and a space before
+    its first word is.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next_offset(self, token_bytes: bytes) -> int:
+        offset = self._offset
+        added = self._decoder.decode(token_bytes)
+        if offset == 0 and added.startswith(" ") and not self._text.startswith(added):
+            added = added[1:]
+        if not self._text.startswith(added, offset):
+            # How many marks stand for a run of broken bytes is the tokenizer's affair: go on behind them.
+            added = added.strip(_REPLACEMENT)
+            while self._text.startswith(_REPLACEMENT, self._offset):
+                self._offset += 1
+        if self._text.startswith(added, self._offset):
+            self._offset += len(added)
+        return offset
+
+
+def completion_logprobs(
+    tokens: Sequence[TokenLogprob], offsets: TokenOffsets, names: TokenNames = TokenNames.TEXT
+) -> dict[str, Any]:
     """The `logprobs` of a completion choice."""
     return {
-        "tokens": [_name(token.chosen) for token in tokens],
+        "tokens": [_name(token.chosen, names) for token in tokens],
         "token_logprobs": [max(token.chosen.logprob, _FLOOR) for token in tokens],
-        # The chosen token is always among them, so that there may be one more than was asked for.
-        "top_logprobs": [
-            {_name(entry): max(entry.logprob, _FLOOR) for entry in (*token.top, token.chosen)}
-            for token in tokens
-        ],
+        "top_logprobs": [_top(token, len(token.top), names) for token in tokens],
         "text_offset": [offsets.next_offset(token) for token in tokens],
     }
 
 
-def _name(entry: LogprobEntry) -> str:
+def echoed_logprobs(
+    first: TokenText, rest: Sequence[TokenLogprob], echo: str, *, num_top: int, names: TokenNames
+) -> dict[str, Any]:
+    """The same for an echoed prompt. Nothing stands before its first token, which therefore has null."""
+    offsets = EchoOffsets(echo)
+    return {
+        "tokens": [_name(first, names), *(_name(token.chosen, names) for token in rest)],
+        "token_logprobs": [None, *(max(token.chosen.logprob, _FLOOR) for token in rest)],
+        "top_logprobs": [None, *(_top(token, num_top, names) for token in rest)],
+        "text_offset": [
+            offsets.next_offset(token_bytes)
+            for token_bytes in (first.token_bytes, *(token.chosen.token_bytes for token in rest))
+        ],
+    }
+
+
+def joined(lists: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The lists of a prompt, and then those of what follows it."""
+    return {name: lists[name] + more[name] for name in lists}
+
+
+def prompt_logprobs(tokens: Iterable[TokenLogprob], *, num_top: int) -> list[dict[str, Any] | None]:
+    """For each token of the prompt an object by token id, as vLLM has it; null for the first one."""
+    return [None, *(_by_id(token, num_top) for token in tokens)]
+
+
+def _by_id(token: TokenLogprob, num_top: int) -> dict[str, Any]:
+    """The chosen token first, and once."""
+    ranked = {entry.token_id: (rank, entry) for rank, entry in enumerate(token.top[:num_top], start=1)}
+    ranked = {token.chosen.token_id: (token.rank, token.chosen)} | ranked
+    return {
+        str(token_id): {"logprob": max(entry.logprob, _FLOOR), "rank": rank, "decoded_token": entry.token}
+        for token_id, (rank, entry) in ranked.items()
+    }
+
+
+def _top(token: TokenLogprob, num_top: int, names: TokenNames) -> dict[str, float]:
+    # The chosen token is always among them, so that there may be one more than was asked for.
+    entries = (*token.top[:num_top], token.chosen)
+    return {_name(entry, names): max(entry.logprob, _FLOOR) for entry in entries}
+
+
+def _name(entry: LogprobEntry | TokenText, names: TokenNames) -> str:
     """Return the token's text, or its bytes: several half characters must not share a key."""
-    if "\ufffd" not in entry.token:
+    if names is TokenNames.ID:
+        return f"token_id:{entry.token_id}"
+    if _REPLACEMENT not in entry.token:
         return entry.token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.token_bytes)

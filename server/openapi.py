@@ -13,19 +13,31 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.auth import OPEN_PATHS
-from server.protocol import ChatCompletionRequest, CompletionRequest
+from server.pooling_models import Embeddings, Ranking, ScoreList
+from server.pooling_protocol import (
+    EMBEDDING_REFUSALS,
+    SCORE_REFUSALS,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
 from server.reply_models import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    Detokenization,
     ErrorReplyBody,
     HealthPage,
     LiveRequests,
     Model,
     ModelList,
+    Tokenization,
     Version,
 )
+from server.response_models import ResponseDeletion, ResponseEvent, ResponseObject
+from server.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
 
 _REF = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -35,6 +47,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM_NOTE = (
     "With `stream`: server-sent events, each `data: ` and a chunk; comments keep the connection alive;"
     ' a failure under way is an event `{"error": ...}`; the last event is `data: [DONE]`.'
+)
+
+_NAMED_STREAM_NOTE = (
+    "With `stream`: server-sent events whose names are their types, `response.created` first, and"
+    " `response.completed`, `response.incomplete` or `response.failed` last; comments keep the connection"
+    " alive."
 )
 
 
@@ -64,6 +82,18 @@ def _event(chunk: type[BaseModel]) -> dict[str, Any]:
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
+def _named_event(payload: type[BaseModel]) -> dict[str, Any]:
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(payload)}
+    properties = {"event": {"type": "string"}, "data": data}
+    return {"type": "object", "required": ["event", "data"], "properties": properties}
+
+
+def _of_one(model: type[BaseModel], parameter: str) -> dict[str, Any]:
+    """The same for a route whose path names one of many."""
+    place = {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+    return {**_documentation(model), "openapi_extra": {"parameters": [place]}}
+
+
 def _reference(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": _REF.format(model=model.__name__)}
 
@@ -71,12 +101,20 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 COMPLETION_DOCUMENTATION = _documentation(Completion, request=CompletionRequest, chunk=Completion)
 CHAT_DOCUMENTATION = _documentation(ChatCompletion, request=ChatCompletionRequest, chunk=ChatCompletionChunk)
 MODELS_DOCUMENTATION = _documentation(ModelList)
-MODEL_DOCUMENTATION: dict[str, Any] = {
-    **_documentation(Model),
-    "openapi_extra": {
-        "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-    },
+MODEL_DOCUMENTATION = _of_one(Model, "model")
+RESPONSES_DOCUMENTATION = _documentation(ResponseObject, request=ResponsesRequest)
+RESPONSES_DOCUMENTATION["responses"][200] = {
+    "model": ResponseObject,
+    "description": _NAMED_STREAM_NOTE,
+    "content": {"text/event-stream": {"schema": _named_event(ResponseEvent)}},
 }
+RESPONSE_DOCUMENTATION = _of_one(ResponseObject, "response_id")
+DELETION_DOCUMENTATION = _of_one(ResponseDeletion, "response_id")
+TOKENIZE_DOCUMENTATION = _documentation(Tokenization, request=TokenizeRequest)
+DETOKENIZE_DOCUMENTATION = _documentation(Detokenization, request=DetokenizeRequest)
+EMBEDDING_DOCUMENTATION = _documentation(Embeddings, request=EmbeddingRequest)
+SCORE_DOCUMENTATION = _documentation(ScoreList, request=ScoreRequest)
+RERANK_DOCUMENTATION = _documentation(Ranking, request=RerankRequest)
 VERSION_DOCUMENTATION = _documentation(Version)
 ADMIN_DOCUMENTATION = _documentation(LiveRequests)
 RESET_DOCUMENTATION: dict[str, Any] = {"responses": {204: {"description": "It is empty."}, **_ERRORS}}
@@ -99,9 +137,17 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     )
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(_schemas([(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")]))
+    schemas.update(_schemas([(ResponsesRequest, "validation"), (ResponseEvent, "serialization")]))
     schemas.update(_schemas([(ChatCompletionChunk, "serialization")]))
+    schemas.update(_schemas([(TokenizeRequest, "validation"), (DetokenizeRequest, "validation")]))
+    schemas.update(_schemas([(EmbeddingRequest, "validation"), (ScoreRequest, "validation")]))
+    schemas.update(_schemas([(RerankRequest, "validation")]))
+    _name_refusals(schemas["EmbeddingRequest"], list(EMBEDDING_REFUSALS))
+    _name_refusals(schemas["ScoreRequest"], list(SCORE_REFUSALS))
+    _name_refusals(schemas["RerankRequest"], list(SCORE_REFUSALS))
     _name_refusals(schemas["CompletionRequest"], list(COMPLETION_REFUSALS))
     _name_refusals(schemas["ChatCompletionRequest"], list(CHAT_REFUSALS))
+    _name_refusals(schemas["ResponsesRequest"], list(RESPONSES_REFUSALS))
     if needs_key:
         page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]

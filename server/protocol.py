@@ -7,8 +7,12 @@ Never: what needs the model to judge (translate.py), or fields we do not support
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
 from pydantic_core import PydanticCustomError
+
+from server.structured_output import ResponseFormat, StructuredOutputsField
+from server.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
+from server.wire_model import WireModel as WireModel  # whoever declares fields takes it from here
 
 MAX_PROMPTS = 128
 MAX_N = 128
@@ -17,6 +21,9 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
 MAX_TEMPLATE_KWARGS = 32
@@ -29,18 +36,22 @@ _INT64_MAX = 2**63 - 1
 Prompt = str | tuple[int, ...]
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def wrong_shape(message: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
 
 
-def _as_prompts(value: Any) -> tuple[Prompt, ...]:
+def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") -> tuple[Prompt, ...]:
     """Tell the four shapes of a prompt apart by hand: a union would report an error for each of them."""
     prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
     if not prompts:
-        raise _wrong("must not be an empty list")
-    if len(prompts) > MAX_PROMPTS:
-        raise _wrong(f"at most {MAX_PROMPTS} prompts are allowed, not {len(prompts)}")
+        raise wrong_shape("must not be an empty list")
+    if len(prompts) > most:
+        raise wrong_shape(f"at most {most} {noun} are allowed, not {len(prompts)}")
     return tuple(_as_prompt(prompt) for prompt in prompts)
+
+
+def _as_prompts(value: Any) -> tuple[Prompt, ...]:
+    return as_prompts(value)
 
 
 def _as_prompt(value: Any) -> Prompt:
@@ -48,7 +59,9 @@ def _as_prompt(value: Any) -> Prompt:
         return value
     if isinstance(value, list) and _is_ids(value):
         return tuple(value)
-    raise _wrong("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    raise wrong_shape(
+        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -67,7 +80,7 @@ def _as_parts(value: Any) -> Any:
         return [{"type": "text", "text": value}]
     if isinstance(value, list):
         return value
-    raise _wrong("must be a string or a list of content parts")
+    raise wrong_shape("must be a string or a list of content parts")
 
 
 def _at_most(limit: int) -> Callable[[Any], Any]:
@@ -75,7 +88,7 @@ def _at_most(limit: int) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
-            raise _wrong(f"at most {limit} entries are allowed, not {len(value)}")
+            raise wrong_shape(f"at most {limit} entries are allowed, not {len(value)}")
         return value
 
     return check
@@ -109,6 +122,15 @@ LogitBias = Annotated[
 StopTokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=_INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
 ]
+AllowedTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=_INT32_MAX)]],
+    Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True),
+]
+BadWords = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+    Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)]
 Metadata = Annotated[
     dict[str, Annotated[str, StringConstraints(max_length=512)]],
@@ -119,12 +141,6 @@ Name = Annotated[str, StringConstraints(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 NumTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
-
-
-class WireModel(BaseModel):
-    """A JSON object from outside: no type is coerced, unknown keys are counted elsewhere."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(WireModel):
@@ -159,7 +175,23 @@ class GenerationFields(WireModel):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     """Token ids, as strings, to what is added to their logits."""
+    bad_words: BadWords | None = None
+    """Never generated, at the beginning of a text or after a space."""
+    allowed_token_ids: AllowedTokenIds | None = None
+    """Only these are drawn."""
+    response_format: ResponseFormat | None = None
+    """Text, any JSON object, or JSON that matches a schema."""
+    structured_outputs: StructuredOutputsField | None = None
+    """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
     seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    """Keep the last so many tokens of the prompt; -1: as many as leave room for max_tokens."""
+    prompt_logprobs: NumLogprobs | None = None
+    """That many alternatives for each token of the prompt."""
+    return_token_ids: bool | None = None
+    """Tell the token ids of prompt and reply."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens `token_id:123` in logprobs, instead of by their text."""
     priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
     """Lower is more urgent, as in nice(1); read under the priority policy."""
     timeout: Seconds | None = None
@@ -186,16 +218,23 @@ class CompletionRequest(GenerationFields):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
+    suffix: _Text | None = None
+    """What follows the text to be written; for models that were trained to fill holes."""
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    """0 with echo only: the prompt comes back with its logprobs."""
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    """Equal to n, or absent."""
+    """Generate so many, and return the n with the highest log-probability per token."""
+    add_special_tokens: bool | None = None
+    """Put the special tokens around text prompts that the checkpoint asks for; on by default."""
 
 
 class ContentPart(WireModel):
     type: Annotated[str, StringConstraints(max_length=64)]
-    """Only `text` is understood."""
+    """`text`; in assistant messages `refusal` as well."""
     text: _Text | None = None
+    refusal: _Text | None = None
 
 
 _ContentShapes = _Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
@@ -203,7 +242,7 @@ _ContentShapes = _Text | Annotated[list[ContentPart], Field(min_length=1, max_le
 
 class ChatMessage(WireModel):
     role: Annotated[str, StringConstraints(max_length=64)]
-    """system, developer (the same), user or assistant."""
+    """system, developer (the same), user, assistant or tool."""
     content: (
         Annotated[
             list[ContentPart],
@@ -213,11 +252,17 @@ class ChatMessage(WireModel):
         | None
     ) = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
-    # Parts of an assistant's turn that a model without tools never wrote; refused by name if they are set.
-    tool_calls: Annotated[list[Any], Field(max_length=128)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: CallId | None = None
+    """Of a message with role tool: the call that it answers."""
+    refusal: _Text | None = None
+    """What an assistant said instead of an answer."""
+    reasoning_content: _Text | None = None
+    reasoning: _Text | None = None
+    """The newer name of reasoning_content. Whether the model sees it again, its chat template decides."""
+    # Refused by name if they are set.
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
-    refusal: _Text | None = None
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -227,8 +272,40 @@ class ChatCompletionRequest(GenerationFields):
     max_completion_tokens: NumTokens | None = None
     """The newer name of max_tokens; one of the two, or both alike."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
     chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    """`auto` where there are tools. For a required or named call, a grammar keeps to the schemas."""
+    parallel_tool_calls: bool | None = None
+    """Off: one call at most."""
+    include_reasoning: bool | None = None
+    """Off: reasoning is counted, but not told."""
+
+
+class TokenizeRequest(WireModel):
+    """The body of POST /tokenize: a prompt, or messages, as they would be generated from."""
+
+    model: Name | None = None
+    prompt: _Text | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
+    add_special_tokens: bool | None = None
+    """Around a prompt, on by default; a chat template brings its own."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    return_token_strs: bool | None = None
+    """Tell each token as the tokenizer spells it."""
+
+
+class DetokenizeRequest(WireModel):
+    """The body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]

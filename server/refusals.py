@@ -14,34 +14,26 @@ ACCEPTED_WITHOUT_EFFECT: Final = frozenset(
 )
 """Declared in protocol.py with their bounds. They speak to a provider's billing, storage and routing."""
 
-_TEXT_FORMAT: Final = ({"type": "text"},)
 _OFF: Final = (False,)
 _EMPTY: Final[tuple[Any, ...]] = ([],)
-_NO_TOOLS: Final = ("none", "auto")
+_NO_TOOL_CHOICE: Final = ("none", "auto")
 
 _OPENAI: Final[dict[str, tuple[Any, ...]]] = {
     "moderation": (),
     "prompt_cache_options": (),
     "store": _OFF,
 }
-_OPENAI_COMPLETION: Final[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 _OPENAI_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (),
-    "function_call": _NO_TOOLS,
+    "function_call": _NO_TOOL_CHOICE,
     "functions": _EMPTY,
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),  # says how to use tools, of which there are none
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": _TEXT_FORMAT,
-    "tool_choice": _NO_TOOLS,
-    "tools": _EMPTY,
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 _OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": _EMPTY,
-    "bad_words": _EMPTY,
     "chat_template": (),  # a template is a program; it comes with the checkpoint only
     "documents": _EMPTY,
     "grammar": (),
@@ -51,19 +43,32 @@ _OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "guided_regex": (),
     "json_schema": (),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": _OFF,
-    "return_token_ids": _OFF,
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
+    "logits_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "prompt_embeds": (),  # tensors from outside are never read
+    "repetition_detection": (),
+    "return_token_offsets": _OFF,
+    "spaces_between_special_tokens": _OFF,  # special tokens stand in the text as they are
+    "stream_interval": (1,),
+    "truncation_side": ("left",),
     "use_beam_search": _OFF,
 }
 
+_INSTEAD: Final = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "grammar": "structured_outputs.grammar",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "json_schema": "response_format",
+}
+"""What does the same here."""
+
 COMPLETION_REFUSALS: Final = {
     **_OPENAI,
-    **_OPENAI_COMPLETION,
     **_OTHER_SERVERS,
-    "add_special_tokens": (True,),
-    "response_format": _TEXT_FORMAT,
 }
 CHAT_REFUSALS: Final = {
     **_OPENAI,
@@ -73,6 +78,7 @@ CHAT_REFUSALS: Final = {
     "best_of": (1,),
     "echo": _OFF,
 }
+TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
 """Field to the values that ask for nothing; null is always one of them."""
 
 
@@ -81,7 +87,8 @@ def refuse_unsupported(body: Mapping[str, Any], refusals: Mapping[str, tuple[Any
     for name in body.keys() & refusals.keys():
         value = body[name]
         if value is not None and not any(_is_same(value, harmless) for harmless in refusals[name]):
-            raise unsupported(name, f"{name} is not supported by this server")
+            advice = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise unsupported(name, f"{name} is not supported by this server{advice}")
 
 
 def unsupported(param: str, message: str) -> RequestRejected:

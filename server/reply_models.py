@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-FinishReasonName = Literal["stop", "length", "timeout"]
+FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
 """`timeout` is ours: a time limit ran out, and what there is was sent."""
 
 
@@ -31,18 +31,35 @@ class PromptTokensDetails(ReplyModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ReplyModel):
+    reasoning_tokens: int
+
+
 class Usage(ReplyModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of a model whose reasoning is told apart from its answer."""
 
 
 class CompletionLogprobs(ReplyModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt, in both lists."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(ReplyModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, by token id: itself and the alternatives; null for the first token."""
 
 
 class CompletionChoice(ReplyModel):
@@ -53,6 +70,9 @@ class CompletionChoice(ReplyModel):
     """Null only in the chunks of a stream."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the choice; null for the end-of-sequence token."""
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(ReplyModel):
@@ -82,10 +102,27 @@ class ChatLogprobs(ReplyModel):
     refusal: None
 
 
+class CalledFunction(ReplyModel):
+    name: str
+    arguments: str
+    """JSON text as the model wrote it: it may be broken."""
+
+
+class MessageToolCall(ReplyModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(ReplyModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if there are tool calls and nothing else."""
     refusal: None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same, under its older name."""
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChatChoice(ReplyModel):
@@ -94,6 +131,7 @@ class ChatChoice(ReplyModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(ReplyModel):
@@ -104,11 +142,31 @@ class ChatCompletion(ReplyModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class FunctionDelta(ReplyModel):
+    name: str | None = None
+    arguments: str
+    """A piece of the JSON text."""
+
+
+class ToolCallDelta(ReplyModel):
+    """With an id and a name where a call begins; further pieces of its arguments have the same index."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class Delta(ReplyModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(ReplyModel):
@@ -117,6 +175,7 @@ class ChatChunkChoice(ReplyModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(ReplyModel):
@@ -127,6 +186,7 @@ class ChatCompletionChunk(ReplyModel):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(ReplyModel):
@@ -140,6 +200,18 @@ class Model(ReplyModel):
 class ModelList(ReplyModel):
     object: Literal["list"]
     data: list[Model]
+
+
+class Tokenization(ReplyModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    """As the tokenizer spells them."""
+
+
+class Detokenization(ReplyModel):
+    prompt: str
 
 
 class HealthPage(ReplyModel):

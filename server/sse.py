@@ -9,18 +9,19 @@ Source: the event stream format of the HTML standard, section 9.2; OpenAI's [DON
 import asyncio
 from collections.abc import Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.types import TokenOutput
 from server.connections import cut_off
 from server.disconnect import while_connected
 from server.edge import Edge, NumberedOutputs
-from server.errors import describe, log_failure
-from server.replies import StreamReply
+from server.errors import ErrorReply, describe, log_failure
+from server.replies import INLINE_PROMPT_LOGPROBS, StreamReply
 from server.request_ids import request_id_of
 
 DONE = b"data: [DONE]\n\n"
@@ -40,6 +41,34 @@ def events(payloads: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(map(event, payloads))
 
 
+class Framing(Protocol):
+    """How the payloads of a stream become bytes, and with what it ends."""
+
+    end: bytes
+    """Behind the last event, whether or not all went well."""
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes: ...
+
+    def failure(self, error: ErrorReply) -> bytes:
+        """The last event of a stream that has begun and cannot go on."""
+        ...
+
+
+class ChunkFraming:
+    """OpenAI's older endpoints: events without names. Clients raise on one that has an `error`."""
+
+    end = DONE
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        return events(payloads)
+
+    def failure(self, error: ErrorReply) -> bytes:
+        return event(error.body())
+
+
+CHUNKS = ChunkFraming()
+
+
 class SlowClient(ClientDisconnect):
     """The client is still there, but its socket has been full for too long."""
 
@@ -53,15 +82,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge) -> None:
+    def __init__(
+        self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge, *, framing: Framing = CHUNKS
+    ) -> None:
         # Response.__init__ would declare an empty body and its length.
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
         self._outputs = outputs
         self._reply = reply
+        self._framing = framing
         self._patience = edge.patience
         self._slow_client_aborts = edge.metrics.slow_client_aborts
+        self._error_told = edge.metrics.error_told
         self._sending = asyncio.Lock()
         self._has_started = False
         self._is_refused = False
@@ -85,19 +118,30 @@ class EventStream(Response):
         try:
             async with aclosing(self._outputs) as outputs:
                 async for prompt_index, output in outputs:
-                    chunks = self._reply.update(prompt_index, output)
-                    if chunks:
-                        await self._send(send, events(chunks))
-            last = events(self._reply.finish())
+                    if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
+                        body = await asyncio.to_thread(self._events, prompt_index, output)
+                    else:
+                        body = self._events(prompt_index, output)
+                    if body:
+                        await self._send(send, body)
+            last = self._framing.events(self._reply.finish())
         except SlowClient:
             raise
         except Exception as error:
             if not self._has_started:
                 self._is_refused = True
                 raise
-            last = _error_event(error, request_id_of(scope))
-        await self._send(send, last + DONE)
+            # The status line is gone.
+            reply = describe(error, request_id_of(scope))
+            log_failure(error, reply, request_id_of(scope))
+            self._error_told(reply.code)
+            last = self._framing.failure(reply)
+        await self._send(send, last + self._framing.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _events(self, prompt_index: int, output: TokenOutput) -> bytes:
+        chunks = self._reply.update(prompt_index, output)
+        return self._framing.events(chunks) if chunks else b""
 
     async def _send(self, send: Send, body: bytes) -> None:
         async with self._sending:
@@ -114,6 +158,8 @@ class EventStream(Response):
 
     async def _keep_alive(self, send: Send) -> None:
         """Break every silence. Ends when a send is stuck: the next chunk will find that out as well."""
+        if self._patience.keep_alive_s <= 0:
+            return
         clock = asyncio.get_running_loop().time
         self._last_sent_s = clock()
         while not self._is_refused:  # a comment now would take the refusal its status
@@ -122,10 +168,3 @@ class EventStream(Response):
                 await self._send(send, KEEP_ALIVE)
             else:
                 await asyncio.sleep(self._patience.keep_alive_s - silence_s)
-
-
-def _error_event(error: Exception, request_id: str) -> bytes:
-    """The status line is gone; OpenAI's clients raise on an event that has an `error`."""
-    reply = describe(error, request_id)
-    log_failure(error, reply, request_id)
-    return event(reply.body())

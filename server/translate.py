@@ -5,11 +5,11 @@ Never: types and bounds (protocol.py), tokenization (the engine), chance: seeds 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from engine.errors import ContextLengthExceeded, RequestRejected
+from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
 from engine.types import (
     ChatOptions,
     GenerationRequest,
@@ -18,26 +18,28 @@ from engine.types import (
     ServiceTerms,
     TimeLimits,
 )
+from server.chat_messages import num_chars, template_messages
 from server.errors import ModelNotFound
+from server.pooling_protocol import PoolingFields
 from server.protocol import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
-    ContentPart,
     GenerationFields,
     Prompt,
 )
-from server.refusals import unsupported
 
 MAX_CHOICES = 1024
 """Prompts times n: what one HTTP request may make the engine hold at once."""
+MAX_PROMPT_LOGPROBS = 2**20
+"""Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
+some 50 bytes of JSON, and costs nothing to ask for."""
 MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+BadWords = tuple[tuple[int, ...], ...]
+"""As token sequences."""
 _SEED_MASK = 2**64 - 1
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,43 +52,115 @@ class Origin:
     """Draws 64 bits for a request that brings no seed."""
     tenant: str | None = None
     """As the key or a header tells; None: the field `user` does."""
+    key: ApiKey | None = None
+    """What it may ask for; None: everything."""
 
 
 def completion_prompts(body: CompletionRequest, info: ModelInfo) -> tuple[Prompt, ...]:
     """Check all that can be checked before tokenization, and return the prompts."""
     _check_fields(body, info)
-    num_choices = len(body.prompt) * (body.n or 1)
-    if num_choices > MAX_CHOICES:
-        raise RequestRejected(f"prompts times n must be at most {MAX_CHOICES}, not {num_choices}", param="n")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", "best_of is supported only where it equals n")
+    n = body.n or 1
+    num_sequences = len(body.prompt) * (body.best_of or n)
+    if num_sequences > MAX_CHOICES:
+        name = "n" if body.best_of is None else "best_of"
+        raise RequestRejected(
+            f"prompts times {name} must be at most {MAX_CHOICES}, not {num_sequences}", param=name
+        )
+    if body.best_of is not None:
+        _check_best_of(body.best_of, n, body)
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestRejected(
+            "max_tokens: 0 is allowed with echo only, for the prompt alone; else it must be at least 1",
+            param="max_tokens",
+        )
     for prompt in body.prompt:
         _check_prompt(body, prompt, info)
     return body.prompt
 
 
+def _check_best_of(best_of: int, n: int, body: CompletionRequest) -> None:
+    if best_of < n:
+        raise RequestRejected(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
+    if best_of > n and body.stream:
+        raise RequestRejected(
+            "best_of beyond n cannot be streamed: which are the best is known at the end only",
+            param="best_of",
+        )
+
+
 def _check_prompt(body: CompletionRequest, prompt: Prompt, info: ModelInfo) -> None:
     if isinstance(prompt, str):
-        _check_num_chars(len(prompt), info, param="prompt")
-    elif body.echo:
-        raise unsupported("echo", "echo is supported for prompts that are text, not token ids")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("logprobs", "logprobs of the prompt are not supported: leave out echo or logprobs")
+        _check_num_chars(len(prompt) + len(body.suffix or ""), info, param="prompt")
+    else:
+        check_token_ids(prompt, info, param="prompt")
+    if body.suffix and not isinstance(prompt, str):
+        raise RequestRejected("suffix needs a prompt that is text, not token ids", param="suffix")
+    if body.suffix and (body.echo or body.truncate_prompt_tokens is not None):
+        raise RequestRejected("suffix excludes echo and truncate_prompt_tokens", param="suffix")
 
 
 def completion_requests(
-    body: CompletionRequest, prompts: Sequence[tuple[int, ...]], info: ModelInfo, origin: Origin
+    body: CompletionRequest,
+    prompts: Sequence[tuple[int, ...]],
+    info: ModelInfo,
+    origin: Origin,
+    *,
+    bad_words: BadWords = (),
 ) -> tuple[GenerationRequest, ...]:
     """One engine request for each tokenized prompt. Raises RequestRejected."""
+    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    num_told = sum(map(len, prompts)) * (body.n or 1)
+    _check_num_prompt_logprobs(num_prompt_logprobs(body), num_told, param=name)
     requests = []
     for index, prompt in enumerate(prompts):
         max_tokens = _fit_max_tokens(
-            body.max_tokens, len(prompt), info, names=_COMPLETION_NAMES, default=COMPLETION_MAX_TOKENS
+            # One token is drawn even if none is asked for; it is not shown.
+            body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1),
+            len(prompt),
+            info,
+            names=_COMPLETION_NAMES,
+            default=COMPLETION_MAX_TOKENS,
         )
-        _check_ids(prompt, info, param="prompt")
-        params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=body.logprobs)
-        requests.append(_generation_request(body, prompt, params, origin, place=f"-{index}"))
+        check_token_ids(prompt, info, param="prompt")
+        num_choices = body.best_of or body.n or 1
+        ranks = num_choices > (body.n or 1)
+        num_logprobs = 0 if body.logprobs is None and ranks else body.logprobs
+        params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=num_logprobs)
+        params = replace(params, num_prompt_logprobs=num_prompt_logprobs(body), bad_words=bad_words)
+        _check_something_is_left(params)
+        request = _generation_request(body, prompt, params, origin, place=f"-{index}")
+        requests.append(replace(request, n=num_choices))
     return tuple(requests)
+
+
+def num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """What the two fields that ask for them need together."""
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    return max((number for number in asked if number is not None), default=None)
+
+
+def _check_num_prompt_logprobs(num_top: int | None, num_told: int, *, param: str) -> None:
+    if num_top is not None and num_told * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise RequestRejected(
+            f"{param}: {num_told} prompt tokens times choices, with {num_top} alternatives each, are more"
+            f" than {MAX_PROMPT_LOGPROBS} log-probabilities; send fewer prompts or ask for fewer",
+            param=param,
+        )
+
+
+def kept_prompt(
+    body: GenerationFields, prompt: tuple[int, ...], info: ModelInfo, *, max_tokens: int
+) -> tuple[int, ...]:
+    """What truncate_prompt_tokens leaves of a prompt: its end. Raises RequestRejected."""
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    if asked == 0 or asked > info.max_model_len:
+        raise RequestRejected(
+            f"truncate_prompt_tokens must be -1 or from 1 to {info.max_model_len}, not {asked}",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-(max(info.max_model_len - max_tokens, 1) if asked == -1 else asked) :]
 
 
 def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
@@ -94,8 +168,8 @@ def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str
     _check_fields(body, info)
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
-    messages = [_message(message, index) for index, message in enumerate(body.messages)]
-    _check_num_chars(sum(len(message["content"]) for message in messages), info, param="messages")
+    messages = template_messages(body.messages)
+    _check_num_chars(num_chars(messages), info, param="messages")
     return messages
 
 
@@ -116,7 +190,12 @@ def chat_options(body: ChatCompletionRequest) -> ChatOptions:
 
 
 def chat_request(
-    body: ChatCompletionRequest, prompt: tuple[int, ...], info: ModelInfo, origin: Origin
+    body: ChatCompletionRequest,
+    prompt: tuple[int, ...],
+    info: ModelInfo,
+    origin: Origin,
+    *,
+    bad_words: BadWords = (),
 ) -> GenerationRequest:
     """Raises RequestRejected."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -125,53 +204,55 @@ def chat_request(
             "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
         )
     max_tokens = _fit_max_tokens(asked, len(prompt), info, names=_CHAT_NAMES, default=None)
-    _check_ids(prompt, info, param="messages")
+    check_token_ids(prompt, info, param="messages")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=num_logprobs)
+    params = replace(params, num_prompt_logprobs=body.prompt_logprobs, bad_words=bad_words)
+    _check_num_prompt_logprobs(body.prompt_logprobs, len(prompt), param="prompt_logprobs")
+    _check_something_is_left(params)
     return _generation_request(body, prompt, params, origin)
 
 
-def _message(message: ChatMessage, index: int) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise unsupported(
-            f"{where}.role", f"the role {message.role!r} is not supported; use system, user or assistant"
-        )
-    for name in ("tool_calls", "function_call", "audio", "refusal"):
-        if getattr(message, name):
-            raise unsupported(f"{where}.{name}", f"{name} in a message is not supported by this server")
-    if message.content is None:
-        raise RequestRejected(f"{where}.content is required", param=f"{where}.content", code="missing_field")
-    texts = [_part_text(part, f"{where}.content[{place}]") for place, part in enumerate(message.content)]
-    rendered = {"role": role, "content": "\n".join(texts)}
-    if message.name is not None:
-        rendered["name"] = message.name
-    return rendered
+def check_model(model: str | None, info: ModelInfo) -> None:
+    """Absent means the first name. Raises ModelNotFound."""
+    if model is not None and model not in info.served_names:
+        names = ", ".join(info.served_names)
+        raise ModelNotFound(f"the model {model!r} is not served here; there is: {names}")
 
 
-def _part_text(part: ContentPart, where: str) -> str:
-    if part.type != "text":
-        raise unsupported(f"{where}.type", f"content parts of type {part.type!r} are not supported; use text")
-    if part.text is None:
-        raise RequestRejected(f"{where}.text is required", param=f"{where}.text", code="missing_field")
-    return part.text
+def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, param: str) -> None:
+    """Refuse ids that the model has no embedding for; a tokenizer may know more tokens than the model."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= info.vocab_size):
+        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}", param=param)
 
 
 def _check_fields(body: GenerationFields, info: ModelInfo) -> None:
-    if body.model is not None and body.model not in info.served_names:
-        names = ", ".join(info.served_names)
-        raise ModelNotFound(f"the model {body.model!r} is not served here; there is: {names}")
+    check_model(body.model, info)
+    if info.pooling is not None:
+        raise WrongTask(f"this model does not generate text; it is served to {info.pooling.task}")
     if body.stream_options is not None and not body.stream:
         raise RequestRejected("stream_options is allowed only with stream", param="stream_options")
-    if any(token_id >= info.vocab_size for token_id in body.stop_token_ids or ()):
-        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}", param="stop_token_ids")
+    for name, token_ids in (
+        ("stop_token_ids", body.stop_token_ids),
+        ("allowed_token_ids", body.allowed_token_ids),
+    ):
+        check_token_ids(token_ids or (), info, param=name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestRejected(
+            "prompt_logprobs is not available with stream; completions stream them with echo and logprobs",
+            param="prompt_logprobs",
+        )
 
 
-def _check_ids(prompt: Sequence[int], info: ModelInfo, *, param: str) -> None:
-    """Refuse ids that the model has no embedding for; a tokenizer may know more tokens than the model."""
-    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}", param=param)
+def _check_something_is_left(params: SamplingParams) -> None:
+    """Refuse what bans every allowed token: nothing could be drawn."""
+    banned = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned |= set(params.stop_token_ids)
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        raise RequestRejected(
+            "allowed_token_ids: bad_words and min_tokens ban every one of them", param="allowed_token_ids"
+        )
 
 
 def _check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:
@@ -239,6 +320,7 @@ def _sampling(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body, info),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         seed=origin.draw_seed() if body.seed is None else body.seed & _SEED_MASK,
         num_logprobs=num_logprobs,
         max_tokens=max_tokens,
@@ -288,21 +370,36 @@ def _generation_request(
         stop=tuple(body.stop or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
-        terms=_terms(body, origin),
+        terms=service_terms(body, origin),
     )
 
 
-def _terms(body: GenerationFields, origin: Origin) -> ServiceTerms:
+def service_terms(body: GenerationFields | PoolingFields, origin: Origin) -> ServiceTerms:
+    """On what terms a request is served; a null is no limit."""
+    salt = body.cache_salt or ""
     return ServiceTerms(
-        priority=body.priority or 0,
+        priority=_priority(body, origin.key),
         tenant=(body.user or "") if origin.tenant is None else origin.tenant,
-        cache_salt=body.cache_salt or "",
+        # With a prefix that no other key has, whatever a client chooses stays inside its own.
+        cache_salt=f"{origin.key.cache_salt}/{salt}" if origin.key and origin.key.cache_salt else salt,
         time_limits=TimeLimits(
             queue_s=_or_no_limit(body.queue_timeout),
             first_token_s=_or_no_limit(body.first_token_timeout),
             total_s=_or_no_limit(body.timeout),
         ),
     )
+
+
+def _priority(body: GenerationFields | PoolingFields, key: ApiKey | None) -> int:
+    """Raises NotPermitted for one that is more urgent than the key may ask for."""
+    ceiling = key.most_urgent_priority if key else None
+    if ceiling is None:
+        return body.priority or 0
+    if body.priority is not None and body.priority < ceiling:
+        raise NotPermitted(
+            f"priority: this key may ask for {ceiling} or more, which is less urgent", param="priority"
+        )
+    return max(0, ceiling) if body.priority is None else body.priority
 
 
 def _or_no_limit(seconds: float | None) -> float:

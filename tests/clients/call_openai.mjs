@@ -30,6 +30,28 @@ const completion = await client.completions.create({
   logprobs: 1,
 });
 
+const weather = {
+  type: "function",
+  function: {
+    name: "weather",
+    parameters: {
+      type: "object",
+      properties: { unit: { enum: ["C", "F"] } },
+      required: ["unit"],
+      additionalProperties: false,
+    },
+  },
+};
+const called = await client.chat.completions
+  .stream({ ...call, tools: [weather], tool_choice: "required", parallel_tool_calls: false })
+  .finalChatCompletion();
+const tool = called.choices[0].message.tool_calls[0];
+
+const response = await client.responses
+  .stream({ model: call.model, input: "Count from 3 to 8.", temperature: 0, max_output_tokens: 30 })
+  .finalResponse();
+const stored = await client.responses.retrieve(response.id);
+
 async function errorOf(body) {
   try {
     await client.chat.completions.create({ ...call, ...body });
@@ -59,6 +81,8 @@ console.log(
     helper: helper.choices[0].message.content,
     usage: usage.completion_tokens === whole.usage.completion_tokens,
     completion_tokens: completion.choices[0].logprobs.tokens.length,
+    tool: { name: tool.function.name, unit: JSON.parse(tool.function.arguments).unit, id: Boolean(tool.id) },
+    response: [response.output_text, stored.output_text, response.status],
     bad_value: await errorOf({ temperature: 99 }),
     no_model: await errorOf({ model: "nobody" }),
     chunks_before_abort: chunksBeforeAbort,

@@ -27,6 +27,9 @@ def test_the_node_sdk_streams_fails_and_aborts_as_with_openai(server, node):
     assert said["completion_tokens"] == 4
     assert said["bad_value"] == {"name": "BadRequestError", "status": 400, "param": "temperature", "id": True}
     assert said["no_model"]["name"] == "NotFoundError"
-    assert said["chunks_before_abort"] == 3
+    assert said["tool"] == {"name": "weather", "unit": said["tool"]["unit"], "id": True}
+    assert said["tool"]["unit"] in ("C", "F")
+    assert said["response"] == ["3, 4, 5, 6, 7, 8", "3, 4, 5, 6, 7, 8", "completed"]
+    assert 3 <= said["chunks_before_abort"] < 20, "what had arrived already, and no more"
     assert said["models"] == ["tokenyard-demo"]
     server.wait_until_idle(within_s=2)

@@ -26,10 +26,20 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int | None:
-        """The engine process: the only child. None while there is none."""
+        """None while there is no engine process."""
+        return self._child_running("engine.process")
+
+    @property
+    def grammar_pid(self) -> int | None:
+        """Of the process that tries grammars; None while there is none."""
+        return self._child_running("engine.grammar_process")
+
+    def _child_running(self, module: str) -> int | None:
         pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else None
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                return int(child)
+        return None
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")

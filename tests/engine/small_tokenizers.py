@@ -59,6 +59,32 @@ def sentencepiece_backend(decoder: decoders.Decoder | None = None) -> tokenizers
     return backend
 
 
+def byte_fallback_bpe_backend() -> tokenizers.Tokenizer:
+    """As Llama 2 and Mistral have it in fact: BPE with merges, a mark for the space, bytes for the rest."""
+    plain = sorted({char for line in SAMPLE[:2] for char in line.replace(" ", "▁")})
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *plain]
+    merges = []
+    for word in ("▁the", "▁hello", "▁over", "fox", "▁la", "zy"):
+        for end in range(1, len(word)):
+            if word[: end + 1] not in tokens:
+                tokens.append(word[: end + 1])
+                merges.append((word[:end], word[end]))
+    vocab = {token: place for place, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    return backend
+
+
 def word_piece_backend() -> tokenizers.Tokenizer:
     words = sorted({word for line in SAMPLE for word in line.split()})
     pieces = ["[UNK]", "<s>", "</s>", *words, *(f"##{word}" for word in words), ".", "##s", "'", "n't"]
@@ -97,3 +123,30 @@ def metaspace() -> Tokenizer:
 @functools.cache
 def word_piece() -> Tokenizer:
     return _wrap(word_piece_backend())
+
+
+def _with_added_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:
+    """Special ones, which may be left out of a text, and others, which may not; with and without spaces."""
+    backend.add_special_tokens(["<s>", "</s>", "<|im_end|>", "[MASK]"])
+    backend.add_tokens(["<tool>", "new word", " spaced ", "é x"])
+    return _wrap(backend)
+
+
+@functools.cache
+def byte_fallback_bpe() -> Tokenizer:
+    return _with_added_tokens(byte_fallback_bpe_backend())
+
+
+@functools.cache
+def sentencepiece_with_added_tokens() -> Tokenizer:
+    return _with_added_tokens(sentencepiece_backend())
+
+
+@functools.cache
+def byte_level_with_added_tokens() -> Tokenizer:
+    return _with_added_tokens(byte_level_backend())
+
+
+@functools.cache
+def word_piece_with_added_tokens() -> Tokenizer:
+    return _with_added_tokens(word_piece_backend())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from engine import chat_template
 from engine.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, FinalMessage
 from engine.errors import NoChatTemplate, RequestRejected
 from engine.tokenizer import TokenizerError
@@ -182,6 +183,62 @@ def test_tojson_indents_and_sorts_as_templates_ask() -> None:
     assert ours(source).render([QUESTION]) == theirs(source, [QUESTION])
 
 
+HERMES_CALLS = """\
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {%- set body = {'name': call.function.name, 'arguments': call.function.arguments} %}
+            {{- '<tool_call>' }}{{ body | tojson }}
+        {%- endfor %}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+{%- endfor %}
+"""
+QWEN_3_CALLS = """\
+{%- for call in messages[1].tool_calls %}
+    {%- if call.function.arguments is string %}
+        {{- call.function.arguments }}
+    {%- else %}
+        {{- call.function.arguments | tojson }}
+    {%- endif %}
+    {%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}
+{%- endfor %}
+"""
+
+
+def call_messages(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": "call_1", "type": "function", "function": function}
+    return [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [HERMES_CALLS, QWEN_3_CALLS, MISTRAL.replace("message.content | trim", "message.tool_calls | tojson")],
+)
+def test_arguments_of_calls_are_objects_to_a_template_that_asks_for_objects(source) -> None:
+    rendered = ours(source).render(call_messages('{"wo": "Köln", "n": [1, 2]}'))
+    assert rendered == theirs(source, call_messages({"wo": "Köln", "n": [1, 2]}))
+    assert "Köln" in rendered
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "{{ arguments }}",
+        "{{ arguments | string }}",
+        "{{ '' ~ arguments }}",
+        "{{ '' + arguments + '' }}",
+        "{{ arguments + '' }}",
+    ],
+)
+def test_arguments_of_calls_are_text_to_a_template_that_asks_for_text(expression) -> None:
+    source = "{% set arguments = messages[1].tool_calls[0].function.arguments %}" + expression
+    for arguments in ('{ "a":1 }', "{}", "not an object", "[1]"):
+        assert ours(source).render(call_messages(arguments)) == arguments
+
+
 def test_a_key_that_is_none_counts_as_absent() -> None:
     source = "{% if messages[0].tool_calls is defined %}calls{% else %}none{% endif %}"
     assert ours(source).render([{**QUESTION, "tool_calls": None}]) == "none"
@@ -235,6 +292,9 @@ def test_the_templates_own_refusal_reaches_the_caller() -> None:
         "{% include '/etc/passwd' %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{% for i in range(10000000000) %}{% endfor %}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ [0] * 10000000000 }}",
+        "{{ 10000000000 ** 10000000000 }}",
     ],
 )
 def test_a_template_that_fails_or_steps_out_of_its_sandbox_fails_the_request_alone(source) -> None:
@@ -242,6 +302,20 @@ def test_a_template_that_fails_or_steps_out_of_its_sandbox_fails_the_request_alo
         ours(source).render([QUESTION])
     assert caught.value.param == "messages"
     assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro %}{{ two(99) }}",
+    ],
+)
+def test_a_template_without_end_is_ended(source, monkeypatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 0.05)
+    with pytest.raises(RequestRejected, match="takes longer than") as caught:
+        ours(source).render([QUESTION])
+    assert caught.value.param == "messages"
 
 
 def test_a_rendered_chat_is_bounded() -> None:

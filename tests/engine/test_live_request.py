@@ -155,3 +155,50 @@ async def test_logprobs_tell_which_tokens_are_not_in_the_text() -> None:
         live.push(output, EOS)
         (taken,) = live.take()
         assert taken.logprobs[0].is_hidden is skip
+
+
+def of_prompt(*token_ids: int) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(token_id, -1.0, 1, ((token_id, -1.0),)) for token_id in token_ids)
+
+
+def scored_request(n: int = 1) -> LiveRequest:
+    """Its prompt has four tokens, of which three have log-probabilities."""
+    params = SamplingParams(num_prompt_logprobs=1)
+    request = GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3, 4), params=params, n=n)
+    return LiveRequest(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
+
+
+async def test_a_reply_begins_with_all_logprobs_of_its_prompt() -> None:
+    live = scored_request()
+    live.push(SequenceOutput(SequenceId(0), (), prompt_logprobs=of_prompt(2)), EOS)
+    assert live.take() == []
+    live.push(SequenceOutput(SequenceId(0), (50,), prompt_logprobs=of_prompt(3, 4)), EOS)
+    (output,) = live.take()
+    assert [each.chosen.token_id for each in output.prompt_logprobs] == [2, 3, 4]
+    assert output.token_ids == (50,)
+    live.push(SequenceOutput(SequenceId(0), (51,)), EOS)
+    assert live.take()[0].prompt_logprobs == ()
+
+
+async def test_choices_that_are_faster_wait_for_the_prompts_logprobs_of_the_first() -> None:
+    live = scored_request(n=2)
+    live.push(SequenceOutput(SequenceId(1), (50,), FinishReason.LENGTH), EOS)
+    assert live.take() == []
+    live.push(SequenceOutput(SequenceId(0), (51,), prompt_logprobs=of_prompt(2, 3, 4)), EOS)
+    outputs = live.take()
+    assert [len(output.prompt_logprobs) for output in outputs] == [3, 3]
+
+
+async def test_a_deadline_before_the_whole_prompt_is_an_error_although_another_choice_has_tokens() -> None:
+    live = scored_request(n=2)
+    live.push(SequenceOutput(SequenceId(1), (50,), FinishReason.LENGTH), EOS)
+    live.push(SequenceOutput(SequenceId(0), (), FinishReason.EXPIRED, message="too late"), EOS)
+    with pytest.raises(DeadlineExceeded):
+        live.take()
+
+
+async def test_an_abort_before_the_whole_prompt_still_ends_the_request() -> None:
+    live = scored_request()
+    live.push(SequenceOutput(SequenceId(0), (), FinishReason.ABORTED), EOS)
+    assert live.is_over
+    assert live.take()[0].finish_reason is FinishReason.ABORTED

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+import msgspec
 import pytest
 
 from engine.loop import EngineLoop, WorkerBroken
@@ -98,6 +99,23 @@ def test_n_sequences_of_one_request_draw_with_different_seeds() -> None:
     desk.letters.append([request(1, 2, 3)])
     make_loop(desk, SeedReader(4)).turn()
     assert seeds == [0, 1, 2]
+
+
+def test_one_of_n_sequences_scores_the_prompt_for_all() -> None:
+    asked: list[int | None] = []
+
+    class Watching(FakeWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            asked.extend(new.params.num_prompt_logprobs for new in plan.new_sequences)
+            return super().execute(plan)
+
+    desk = Desk()
+    asking = SamplingParams(max_tokens=1, num_prompt_logprobs=2)
+    desk.letters.append([msgspec.structs.replace(request(1, 2, 3), params=asking)])
+    loop = make_loop(desk, Watching(4))
+    for _ in range(3):
+        loop.turn()
+    assert asked == [2, None, None]
 
 
 def test_an_abort_that_arrives_while_the_worker_computes_wins_over_the_result() -> None:

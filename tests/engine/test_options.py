@@ -51,9 +51,11 @@ def test_flags_win_over_the_environment_and_that_over_the_file(file) -> None:
 _SAMPLES: dict[str, tuple[str, Any]] = {
     "model": ("org/name", "org/name"),
     "served_model_name": ("chat", ("chat",)),
+    "task": ("embed", "embed"),
     "dtype": ("BFLOAT16", "bfloat16"),
     "device": ("cuda:1", "cuda:1"),
     "max_model_len": ("32K", 32768),
+    "cpu_kernels": ("OFF", "off"),
     "num_threads": ("2", 2),
     "block_size": ("64", 64),
     "num_gpu_blocks_override": ("1_000", 1000),
@@ -65,6 +67,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "scheduling_policy": ("priority", "priority"),
     "watermark": ("0", 0.0),
     "swap_space": ("4GiB", 2**32),
+    "prefix_cache_host_tier": ("off", "off"),
     "target_itl": ("50ms", 0.05),
     "order_among_equals": ("deadline", "deadline"),
     "batching": ("separate", "separate"),
@@ -84,10 +87,28 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "port": ("0", 0),
     "api_key": ("k", ("k",)),
     "allow_unauthenticated": ("on", True),
+    "api_keys_file": ("/tmp/keys.yaml", "/tmp/keys.yaml"),
+    "metrics_auth": ("on", True),
+    "admin_port": ("0", 0),
+    "admin_host": ("::1", "::1"),
+    "tls_cert": ("/tmp/cert.pem", "/tmp/cert.pem"),
+    "tls_key": ("/tmp/key.pem", "/tmp/key.pem"),
+    "tls_client_ca": ("/tmp/ca.pem", "/tmp/ca.pem"),
+    "cors_origin": ("https://app.example", ("https://app.example",)),
+    "send_timeout": ("500ms", 0.5),
+    "max_memory_use": ("90%", 0.9),
     "max_queued_requests": ("7", 7),
     "enable_admin": ("on", True),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("think", "think"),
     "max_queued_tokens": ("1M", 2**20),
     "max_body_size": ("1MB", 1_000_000),
+    "strict_fields": ("on", True),
+    "stream_keep_alive": ("0", 0.0),
+    "responses_store_size": ("0", 0),
+    "responses_store_memory": ("1MiB", 2**20),
+    "responses_store_ttl": ("10m", 600.0),
+    "grammar_compile_timeout": ("500ms", 0.5),
     "shutdown_timeout": ("2m", 120.0),
     "heartbeat_timeout": ("5s", 5.0),
     "log_level": ("debug", "debug"),
@@ -287,11 +308,30 @@ def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
         (["--host", "0.0.0.0"], "API key"),
         (["--host", "my-host.example"], "API key"),
         (["--model", "another"], "two different models"),
+        (["--preemption-mode", "swap"], "no swap space"),
+        (["--prefix-cache-host-tier", "on"], "no swap space to use"),
+        (
+            ["--swap-space", "1GiB", "--prefix-cache-host-tier", "on", "--no-enable-prefix-caching"],
+            "nothing to keep",
+        ),
+        (
+            ["--swap-space", "1GiB", "--prefix-cache-host-tier", "off", "--preemption-mode", "recompute"],
+            "nothing is swapped",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(checkpoint, words, message) -> None:
     with pytest.raises(OptionError, match=message):
         resolve(read(str(checkpoint), *words), environment={})
+
+
+@pytest.mark.parametrize(
+    ("words", "tier"),
+    [([], "on"), (["--prefix-cache-host-tier", "off"], "off"), (["--preemption-mode", "recompute"], "on")],
+)
+def test_the_swap_space_keeps_prefixes_unless_it_is_told_not_to(checkpoint, words, tier) -> None:
+    engine, _ = resolve(read(str(checkpoint), "--swap-space", "1GiB", *words), environment={})
+    assert engine.scheduler.host_tier == tier
 
 
 @pytest.mark.parametrize(

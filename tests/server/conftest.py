@@ -11,17 +11,37 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from engine.edge_config import EdgeConfig
 from server.app import build_app
 from server.connections import ClientConnection
 from server.edge import Patience
 from tests.server.fake_engine import FakeEngine
 
 
+EDGE = EdgeConfig(
+    api_keys_file=None,
+    metrics_auth=False,
+    admin_port=None,
+    admin_host="127.0.0.1",
+    tls=None,
+    cors_origins=(),
+    send_timeout_s=30.0,
+    max_memory_use=1.0,
+)
+
+
 @dataclass(frozen=True)
 class Settings:
     api_keys: tuple[str, ...] = ()
+    edge: EdgeConfig = EDGE
     max_body_bytes: int = 64 * 1024
     enable_admin: bool = True
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    strict_fields: bool = False
+    responses_store_size: int = 16
+    responses_store_bytes: int = 2**20
+    responses_store_ttl_s: float = 60.0
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ A token is one byte; the reply repeats the prompt's letters in capitals, one tok
 """
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,16 +12,23 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
+from engine.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
     EngineState,
     FinishReason,
     GenerationRequest,
+    Grammar,
     Health,
     LogprobEntry,
     ModelInfo,
+    PooledOutput,
+    PoolingRequest,
+    TextCut,
+    TokenizedText,
     TokenLogprob,
     TokenOutput,
+    TokenText,
 )
 from server.edge import NumberedOutputs
 from tests.server.merging import merged
@@ -67,10 +75,14 @@ class FakeEngine:
     end_as: FinishReason | None = None
     """How choices end; None: as they really do."""
     is_without_end: bool = False
+    can_infill: bool = False
+    choice_logprobs: tuple[float, ...] = (-0.5,)
+    """Of every token of a choice; choices beyond the last take turns."""
     texts: tuple[str, ...] | None = None
     """What a choice says, one token each; None: the prompt in capitals."""
     requests: list[GenerationRequest] = field(default_factory=list)
     chats: list[tuple[list[dict[str, Any]], ChatOptions]] = field(default_factory=list)
+    pooled: list[PoolingRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
     num_resets: int = 0
@@ -92,14 +104,72 @@ class FakeEngine:
             raise RequestRejected("the prompt has a null character", param="prompt")
         return tuple(text.encode())
 
+    async def encode_plain(self, text: str) -> tuple[int, ...]:
+        return (await self.encode(text)) + (1,)  # to be told from `encode`
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(word.encode()) for word in words)
+
+    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        if not self.can_infill:
+            raise RequestRejected("no holes here", param="suffix", code="unsupported_parameter")
+        return (2, *prefix.encode(), 3, *suffix.encode(), 4)
+
+    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
+        ids = [token_id for token_id in token_ids if token_id < EOS or special is SpecialTokens.KEEP]
+        return "".join("<eos>" if token_id == EOS else chr(token_id) for token_id in ids)
+
+    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar:
+        if "refuse" in grammar.text:
+            raise RequestRejected(f"{param}: refused", param=param, code="invalid_grammar")
+        return grammar
+
+    def token_text(self, token_id: int) -> TokenText:
+        return TokenText(token_id, chr(token_id), chr(token_id).encode())
+
+    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
+
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
         if not self.model_info.has_chat_template:
             raise NoChatTemplate
         self.chats.append((messages, options))
-        return tuple("".join(message["content"] for message in messages).encode()) or (10,)
+        return tuple("".join(message["content"] or "" for message in messages).encode()) or (10,)
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
+
+    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
+        return [TokenizedText((await self.encode(text))[: cut.max_tokens]) for text in texts]
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
+        return [
+            TokenizedText((*first.encode(), 0, *second.encode())[: cut.max_tokens], len(first) + 1)
+            for first, second in pairs
+        ]
+
+    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
+        """The first number of a vector is the number of tokens, the second their mean, the third 1."""
+        self.pooled += requests
+        if self.admission_error is not None:
+            raise self.admission_error
+        self.num_running += len(requests)
+        try:
+            await (asyncio.Event().wait() if self.stall_after == 0 else asyncio.sleep(self.pause_s))
+        except asyncio.CancelledError:
+            self.aborted += [request.request_id for request in requests]
+            raise
+        finally:
+            self.num_running -= len(requests)
+        return [
+            PooledOutput(vector=self._vector(request), finish_reason=self.end_as or FinishReason.STOP)
+            for request in requests
+        ]
+
+    def _vector(self, request: PoolingRequest) -> bytes:
+        ids = request.prompt_token_ids
+        size = request.params.num_dimensions or self.model_info.pooling.num_dimensions
+        return struct.pack("<3f", len(ids), sum(ids) / len(ids), 1.0)[: 4 * size]
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
         return merged([self.generate(request) for request in requests])
@@ -145,7 +215,7 @@ class FakeEngine:
     def _output(self, request: GenerationRequest, index: int, place: int, text: str) -> TokenOutput:
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.params.num_logprobs is not None:
-            chosen = entry(text)
+            chosen = entry(text, self.choice_logprobs[index % len(self.choice_logprobs)])
             top = tuple(
                 entry(other, -1.0) for other in "ABCDEFGHIJKLMNOPQRSTU"[: request.params.num_logprobs]
             )
@@ -156,6 +226,17 @@ class FakeEngine:
             token_ids=(place,),
             logprobs=logprobs,
             num_cached_tokens=4 if index == 0 else 8,
+            prompt_logprobs=self._prompt_logprobs(request) if place == 0 else (),
+        )
+
+    def _prompt_logprobs(self, request: GenerationRequest) -> tuple[TokenLogprob, ...]:
+        num_top = request.params.num_prompt_logprobs
+        if num_top is None:
+            return ()
+        top = tuple(entry(other, -1.0) for other in "ABCDEFGHIJKLMNOPQRSTU"[:num_top])
+        return tuple(
+            TokenLogprob(chosen=entry(chr(token_id), -2.0), top=top, rank=30)
+            for token_id in request.prompt_token_ids[1:]
         )
 
 

@@ -59,7 +59,9 @@ BAD_FIELDS = [
     ({"min_tokens": 17}, "min_tokens", "invalid_value"),
     ({"n": 0}, "n", "invalid_value"),
     ({"n": 129}, "n", "invalid_value"),
-    ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"best_of": 0}, "best_of", "invalid_value"),
+    ({"n": 2, "best_of": 1}, "best_of", "invalid_value"),
+    ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
     ({"temperature": -0.1}, "temperature", "invalid_value"),
     ({"temperature": 2.1}, "temperature", "invalid_value"),
     ({"temperature": "hot"}, "temperature", "invalid_value"),
@@ -82,8 +84,15 @@ BAD_FIELDS = [
     ({"seed": 1.5}, "seed", "invalid_value"),
     ({"logprobs": 21}, "logprobs", "invalid_value"),
     ({"logprobs": True}, "logprobs", "invalid_value"),
-    ({"echo": True, "logprobs": 1}, "logprobs", "unsupported_parameter"),
-    ({"echo": True, "prompt": [1]}, "echo", "unsupported_parameter"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"bad_words": [""]}, "bad_words[0]", "invalid_value"),
+    ({"bad_words": "word"}, "bad_words", "invalid_value"),
+    ({"bad_words": ["x"] * 129}, "bad_words", "invalid_value"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [300]}, "allowed_token_ids", "invalid_value"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "invalid_value"),
+    ({"return_token_ids": 1}, "return_token_ids", "invalid_value"),
     ({"stop": [""]}, "stop[0]", "invalid_value"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value"),
     ({"stop": [1]}, "stop[0]", "invalid_value"),
@@ -110,9 +119,11 @@ BAD_FIELDS = [
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
     ({"store": True}, "store", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
+    ({"spaces_between_special_tokens": True}, "spaces_between_special_tokens", "unsupported_parameter"),
+    ({"logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
+    ({"prompt_embeds": "x"}, "prompt_embeds", "unsupported_parameter"),
+    ({"truncation_side": "right"}, "truncation_side", "unsupported_parameter"),
     ({"guided_json": {}}, "guided_json", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
 ]
 
 
@@ -129,6 +140,17 @@ def message(**fields):
     return {"messages": [{"role": "user", "content": "x", **fields}]}
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def tool(name, **fields):
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def choice(name):
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD_CHATS = [
     ({"messages": None}, "messages", "missing_field"),
     ({"messages": []}, "messages", "invalid_value"),
@@ -136,7 +158,7 @@ BAD_CHATS = [
     ({"messages": [{}]}, "messages[0].role", "missing_field"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_field"),
     ({"messages": ["hi"]}, "messages[0]", "invalid_value"),
-    (message(role="tool"), "messages[0].role", "unsupported_parameter"),
+    (message(role="tool"), "messages[0].tool_call_id", "missing_field"),
     (message(role="function"), "messages[0].role", "unsupported_parameter"),
     (message(role="wizard"), "messages[0].role", "unsupported_parameter"),
     (message(role=1), "messages[0].role", "invalid_value"),
@@ -152,7 +174,35 @@ BAD_CHATS = [
     (message(content="x" * 128), "messages", "context_length_exceeded"),
     (message(content="x" * 33_000), "messages", "context_length_exceeded"),
     (message(name="x" * 65), "messages[0].name", "invalid_value"),
-    (message(tool_calls=[{}]), "messages[0].tool_calls", "unsupported_parameter"),
+    (message(tool_calls=[{}]), "messages[0].tool_calls[0].id", "missing_field"),
+    (message(tool_calls=[CALL]), "messages[0].tool_calls", "invalid_value"),
+    (
+        message(role="assistant", tool_calls=[{**CALL, "id": "x" * 257}]),
+        "messages[0].tool_calls[0].id",
+        "invalid_value",
+    ),
+    (message(role="assistant", tool_calls=[CALL] * 129), "messages[0].tool_calls", "invalid_value"),
+    (
+        message(role="assistant", tool_calls=[{**CALL, "type": "custom"}]),
+        "messages[0].tool_calls[0].type",
+        "invalid_value",
+    ),
+    (message(tool_call_id="a"), "messages[0].tool_call_id", "invalid_value"),
+    (message(reasoning="a"), "messages[0].reasoning", "invalid_value"),
+    (message(function_call={"name": "f"}), "messages[0].function_call", "unsupported_parameter"),
+    (
+        message(content=[{"type": "refusal", "refusal": "no"}]),
+        "messages[0].content[0].type",
+        "unsupported_parameter",
+    ),
+    (message(content=[{"type": "input_audio"}]), "messages[0].content[0].type", "unsupported_parameter"),
+    (message(content=[{"type": "file"}]), "messages[0].content[0].type", "unsupported_parameter"),
+    (
+        message(role="assistant", content=[{"type": "refusal"}]),
+        "messages[0].content[0].refusal",
+        "missing_field",
+    ),
+    (message(role="assistant", content=None), "messages[0].content", "missing_field"),
     (message(audio={"id": "x"}), "messages[0].audio", "unsupported_parameter"),
     ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
@@ -166,11 +216,54 @@ BAD_CHATS = [
     ),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_field"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [tool("")]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name", "invalid_value"),
+    ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "invalid_value"),
+    ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters", "invalid_value"),
+    ({"tools": [tool("f", parameters={"type": "array"})]}, "tools[0].function.parameters", "invalid_value"),
+    ({"tools": [tool("f")]}, "tools", "unsupported_parameter"),
+    ({"tools": {"f": 1}}, "tools", "invalid_value"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "any"}, "tool_choice.type", "invalid_value"),
+    ({"tool_choice": 5}, "tool_choice", "invalid_value"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "custom"}}, "tool_choice.type", "invalid_value"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing_field"),
+    ({"tools": [tool("f")], "tool_choice": choice("g")}, "tool_choice.function.name", "invalid_value"),
+    ({"tool_choice": choice("g")}, "tool_choice.function.name", "invalid_value"),
+    (
+        {"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}},
+        "tool_choice.allowed_tools",
+        "missing_field",
+    ),
+    (
+        {
+            "tools": [tool("f")],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [choice("g")]},
+            },
+        },
+        "tool_choice.allowed_tools.tools[0].function.name",
+        "invalid_value",
+    ),
+    (
+        {"tools": [tool("f")], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        "invalid_value",
+    ),
+    (
+        {"tools": [tool("f", description="refuse")], "tool_choice": "required", "ignore_eos": True},
+        "ignore_eos",
+        "invalid_value",
+    ),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_value"),
+    ({"include_reasoning": 0}, "include_reasoning", "invalid_value"),
     ({"functions": [{}]}, "functions", "unsupported_parameter"),
     ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
     ({"audio": {"voice": "alloy"}}, "audio", "unsupported_parameter"),
     ({"prediction": {}}, "prediction", "unsupported_parameter"),

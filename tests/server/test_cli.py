@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ import pytest
 import server
 from engine.config import ServerConfig, resolve
 from engine.options import Options
-from engine.types import ModelInfo
+from engine.types import ModelInfo, PoolingFacts, PoolingTask, PromptComputation
 from server.banner import LoadingDisplay, render_banner
 from server.cli import main
 from server.listening import listen, url_of
@@ -179,6 +180,23 @@ def test_the_banner_tells_what_was_loaded_and_how_to_call_it(checkpoint) -> None
         assert part in banner
     assert "\x1b" not in banner
     assert "Authorization" not in banner
+
+
+@pytest.mark.parametrize(
+    ("task", "size", "expected"),
+    [
+        (PoolingTask.EMBED, 384, ("embeddings of 384 dimensions", "/v1/embeddings", '"input"')),
+        (PoolingTask.SCORE, 1, ("scores of pairs", "/v1/rerank", '"documents"')),
+    ],
+)
+def test_the_banner_of_an_encoder_shows_its_endpoint_and_no_kv_cache(
+    checkpoint, task: PoolingTask, size: int, expected: tuple[str, ...]
+) -> None:
+    facts = PoolingFacts(task=task, num_dimensions=size, prompt=PromptComputation.AT_ONCE)
+    info = replace(INFO, pooling=facts, kv_cache_bytes=0)
+    banner = render_banner(info, *_configs(checkpoint), url="http://h")
+    assert "KV cache" not in banner
+    assert all(part in banner for part in expected)
 
 
 def test_the_pasted_command_sends_the_served_name_whatever_it_holds(checkpoint) -> None:

@@ -15,13 +15,14 @@ from engine.errors import (
     RequestRejected,
 )
 from server import errors
+from server.error_catalogue import CATALOGUE, Retry
 from server.errors import MAX_MESSAGE_CHARS, ErrorBoundary, describe
 
 
 @pytest.mark.parametrize(
     ("error", "status", "code", "headers"),
     [
-        (RequestRejected("no", code="x"), 400, "x", {"x-should-retry": "false"}),
+        (RequestRejected("no", code="invalid_json"), 400, "invalid_json", {"x-should-retry": "false"}),
         (engine_errors.ContextLengthExceeded("no", param="p"), 400, "context_length_exceeded", {}),
         (engine_errors.NoChatTemplate(), 400, "no_chat_template", {}),
         (
@@ -72,7 +73,7 @@ def test_every_error_of_the_engine_has_a_row_of_its_own_or_of_its_parent():
         for kind in vars(engine_errors).values()
         if isinstance(kind, type) and issubclass(kind, EngineError)
     ]
-    rows = set(errors._SHAPES) - {EngineError, Exception}
+    rows = set(errors._CODES) - {EngineError, Exception}
     for kind in set(kinds) - {EngineError}:
         assert any(parent in rows for parent in kind.__mro__), kind
 
@@ -155,3 +156,34 @@ async def test_a_405_names_every_method_of_the_path(client):
     response = await client.delete("/health/ready")
     assert response.status_code == 405
     assert response.headers["allow"] == "GET, HEAD"
+
+
+def test_every_code_that_a_type_has_is_in_the_catalogue():
+    assert {code for code in errors._CODES.values() if code} <= CATALOGUE.keys()
+
+
+def test_a_code_that_is_in_no_catalogue_still_gets_an_answer():
+    reply = describe(RequestRejected("no", param="p", code="made_up"), "req_1")
+    assert (reply.status, reply.code, reply.param) == (400, "invalid_value", "p")
+    assert describe(EngineUnavailable("?", code="made_up"), "req_1").code == "internal_error"
+
+
+def test_the_catalogue_is_consistent():
+    for code, entry in CATALOGUE.items():
+        is_ours = entry.status >= 500
+        assert is_ours == (entry.type in ("server_error", "timeout_error")), code
+        assert (entry.retry is Retry.LATER) == (entry.status in (429, 503)), code
+        assert bool(entry.fixed_text) == (entry.status == 500), code
+        assert entry.meaning
+
+
+async def test_errors_are_counted_by_code_in_replies_and_in_streams(client, engine):
+    def count(code):
+        return engine.metrics.registry.get_sample_value("tokenyard:request_errors_total", {"code": code})
+
+    await client.post("/v1/completions", json={"prompt": "x", "n": 0})
+    await client.get("/nowhere")
+    engine.error_after, engine.error = 1, RequestFailed("nan")
+    await client.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert [count(code) for code in ("invalid_value", "not_found", "model_error")] == [1, 1, 1]
+    assert count("internal_error") is None

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from engine.types import LogprobEntry, TokenLogprob
-from server.logprobs import TokenOffsets, chat_logprobs, completion_logprobs
+from server.logprobs import EchoOffsets, TokenOffsets, chat_logprobs, completion_logprobs
+from tests.engine import small_tokenizers
 
 
 def token(token_bytes: bytes, logprob: float = -1.0) -> TokenLogprob:
@@ -38,3 +41,42 @@ def test_minus_infinity_becomes_openais_floor():
     impossible = [token(b"a", float("-inf"))]
     assert chat_logprobs(impossible)["content"][0]["logprob"] == -9999.0
     assert completion_logprobs(impossible, TokenOffsets(0))["token_logprobs"] == [-9999.0]
+
+
+def echo_offsets(text: str, *pieces: bytes) -> list[int]:
+    offsets = EchoOffsets(text)
+    return [offsets.next_offset(piece) for piece in pieces]
+
+
+def test_a_token_that_begins_every_prompt_takes_no_room_in_its_echo():
+    assert echo_offsets("hi there", b"<s>", b"hi", b" there") == [0, 0, 2]
+    assert echo_offsets("<s>hi", b"<s>", b"hi") == [0, 3]  # but one that was written does
+
+
+def test_a_space_that_the_tokenizer_puts_before_the_first_word_is_not_in_the_echo():
+    assert echo_offsets("hi there hi", b" hi", b" there", b" hi") == [0, 2, 8]
+    assert echo_offsets(" hi", b" hi") == [0]
+
+
+def test_halves_of_a_character_begin_where_it_begins_in_an_echo_too():
+    assert echo_offsets("a😀b", b"a", b"\xf0\x9f", b"\x98\x80", b"b") == [0, 1, 1, 2]
+
+
+def test_offsets_find_their_way_again_behind_broken_bytes():
+    for marks in (1, 2, 3):
+        text = "a" + "\ufffd" * marks + "bc d"
+        assert echo_offsets(text, b"a", b"\xff", b"\xf0\x9f", b"bc", b" d")[-1] == len(text) - 2
+
+
+@pytest.mark.parametrize("text", small_tokenizers.SAMPLE)
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "sentencepiece_without_strip"])
+def test_every_whole_token_of_a_real_tokenizer_stands_where_its_offset_says(name, text):
+    tokenizer = getattr(small_tokenizers, name)()
+    ids = tokenizer.encode_prompt(text)
+    offsets = echo_offsets(text, *map(tokenizer.token_bytes, ids))
+    assert offsets == sorted(offsets)
+    for token_id, offset in zip(ids, offsets, strict=True):
+        token = tokenizer.token_string(token_id)
+        if "\ufffd" not in token and not tokenizer.is_special(token_id):
+            assert text.startswith(token.lstrip() if offset == 0 else token, offset)
+    assert offsets[-1] >= len(text) - len(tokenizer.token_bytes(ids[-1]))

@@ -58,6 +58,16 @@ async def test_a_completion(sdk):
     assert reply.choices[1].logprobs.text_offset == [0, 1]
 
 
+async def test_a_scored_prompt_and_the_best_of_several(sdk, engine):
+    engine.choice_logprobs = (-3.0, -0.1)
+    scored = await sdk.completions.create(model="fake", prompt="ab", max_tokens=0, echo=True, logprobs=1)
+    assert scored.choices[0].text == "ab"
+    assert scored.choices[0].logprobs.token_logprobs == [None, -2.0]
+    best = await sdk.completions.create(model="fake", prompt="ab", max_tokens=2, best_of=2, logprobs=0)
+    assert best.choices[0].logprobs.token_logprobs == [-0.1, -0.1]
+    assert best.usage.completion_tokens == 4
+
+
 async def test_a_streamed_completion(sdk):
     stream = await sdk.completions.create(model="fake", prompt="ab", max_tokens=2, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "AB"

@@ -7,12 +7,32 @@ from pathlib import Path
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 
 import server
 from server import refusals
-from server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, ContentPart, StreamOptions
+from server.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from server.tool_protocol import (
+    MAX_SCHEMA_BYTES,
+    AllowedTools,
+    FunctionDefinition,
+    NamedTool,
+    Tool,
+    ToolChoiceObject,
+)
 
-READERS = ("translate.py", "answering.py", "completions.py", "chat.py")
+READERS = (
+    *("translate.py", "answering.py", "encoding.py", "completions.py", "chat.py"),
+    *("chat_messages.py", "chat_turn.py", "tool_use.py", "structured_output.py"),
+)
 
 
 def fields_read() -> set[str]:
@@ -28,7 +48,11 @@ def fields_read() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "model", [CompletionRequest, ChatCompletionRequest, ChatMessage, ContentPart, StreamOptions]
+    "model",
+    [
+        *(CompletionRequest, ChatCompletionRequest, ChatMessage, ContentPart, StreamOptions),
+        *(Tool, ToolChoiceObject, AllowedTools, NamedTool),
+    ],
 )
 def test_every_declared_field_is_read(model):
     unread = set(model.model_fields) - fields_read()
@@ -78,19 +102,28 @@ def unbounded(schema: dict, where: str) -> list[str]:
         "array": {"maxItems"},
         "object": {"maxProperties"},
     }.get(schema.get("type"), set())
-    if bound and not bound & set(schema) and "enum" not in schema:
+    if bound and not bound & set(schema) and not {"enum", "const"} & set(schema):
         found.append(where)
     if "items" in schema:
         found += unbounded(schema["items"], f"{where}[]")
     return found
 
 
-@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+@pytest.mark.parametrize(
+    "model", [CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest]
+)
 def test_every_field_is_bounded(model):
     document = model.model_json_schema()
     fields = dict(document["properties"])
-    for title, definition in document["$defs"].items():
+    for title, definition in document.get("$defs", {}).items():
         fields |= {f"{title}.{name}": schema for name, schema in definition["properties"].items()}
     places = {place for name, schema in fields.items() for place in unbounded(schema, name)}
     # Token ids are compared with the vocabulary; the other two are refused whatever they hold.
-    assert places <= {"prompt[]", "prompt[][]", "ChatMessage.audio", "ChatMessage.function_call"}
+    assert places <= {"prompt[]", "prompt[][]", "tokens[]", "ChatMessage.audio", "ChatMessage.function_call"}
+
+
+def test_the_schema_of_a_tool_is_bounded():
+    room = MAX_SCHEMA_BYTES - len('{"title":""}')
+    FunctionDefinition(name="f", parameters={"title": "x" * room})
+    with pytest.raises(ValidationError, match=f"at most {MAX_SCHEMA_BYTES} bytes"):
+        FunctionDefinition(name="f", parameters={"title": "x" * (room + 1)})

@@ -231,3 +231,11 @@ async def test_a_client_that_stops_reading_loses_its_request(engine):
     assert engine.num_running == 0
     assert len(engine.aborted) == 1
     assert engine.metrics.registry.get_sample_value("tokenyard:slow_client_aborts_total") == 1
+
+
+async def test_comments_can_be_left_out(engine):
+    engine.pause_s = 0.02
+    async with connect(impatient(engine, keep_alive_s=0.0)) as client:
+        response = await client.post(CHAT, json=HI)
+    assert ": keep-alive" not in response.text
+    assert len(events(response)) == 4

@@ -1,0 +1,133 @@
+"""Reasoning and answer in generated text: <think> ... </think>, at the beginning of a reply only.
+
+Owns: where the block begins and ends, also where the prompt has opened it.
+Never: tool calls, which begin after it (tool_calls/), or counting tokens (message_reader.py).
+Pure: fed with text in pieces of any size. The pieces, joined, are the same however it was cut.
+Source: the chat templates of DeepSeek R1 and Qwen 3, which name the marks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from server.tool_calls.events import Content
+from server.tool_calls.marks import MarkFinder
+
+BEGIN = "<think>"
+END = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the block, without its marks and the white space inside and behind them."""
+
+    text: str
+
+
+class ReasoningStart(StrEnum):
+    """What is known of the block before the first token."""
+
+    NONE = "none"  # there is none: all is the answer
+    OPEN = "open"  # the prompt ends inside of it
+    POSSIBLE = "possible"  # the model opens it, or does not
+
+
+class Phase(Enum):
+    """Where in the reply its text is."""
+
+    UNDECIDED = "undecided"
+    REASONING = "reasoning"
+    ANSWER = "answer"
+
+
+class ReasoningSplitter:
+    """One for each choice."""
+
+    def __init__(self, start: ReasoningStart) -> None:
+        self._start = start
+        self._state: Callable[[str], None] = self._opening
+        self._held = ""
+        """What may become the opening mark."""
+        self._end_mark = MarkFinder(END)
+        self._spaces: list[str] = []
+        self._is_blank = True
+        """No text of the block yet."""
+        self._reasoning: list[str] = []
+        self._answer: list[str] = []
+        self.phase = Phase.REASONING if start is ReasoningStart.OPEN else Phase.UNDECIDED
+        if start is ReasoningStart.NONE:
+            self.phase = Phase.ANSWER
+
+    def feed(self, text: str) -> list[Reasoning | Content]:
+        """What is certain by now; reasoning comes before the answer."""
+        for place, char in enumerate(text):
+            if self.phase is Phase.ANSWER and self._state != self._behind:
+                self._answer.append(text[place:])
+                break
+            self._state(char)
+        return self._take()
+
+    def finish(self) -> list[Reasoning | Content]:
+        """The text has ended. A block that was not closed stays reasoning."""
+        if self._state == self._opening and self._start is ReasoningStart.POSSIBLE:
+            self._answer.append(self._held)
+        elif self.phase is Phase.REASONING:
+            self._add_reasoning(self._held + self._end_mark.flush())
+        return self._take()
+
+    def _take(self) -> list[Reasoning | Content]:
+        taken: list[Reasoning | Content] = []
+        if self._reasoning:
+            taken.append(Reasoning("".join(self._reasoning)))
+        answer = "".join(self._answer)
+        if answer:
+            taken.append(Content(answer))
+        self._reasoning.clear()
+        self._answer.clear()
+        return taken
+
+    def _opening(self, char: str) -> None:
+        """Nothing but white space and, perhaps, the beginning of the mark."""
+        self._held += char
+        visible = self._held.lstrip()
+        if visible == BEGIN:
+            self._held = ""
+            self.phase = Phase.REASONING
+            self._state = self._inside
+        elif not BEGIN.startswith(visible):
+            held, self._held = self._held, ""
+            if self._start is ReasoningStart.OPEN:
+                self._state = self._inside
+                for one in held:
+                    self._inside(one)
+            else:
+                self.phase = Phase.ANSWER
+                self._state = self._answering
+                self._answer.append(held)
+
+    def _inside(self, char: str) -> None:
+        text, mark = self._end_mark.push(char)
+        self._add_reasoning(text)
+        if mark:
+            self.phase = Phase.ANSWER
+            self._state = self._behind
+
+    def _behind(self, char: str) -> None:
+        """White space between the block and the answer."""
+        if not char.isspace():
+            self._state = self._answering
+            self._answer.append(char)
+
+    def _answering(self, char: str) -> None:
+        self._answer.append(char)
+
+    def _add_reasoning(self, text: str) -> None:
+        if self._is_blank:
+            text = text.lstrip()
+        visible = text.rstrip()
+        if visible:
+            self._is_blank = False
+            self._reasoning += [*self._spaces, visible]
+            self._spaces.clear()
+        if not self._is_blank:
+            self._spaces.append(text[len(visible) :])

@@ -1,0 +1,122 @@
+"""What a text turns out to be: content, the start of a call, a piece of a call's arguments.
+
+Owns: the order of events, and what becomes of white space beside calls.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins; the arguments that follow are its own until the next one begins."""
+
+    index: int
+    """From 0, in the order of the text."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the JSON text of a call's arguments, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+ToolEvent = Content | CallStart | Arguments
+
+
+class EventLog:
+    """Collects events between two looks. Neighbours of one kind become one event.
+
+    White space next to a call separates it from its surroundings and is no content.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[ToolEvent] = []
+        self._pieces: list[str] = []
+        """Of the event that is being written: content, or arguments if `_is_in_call`."""
+        self._is_in_call = False
+        self._num_calls = 0
+        self._is_after_call = False
+        self._spaces: list[str] = []
+        """Held back until it is known what follows."""
+
+    def content(self, text: str) -> None:
+        visible = text.rstrip()
+        if not visible:
+            self._spaces.append(text)
+            return
+        self._switch_to_content()
+        held = "".join(self._spaces)
+        self._pieces.append(visible.lstrip() if self._is_after_call else held + visible)
+        self._spaces = [text[len(visible) :]]
+        self._is_after_call = False
+
+    def start(self, name: str) -> None:
+        self._close_event()
+        self._spaces.clear()
+        self._events.append(CallStart(self._num_calls, name))
+        self._num_calls += 1
+        self._is_in_call = self._is_after_call = True
+
+    def arguments(self, text: str) -> None:
+        """Of the call that was started last."""
+        self._pieces.append(text)
+
+    def take(self) -> list[ToolEvent]:
+        """All events since the last look."""
+        self._close_event()
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[ToolEvent]:
+        """The same, with the white space at the end of a text that does not end in a call."""
+        if self._spaces and not self._is_after_call:
+            self._switch_to_content()
+            self._pieces.extend(self._spaces)
+            self._spaces.clear()
+        return self.take()
+
+    def _switch_to_content(self) -> None:
+        if self._is_in_call:
+            self._close_event()
+            self._is_in_call = False
+
+    def _close_event(self) -> None:
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        if text:
+            self._events.append(Arguments(self._num_calls - 1, text) if self._is_in_call else Content(text))
+
+
+class ToolCallParser(ABC):
+    """Text in, events out. One for each choice."""
+
+    def __init__(self) -> None:
+        self._log = EventLog()
+
+    def feed(self, text: str) -> list[ToolEvent]:
+        """What is certain by now."""
+        for char in text:
+            self._push(char)
+        return self._log.take()
+
+    def finish(self) -> list[ToolEvent]:
+        """The text has ended: what was held back is content, or the end of the last call."""
+        self._end()
+        return self._log.finish()
+
+    @abstractmethod
+    def _push(self, char: str) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...

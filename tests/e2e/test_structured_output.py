@@ -1,0 +1,184 @@
+"""Structured output over real HTTP, from the built-in model with its real tokenizer."""
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import pydantic
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+
+from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.engine.test_grammar_compiler import ENDLESS, used_ticks
+
+CHAT = [{"role": "user", "content": "Write a JSON object with name and age"}]
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=40)
+    age: int = pydantic.Field(ge=0, le=150)
+    mood: Literal["calm", "wild"] | None
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("demo"), "--grammar-compile-timeout", "1s") as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: RunningServer) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+async def complete(client: AsyncOpenAI, **outputs: object) -> list[str]:
+    """Three texts of 200 tokens at most, as wild as can be."""
+    answer = await client.completions.create(
+        model="tokenyard-demo",
+        prompt="Once upon a time",
+        n=3,
+        seed=1,
+        max_tokens=200,
+        temperature=2.0,
+        extra_body={"structured_outputs": outputs},
+    )
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    return [choice.text for choice in answer.choices]
+
+
+async def test_the_sdk_parses_what_comes_back_into_its_model(client: AsyncOpenAI) -> None:
+    for seed in range(3):
+        answer = await client.chat.completions.parse(
+            model="tokenyard-demo", messages=CHAT, response_format=Person, temperature=1.5, seed=seed
+        )
+        assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+async def test_a_stream_joins_to_the_same_text(client: AsyncOpenAI) -> None:
+    schema = {"name": "person", "strict": True, "schema": Person.model_json_schema()}
+    asked = {
+        "model": "tokenyard-demo",
+        "messages": CHAT,
+        "seed": 5,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    whole = await client.chat.completions.create(**asked)
+    stream = await client.chat.completions.create(**asked, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(pieces) == whole.choices[0].message.content
+    Person.model_validate_json("".join(pieces))
+
+
+async def test_json_object_is_an_object(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="tokenyard-demo",
+        messages=CHAT,
+        temperature=0,
+        response_format={"type": "json_object"},
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+
+
+async def test_a_regular_expression_is_matched(client: AsyncOpenAI) -> None:
+    for text in await complete(client, regex=r"[A-Z][a-z]{3,9}: [0-9]{2}\.[0-9]"):
+        assert re.fullmatch(r"[A-Z][a-z]{3,9}: [0-9]{2}\.[0-9]", text)
+
+
+async def test_one_of_the_choices_is_taken(client: AsyncOpenAI) -> None:
+    assert set(await complete(client, choice=["red", "green\nblue", 'quo"te 😀'])) <= {
+        "red",
+        "green\nblue",
+        'quo"te 😀',
+    }
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: pair (", " pair)? "."\npair: WORD "=" /[0-9]{1,3}/\nWORD: /[a-z]{2,8}/\n',
+        'root ::= pair (", " pair)? "."\npair ::= [a-z]{2,8} "=" [0-9]{1,3}\n',
+    ],
+    ids=["Lark", "GBNF"],
+)
+async def test_a_grammar_is_followed(client: AsyncOpenAI, grammar: str) -> None:
+    for text in await complete(client, grammar=grammar):
+        assert re.fullmatch(r"[a-z]{2,8}=[0-9]{1,3}(, [a-z]{2,8}=[0-9]{1,3})?\.", text)
+
+
+async def test_a_hopeless_schema_is_refused_in_time_while_a_stream_goes_on(client: AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="tokenyard-demo",
+        prompt="Once",
+        max_tokens=400,
+        stream=True,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    arrivals_s = []
+
+    async def read() -> None:
+        async for _ in stream:
+            arrivals_s.append(time.monotonic())
+
+    reader = asyncio.create_task(read())
+    started_s = time.monotonic()
+    with pytest.raises(BadRequestError) as caught:
+        await client.completions.create(
+            model="tokenyard-demo",
+            prompt="x",
+            extra_body={"structured_outputs": {"json": json.loads(ENDLESS.text)}},
+        )
+    took_s = time.monotonic() - started_s
+    await reader
+    assert took_s < 5.0
+    assert caught.value.param == "structured_outputs.json"
+    assert "make it simpler" in caught.value.message
+    meanwhile = [each for each in arrivals_s if started_s < each < started_s + 1.0]
+    assert len(meanwhile) > 5
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(client: AsyncOpenAI) -> None:
+    schema = {"name": "x", "schema": {"not": {"type": "string"}}}
+    with pytest.raises(BadRequestError) as caught:
+        await client.chat.completions.create(
+            model="tokenyard-demo",
+            messages=CHAT,
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert "not" in caught.value.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_no_process_outlives_the_server_not_even_in_the_middle_of_a_grammar(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with running_server(tmp_path, "--grammar-compile-timeout", "60s", "--shutdown-timeout", "0s") as server:
+        assert server.grammar_pid is None, "it starts with the first grammar"
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asked = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "[ab]"}}
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+            pid = server.grammar_pid
+            assert pid is not None
+            before = used_ticks(pid)
+            asked["structured_outputs"] = {"json": json.loads(ENDLESS.text)}
+            hopeless = asyncio.create_task(client.post("/v1/completions", json=asked))
+            while used_ticks(pid) < before + 5:
+                assert not hopeless.done()
+                await asyncio.sleep(0.02)
+            pids = [server.process.pid, server.engine_pid, pid]
+            server.send(number)
+            await asyncio.gather(hopeless, return_exceptions=True)
+            await asyncio.to_thread(server.wait)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=5)
+        if number is signal.SIGKILL:
+            for left in tmp_path.glob("tokenyard-*"):  # nobody was there to tidy up
+                shutil.rmtree(left)

@@ -1,0 +1,123 @@
+"""Tool calls over real HTTP: the grammar makes them where the model, that never saw a tool, could not."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.e2e.serving import RunningServer, running_server
+
+HI = [{"role": "user", "content": "What is the weather in Bonn?"}]
+
+
+class GetWeather(pydantic.BaseModel):
+    """Weather of a city."""
+
+    city: str = pydantic.Field(max_length=20)
+    unit: Literal["C", "F"]
+
+
+class Point(pydantic.BaseModel):
+    x: int = pydantic.Field(ge=-9, le=9)
+    y: int = pydantic.Field(ge=-9, le=9)
+
+
+class Draw(pydantic.BaseModel):
+    """A line."""
+
+    start: Point
+    end: Point
+
+
+WEATHER = openai.pydantic_function_tool(GetWeather)
+DRAW = openai.pydantic_function_tool(Draw)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("demo")) as server:
+        yield server
+
+
+@pytest.fixture
+async def sdk(server: RunningServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+def wild(**fields: object) -> dict[str, object]:
+    return {
+        "model": "tokenyard-demo",
+        "messages": HI,
+        "temperature": 1.5,
+        "seed": 3,
+        "max_tokens": 200,
+        **fields,
+    }
+
+
+async def test_a_required_call_is_parsed_into_its_model(sdk) -> None:
+    reply = await sdk.chat.completions.parse(
+        **wild(tools=[WEATHER, DRAW], tool_choice="required", parallel_tool_calls=False, n=3)
+    )
+    for choice in reply.choices:
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, GetWeather | Draw)
+
+
+async def test_a_named_call_is_parsed_into_its_model(sdk) -> None:
+    named = {"type": "function", "function": {"name": "Draw"}}
+    reply = await sdk.chat.completions.parse(**wild(tools=[WEATHER, DRAW], tool_choice=named))
+    (call,) = reply.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Draw)
+    assert reply.choices[0].finish_reason == "stop"
+
+
+async def test_the_events_of_a_stream_come_to_the_same_call(sdk) -> None:
+    fields = wild(tools=[WEATHER, DRAW], tool_choice="required", parallel_tool_calls=False)
+    whole = await sdk.chat.completions.parse(**fields)
+    async with sdk.chat.completions.stream(**fields) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function == whole.choices[0].message.tool_calls[0].function
+    pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(pieces) > 3
+    assert "".join(event.arguments_delta for event in pieces) == call.function.arguments
+    (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert (done.name, done.parsed_arguments) == (call.function.name, call.function.parsed_arguments)
+
+
+async def test_a_tool_loop_goes_round(sdk) -> None:
+    """Call, answer, and then a reply without tools: what an agent does."""
+    messages = [*HI]
+    named = {"type": "function", "function": {"name": "GetWeather"}}
+    reply = await sdk.chat.completions.create(**wild(messages=messages, tools=[WEATHER], tool_choice=named))
+    message = reply.choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments)["unit"] in "CF"
+    messages += [message, {"role": "user", "content": "Rain, at 12 degrees."}]
+    last = await sdk.chat.completions.create(
+        **wild(messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=20)
+    )
+    assert last.choices[0].message.content
+    assert last.choices[0].message.tool_calls is None
+
+
+async def test_a_template_that_knows_no_tool_role_says_so(sdk) -> None:
+    messages = [*HI, {"role": "tool", "tool_call_id": "a", "content": "rain"}]
+    with pytest.raises(openai.BadRequestError, match="unknown role 'tool'") as caught:
+        await sdk.chat.completions.create(**wild(messages=messages))
+    assert caught.value.param == "messages"
+
+
+async def test_a_model_whose_calls_nobody_can_read_is_told_of_the_ways_out(sdk) -> None:
+    with pytest.raises(openai.BadRequestError, match="tool_choice required") as caught:
+        await sdk.chat.completions.create(**wild(tools=[WEATHER]))
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")

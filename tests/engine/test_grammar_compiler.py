@@ -1,0 +1,220 @@
+"""A grammar is tried in a process of its own, which may be killed, and which nothing outlives."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import decoders
+
+from engine.errors import EngineUnavailable, Overloaded, RequestRejected
+from engine.grammar_compiler import GrammarCompiler
+from engine.types import ModelInfo
+from scheduler.messages import Grammar, GrammarKind
+from tests.checkpoints import write_tokenizer
+from tests.engine.small_tokenizers import sentencepiece_backend, word_piece_backend
+
+INTEGER = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"integer"}')
+# Each level doubles what the compiler has to merge.
+ENDLESS = Grammar(
+    kind=GrammarKind.JSON_SCHEMA,
+    text=json.dumps(
+        {
+            "$defs": {
+                "d0": {"type": "string", "pattern": "a+"},
+                **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 2} for i in range(1, 40)},
+            },
+            "$ref": "#/$defs/d39",
+        }
+    ),
+)
+
+
+def info_of(vocab_size: int) -> ModelInfo:
+    return ModelInfo(
+        served_names=("m",),
+        model_type="llama",
+        num_parameters=1,
+        dtype="float32",
+        device="cpu",
+        vocab_size=vocab_size,
+        max_model_len=64,
+        block_size=4,
+        num_blocks=4,
+        kv_cache_bytes=1,
+        eos_token_ids=(2,),
+    )
+
+
+Try = Callable[..., "asyncio.Task[Grammar]"]
+
+
+@pytest.fixture
+def timeout_s() -> float:
+    return 60.0
+
+
+@pytest.fixture
+async def compiler(tmp_path: Path, timeout_s: float) -> AsyncIterator[GrammarCompiler]:
+    write_tokenizer(tmp_path)
+    compiler = GrammarCompiler(str(tmp_path), timeout_s=timeout_s)
+    yield compiler
+    await compiler.close()
+
+
+@pytest.fixture
+def attempt(compiler: GrammarCompiler, tmp_path: Path) -> Try:
+    info = info_of(write_tokenizer(tmp_path))
+    return lambda grammar: asyncio.create_task(compiler.compile(grammar, info, param="field"))
+
+
+def used_ticks(pid: int) -> int:
+    """Processor time of a process, in hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
+
+
+async def busy_with_it(compiler: GrammarCompiler, attempt: Try) -> "tuple[asyncio.Task[Grammar], int]":
+    """Begin what has no end, and wait until the process is at it; also its id."""
+    await attempt(INTEGER)
+    assert compiler.pid is not None
+    before = used_ticks(compiler.pid)
+    hopeless = attempt(ENDLESS)
+    async with asyncio.timeout(30):
+        while used_ticks(compiler.pid) < before + 5:
+            await asyncio.sleep(0.02)
+    return hopeless, compiler.pid
+
+
+async def test_the_process_starts_with_the_first_grammar_and_is_gone_after_close(compiler, attempt) -> None:
+    assert compiler.pid is None
+    assert await attempt(INTEGER) == INTEGER
+    pid = compiler.pid
+    assert Path(f"/proc/{pid}").exists()
+    await compiler.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_what_was_tried_is_not_tried_again_neither_good_nor_bad(compiler, attempt) -> None:
+    bad = Grammar(kind=GrammarKind.REGEX, text="(")
+    with pytest.raises(RequestRejected):
+        await attempt(bad)
+    await attempt(INTEGER)
+    await compiler.close()
+    assert await attempt(INTEGER) == INTEGER
+    with pytest.raises(RequestRejected, match="unclosed group"):
+        await attempt(bad)
+    assert compiler.pid is None
+
+
+async def test_a_refusal_names_the_field_and_repeats_the_reason_at_bounded_length(attempt) -> None:
+    with pytest.raises(RequestRejected, match=r"^field: .*unknown name") as caught:
+        await attempt(Grammar(kind=GrammarKind.LARK, text=f"start: x{'y' * 60_000}"))
+    assert (caught.value.param, caught.value.code) == ("field", "invalid_grammar")
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("timeout_s", [1.0])
+async def test_a_grammar_that_takes_too_long_is_refused_in_time_and_the_next_one_is_tried(attempt) -> None:
+    await attempt(INTEGER)
+    started_s = time.monotonic()
+    with pytest.raises(RequestRejected, match=r"more than 1 s; make it simpler") as caught:
+        await attempt(ENDLESS)
+    assert caught.value.code == "invalid_grammar"
+    assert time.monotonic() - started_s < 5.0
+    assert await attempt(Grammar(kind=GrammarKind.REGEX, text="a+"))
+
+
+@pytest.mark.parametrize("timeout_s", [1.0])
+async def test_the_event_loop_goes_on_meanwhile(attempt) -> None:
+    hopeless = attempt(ENDLESS)
+    longest_s = 0.0
+    while not hopeless.done():
+        started_s = time.monotonic()
+        await asyncio.sleep(0.01)
+        longest_s = max(longest_s, time.monotonic() - started_s)
+    assert longest_s < 0.5
+    with pytest.raises(RequestRejected):
+        await hopeless
+
+
+async def test_kill_9_in_the_middle_is_said_and_the_next_one_is_tried(compiler, attempt) -> None:
+    hopeless, pid = await busy_with_it(compiler, attempt)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match=r"was killed; the request may be sent again"):
+        await hopeless
+    other = Grammar(kind=GrammarKind.REGEX, text="a")
+    assert await attempt(other) == other
+
+
+async def test_a_crash_by_its_own_doing_is_the_grammars_fault(compiler, attempt) -> None:
+    hopeless, pid = await busy_with_it(compiler, attempt)
+    os.kill(pid, signal.SIGABRT)
+    with pytest.raises(RequestRejected, match="too much memory, or fails"):
+        await hopeless
+
+
+async def test_a_caller_who_gives_up_leaves_no_answer_behind_for_the_next(compiler, attempt) -> None:
+    hopeless, _ = await busy_with_it(compiler, attempt)
+    hopeless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hopeless
+    other = Grammar(kind=GrammarKind.REGEX, text="a")
+    assert await attempt(other) == other
+
+
+async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(attempt) -> None:
+    grammars = [Grammar(kind=GrammarKind.REGEX, text="a" * length) for length in range(1, 41)]
+    results = await asyncio.gather(*map(attempt, grammars), return_exceptions=True)
+    assert [type(result) for result in results] == [Grammar] * 32 + [Overloaded] * 8
+
+
+async def test_gbnf_comes_back_as_lark_with_the_rest_of_the_message(attempt) -> None:
+    tried = await attempt(Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n', begins_after=7))
+    assert tried.text.startswith("%llguidance")
+    assert tried.begins_after == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "root", 'root ::= "\\', f'root ::= {"(" * 5000}"a"{")" * 5000}', "root ::= other\n", "start: \0"],
+)
+async def test_noise_is_refused(attempt, text: str) -> None:
+    with pytest.raises(RequestRejected, match=r"^field: ."):
+        await attempt(Grammar(kind=GrammarKind.LARK, text=text))
+
+
+async def test_a_grammar_without_any_text_is_refused(attempt) -> None:
+    with pytest.raises(RequestRejected):
+        await attempt(Grammar(kind=GrammarKind.REGEX, text=r"[^\s\S]"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (word_piece_backend(), "WordPiece"),
+        (
+            sentencepiece_backend(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+            "its decoder is unknown",
+        ),
+    ],
+    ids=["word piece", "other decoder"],
+)
+async def test_a_tokenizer_that_is_not_understood_is_told_at_once(tmp_path: Path, backend, reason) -> None:
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    compiler = GrammarCompiler(str(tmp_path), timeout_s=1.0)
+    for _ in range(2):
+        with pytest.raises(RequestRejected, match=f"tokenizer cannot be constrained: .*{reason}") as caught:
+            await compiler.compile(INTEGER, info_of(500), param="field")
+        assert caught.value.code == "unsupported_parameter"
+    await compiler.close()
+
+
+async def test_a_folder_without_a_tokenizer_is_a_refusal_not_a_crash(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(str(tmp_path), timeout_s=1.0)
+    with pytest.raises(RequestRejected, match="field: this model's tokenizer cannot be read"):
+        await compiler.compile(INTEGER, info_of(10), param="field")
+    await compiler.close()

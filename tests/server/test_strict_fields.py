@@ -1,0 +1,53 @@
+"""With --strict-fields, a field that nobody knows is refused by its name, wherever it stands."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from server.app import build_app
+from tests.server.conftest import Settings, connect
+
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.fixture
+async def strict(engine) -> AsyncIterator[httpx.AsyncClient]:
+    async with connect(build_app(engine, Settings(strict_fields=True))) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "frobnicate": 1}, "frobnicate"),
+        ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"a": 1}}, "stream_options.a"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "max_token": 1}, "max_token"),
+        ("/v1/chat/completions", {"messages": [{**MESSAGE, "mood": "?"}]}, "messages[0].mood"),
+        ("/tokenize", {"prompt": "x", "text": "y"}, "text"),
+        ("/detokenize", {"tokens": [], "ids": []}, "ids"),
+    ],
+)
+async def test_an_unknown_field_is_named(strict, path, body, param):
+    response = await strict.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, "unknown_parameter")
+
+
+async def test_without_it_the_same_is_counted_and_ignored(client, engine):
+    response = await client.post("/v1/completions", json={"prompt": "x", "frobnicate": 1})
+    assert response.status_code == 200
+    value = engine.metrics.registry.get_sample_value("tokenyard:unknown_request_fields_total")
+    assert value == 1
+
+
+async def test_known_harmless_and_absent_fields_are_no_mistake(strict):
+    body = {"prompt": "x", "store": False, "use_beam_search": False, "user": "ada", "nothing": None}
+    assert (await strict.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_fields_from_headers_are_none_of_a_body_that_has_no_use_for_them(strict):
+    headers = {"x-tokenyard-priority": "3"}
+    assert (await strict.post("/tokenize", json={"prompt": "x"}, headers=headers)).status_code == 200
+    assert (await strict.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
