@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import GenerationRequest, ModelInfo
-from server.auth import KEY_NAME
+from server.auth import KEY_NAME, key_of
 from server.disconnect import while_connected
 from server.edge import Edge, NumberedOutputs, edge_of
 from server.header_fields import tenant_from_headers
@@ -38,7 +38,10 @@ def new_origin(kind: str, request: Request) -> Origin:
     # With keys, the key is the tenant: who sends another name in a header does not get another share.
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
     return Origin(
-        reply_id=f"{kind}-{secrets.token_hex(16)}", draw_seed=lambda: secrets.randbits(64), tenant=tenant
+        reply_id=f"{kind}-{secrets.token_hex(16)}",
+        draw_seed=lambda: secrets.randbits(64),
+        tenant=tenant,
+        key=key_of(request.scope),
     )
 
 

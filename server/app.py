@@ -3,26 +3,32 @@
 Owns: the order of the layers.
 Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
 
-From outside in: request id, count, error replies, places in reserve, key, body size, router. Each layer may
+From outside in: request id, count, origins of pages, error replies, places in reserve, key, memory, body
+size, router. Each layer may
 rely on those outside of it; whatever one of them raises becomes a reply in exactly one place.
 """
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
+from engine.api_keys import given_keys
 from server import admin, chat, completions, embeddings, models, ops, responses, scoring, tokenization
 from server.answering import VERSION
-from server.auth import OPEN_PATHS, Auth
+from server.auth import METRICS_PATH, OPEN_PATHS, Auth
 from server.body_limit import BodyLimit
 from server.connections import ReservedPlaces
 from server.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
 from server.errors import ErrorBoundary
 from server.http_metrics import HttpMetrics, RequestCounter
+from server.key_ring import KeyRing
+from server.memory_gate import MemoryGate
 from server.openapi import document
 from server.request_ids import RequestIds
 from server.response_store import ResponseStore
@@ -48,10 +54,17 @@ _ROUTES = (
 """Labels of the request counter; a test holds them against the router."""
 
 
-def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | None = None) -> FastAPI:
+def build_app(
+    engine: Engine,
+    settings: EdgeSettings,
+    *,
+    patience: Patience | None = None,
+    keys: KeyRing | None = None,
+) -> FastAPI:
     """Put the HTTP edge in front of an engine, which need not be ready yet.
 
-    Once for each engine: the counters join the engine's registry.
+    Once for each engine: the counters join the engine's registry. `keys` is the ring that the launcher
+    keeps current; without it the keys of `settings` are all.
     """
     edge = Edge(
         engine=engine,
@@ -60,6 +73,41 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
         unknown_fields=UnknownFields.REFUSE if settings.strict_fields else UnknownFields.IGNORE,
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
+    keys = keys or KeyRing(given_keys(settings.api_keys))
+    app = _layered(edge, settings, keys)
+    app.state.response_store = ResponseStore(
+        max_responses=settings.responses_store_size,
+        max_bytes=settings.responses_store_bytes,
+        ttl_s=settings.responses_store_ttl_s,
+    )
+    app.state.metrics_page = ops.MetricsPage(engine.metrics.registry)
+    is_admin_here = settings.enable_admin and settings.edge.admin_port is None
+    always = (chat, completions, models, ops, responses, tokenization, embeddings, scoring)
+    for part in (*always, *((admin,) if is_admin_here else ())):
+        app.include_router(part.router)
+    page: list[dict[str, Any]] = []
+
+    def openapi() -> dict[str, Any]:
+        if not page:
+            page.append(document(app, needs_key=keys.is_locked, open_paths=_open_paths(settings)))
+        return page[0]
+
+    # FastAPI's documented way to extend the document.
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
+    """The admin routes alone, for a port of their own, beside what `build_app` made."""
+    edge: Edge = app.state.edge
+    admin_app = _layered(edge, settings, app.state.keys)
+    admin_app.openapi_url = None
+    admin_app.include_router(admin.router)
+    return admin_app
+
+
+def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing) -> FastAPI:
+    """An application without routes."""
     app = FastAPI(
         title="Tokenyard",
         summary="An OpenAI-compatible inference server.",
@@ -70,33 +118,37 @@ def build_app(engine: Engine, settings: EdgeSettings, *, patience: Patience | No
         middleware=[
             Middleware(RequestIds),
             Middleware(RequestCounter, metrics=edge.metrics, routes=_ROUTES),
+            *_cors(settings.edge.cors_origins),
             Middleware(ErrorBoundary, count=edge.metrics.error_told),
             Middleware(ReservedPlaces),
-            Middleware(Auth, api_keys=tuple(settings.api_keys)),
+            Middleware(Auth, keys=keys, open_paths=_open_paths(settings)),
+            Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
         ],
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )
     app.state.edge = edge
-    app.state.response_store = ResponseStore(
-        max_responses=settings.responses_store_size,
-        max_bytes=settings.responses_store_bytes,
-        ttl_s=settings.responses_store_ttl_s,
-    )
-    app.state.metrics_page = ops.MetricsPage(engine.metrics.registry)
-    always = (chat, completions, models, ops, responses, tokenization, embeddings, scoring)
-    for part in (*always, *((admin,) if settings.enable_admin else ())):
-        app.include_router(part.router)
-    page: list[dict[str, Any]] = []
-
-    def openapi() -> dict[str, Any]:
-        if not page:
-            page.append(document(app, needs_key=bool(settings.api_keys)))
-        return page[0]
-
-    # FastAPI's documented way to extend the document.
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.state.keys = keys
     return app
+
+
+def _open_paths(settings: EdgeSettings) -> frozenset[str]:
+    return OPEN_PATHS - {METRICS_PATH} if settings.edge.metrics_auth else OPEN_PATHS
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Outside of the keys: a browser asks for permission without one."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
+        )
+    ]
 
 
 async def _to_boundary(request: Request, error: Exception) -> NoReturn:  # noqa: ARG001 -- Starlette's signature

@@ -4,8 +4,6 @@ Owns: which paths are open, what a key may not do, and how a refusal says so.
 Never: compares keys (key_ring.py), or where they come from (engine/api_keys.py).
 """
 
-from enum import Enum
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api_keys import ApiKey
@@ -22,20 +20,13 @@ KEY_NAME = "tokenyard.key"
 _KEY = "tokenyard.api_key"
 
 
-class MetricsDoor(Enum):
-    """Whether /metrics needs a key where there are keys."""
-
-    OPEN = "open"
-    LOCKED = "locked"
-
-
 class Auth:
     """ASGI middleware. Without keys everything is open; with keys, nothing but the open paths."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: MetricsDoor = MetricsDoor.OPEN) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = OPEN_PATHS - ({METRICS_PATH} if metrics is MetricsDoor.LOCKED else set())
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Decided on the path that the router matches too: a header or a host can be forged.

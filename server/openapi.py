@@ -5,6 +5,7 @@ error replies.
 Never: validation: the request schemas are those of protocol.py, the models that validate.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI
@@ -126,7 +127,7 @@ METRICS_DOCUMENTATION: dict[str, Any] = {
 }
 
 
-def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
+def document(app: FastAPI, *, needs_key: bool, open_paths: Iterable[str] = OPEN_PATHS) -> dict[str, Any]:
     """Build the whole document; the application keeps it."""
     page = get_openapi(
         title=app.title,
@@ -151,7 +152,7 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     if needs_key:
         page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
-        for path in OPEN_PATHS:
+        for path in open_paths:
             for operation in page["paths"][path].values():
                 operation["security"] = []
     return page

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from engine.api_keys import ApiKey
 from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
 from engine.types import (
     ChatOptions,
@@ -19,7 +20,7 @@ from engine.types import (
     TimeLimits,
 )
 from server.chat_messages import num_chars, template_messages
-from server.errors import ModelNotFound
+from server.errors import ModelNotFound, NotPermitted
 from server.pooling_protocol import PoolingFields
 from server.protocol import (
     ChatCompletionRequest,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from scheduler.messages import PoolingTask, PromptComputation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
@@ -11,6 +13,8 @@ class WorkerConfig:
     """A checkpoint folder on this machine."""
     dtype: str = "auto"
     """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
+    task: str = "auto"
+    """auto takes what the checkpoint is made for (worker/task.py); else generate, embed or score."""
     device: str = "auto"
     """auto takes CUDA where torch sees a GPU, else the CPU; or cpu, cuda, cuda:1."""
     max_model_len: int | None = None
@@ -27,6 +31,8 @@ class WorkerConfig:
     """Host memory for the KV blocks of preempted sequences. 0: there is no host pool."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    cpu_kernels: str = "auto"
+    """auto computes with kernels of our own where they can be compiled; off leaves all to torch."""
     num_threads: int | None = None
     """Compute threads on CPU. None: one per physical core that this process may use."""
 
@@ -54,6 +60,17 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingFacts:
+    """What a model that does not generate is there for."""
+
+    task: PoolingTask
+    num_dimensions: int
+    """Size of its vectors; 1 for scores."""
+    prompt: PromptComputation
+    """What its kind of pooling needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What was really loaded."""
 
@@ -70,9 +87,13 @@ class ModelFacts:
     num_blocks: int
     """Blocks that sequences can use, ids 1 to num_blocks; block 0 is the worker's own, for padding."""
     kv_cache_bytes: int
+    sliding_window: int | None = None
+    """If every layer has a window, the largest of them: blocks before it are never read again."""
     num_host_blocks: int = 0
     """Blocks of the host pool, ids 1 to num_host_blocks."""
     copy_s_per_block: float = 0.0
     """Measured at load: seconds to copy one block between the pools, one way. 0 without a host pool."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
+    pooling: PoolingFacts | None = None
+    """None: it generates."""

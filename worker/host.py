@@ -29,6 +29,23 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
     return max(available, 0)
 
 
+def memory_use(root: Path = _MACHINE) -> float:
+    """Share of the memory in use, 0 to 1: of the machine's or of a control group's, whichever is fuller.
+
+    What can be reclaimed at once, caches of files that is, does not count.
+    """
+    info = _read_text(root / "proc/meminfo").splitlines()
+    sizes = {words[0]: int(words[1]) for words in map(str.split, info) if len(words) > 1}
+    total, available = sizes.get("MemTotal:", 0), sizes.get("MemAvailable:", 0)
+    shares = [1 - available / total] if total else []
+    for folder, (limit, usage, *cache_keys) in _cgroup_folders(root, "memory"):
+        limit_bytes, used_bytes = _read_int(folder / limit), _read_int(folder / usage)
+        if limit_bytes and limit_bytes < _NO_LIMIT_BYTES and used_bytes is not None:
+            reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
+            shares.append((used_bytes - reclaimable_bytes) / limit_bytes)
+    return max([0.0, *shares])
+
+
 def usable_cores(root: Path = _MACHINE) -> int:
     """Physical cores in the affinity mask, cut to the CPU quota of the control group; at least 1."""
     cores = {_core_of(root, cpu) for cpu in os.sched_getaffinity(0)}

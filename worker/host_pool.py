@@ -1,4 +1,4 @@
-"""The host's pool of KV blocks, where preempted sequences wait, and the copies to it and back.
+"""The host's pool of KV blocks, for preempted sequences and cached prefixes; all copies of a plan.
 
 Owns: its memory, in the device pool's format; the check of a plan's copies; how fast a copy is.
 Never: whose block is where, or who is swapped (scheduler/); how this device copies (device.py).
@@ -53,15 +53,21 @@ class HostPool:
         self._pools = Pools(device_NE=cache.pool_NE, host_ME=memory.view(self.num_blocks, layout.block_numel))
         self._filled: set[BlockId] = set()
 
-    def swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> dict[BlockId, str]:
-        """Carry out a plan's copies, all of `out` before any of `back`.
+    def swap(
+        self, out: Sequence[BlockCopy], back: Sequence[BlockCopy], within: Sequence[BlockCopy] = ()
+    ) -> dict[BlockId, str]:
+        """Carry out a plan's copies: all of `out` before any of `back`, and all of these before `within`.
 
-        Returns the device blocks whose content could not be brought back, with the reason: whoever
-        has one of them in its table must fail. A copy is left out if it names a block that is not in
-        the pools, or would bring back what was never swapped out.
+        Returns the device blocks whose content could not be brought, with the reason: whoever has one of
+        them in its table must fail. A copy is left out if it names a block that is not in the pools, or
+        would bring what is not there.
         """
-        if not out and not back:
-            return {}
+        lost = self._swap(out, back) if out or back else {}
+        if within:
+            self._copy_within(within, lost)
+        return lost
+
+    def _swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> dict[BlockId, str]:
         leaving = [copy for copy in out if self._can_leave(copy)]
         # Forgotten first: should the copies raise half-way, nobody gets what an earlier owner left there.
         self._filled.difference_update(copy.target for copy in out)
@@ -77,6 +83,22 @@ class HostPool:
         )
         self._filled |= arrived
         return lost
+
+    def _copy_within(self, copies: Sequence[BlockCopy], lost: dict[BlockId, str]) -> None:
+        """In the order of the device's computations; all sources are read before any target is written."""
+        known = range(1, self._num_device_blocks + 1)
+        sound = []
+        for copy in copies:
+            if copy.source in lost:
+                lost[copy.target] = lost[copy.source]
+            elif copy.source not in known or copy.target not in known:
+                lost[copy.target] = f"copied from block {copy.source}, outside of 1 to {known.stop - 1}"
+            else:
+                sound.append(copy)
+        if sound:
+            pool_NE = self._pools.device_NE
+            sources, targets = torch.tensor(sound, device=pool_NE.device).unbind(dim=1)
+            pool_NE.index_copy_(0, targets, pool_NE.index_select(0, sources))
 
     def measure_copy_s(self) -> float:
         """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""

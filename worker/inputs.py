@@ -34,6 +34,8 @@ class StepInputs:
     """[N], aligned with logits_indices_N."""
     rows: list[int]
     """[N], aligned with logits_indices_N."""
+    shares: list[ScheduledSequence]
+    """In the order of the batch: the first num_tokens of T belong to the first share, and so on."""
 
 
 def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
@@ -82,6 +84,7 @@ def build_inputs(
         metadata=metadata,
         sequence_ids=[shares[index].sequence_id for index in wanted_N],
         rows=row_of_R[wanted_N].tolist(),
+        shares=shares,
     )
 
 
@@ -98,6 +101,9 @@ def _is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceI
     elif end > rows.num_blocks_C[row] * rows.block_size:
         num_slots = rows.num_blocks_C[row] * rows.block_size
         reason = f"scheduled up to position {end}, but its blocks end at {num_slots}"
+    elif rows.first_read(share.start) < rows.first_position_C[row]:
+        first = rows.first_position_C[row]
+        reason = f"scheduled from position {share.start}, but its blocks begin at {first}"
     elif share.samples and end >= rows.token_ids_CL.shape[1]:
         reason = f"sampled at position {end}, beyond max_model_len"
     else:

@@ -26,11 +26,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of each token. Key and value sizes differ in some families (DeepSeek's MLA)."""
+    """What one layer keeps of each token, and for how long.
+
+    Key and value sizes differ in some families (DeepSeek's MLA).
+    """
 
     num_heads: int
     key_dim: int
     value_dim: int
+    sliding_window: int | None = None
+    """How many tokens one sees, itself included; None sees all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,12 @@ class BlockLayout:
     @property
     def block_bytes(self) -> int:
         return self.block_numel * self.dtype.itemsize
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The largest window. None if some layer has none: for that one, blocks of all layers are kept."""
+        windows = [shape.sliding_window for shape in self.layers.values()]
+        return None if None in windows else max(window for window in windows if window is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""A checkpoint folder -> a transformers model whose attention calls reach us.
+"""A checkpoint folder -> a transformers model, whose attention calls reach us if it is a decoder.
 
-Owns: which class (from config.model_type in transformers' own causal-LM mapping), which checkpoints
-are refused unread and why, and that the weights are this process's own memory.
+Owns: how the class that transformers has for the family and the task is built, which checkpoints are
+refused unread and why, and that the weights are this process's own memory.
 Never: code from the checkpoint (auto_map is not followed), pickled weights, the network.
 """
 
@@ -16,11 +16,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -32,6 +32,7 @@ from worker.errors import FamilyRefused, StartupError
 from worker.generation_config import default_sampling, eos_token_ids
 from worker.memory import WeightBytes
 from worker.progress import LoadStage, Stage
+from worker.task import Task, choose_task, reads_both_ways
 
 _MOST_REASON_CHARS = 200
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -42,7 +43,21 @@ _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Where families keep the length of their context window, besides max_position_embeddings.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
+# Encoders bring it for a training task of theirs; nothing here reads its output, and many leave it out.
+_POOLER = "pooler."
+
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """What decides how a checkpoint is built and run."""
+
+    folder: Path
+    checkpoint_config: dict[str, Any]
+    task: Task
+    is_encoder: bool
+    """Its tokens see later ones: no KV cache, and attention stays the model's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +75,28 @@ class LoadedModel:
     default_sampling: dict[str, float]
 
 
-def load_model(config: WorkerConfig, device: Device, stage: LoadStage) -> LoadedModel:
+def find_kind(config: WorkerConfig) -> ModelKind:
+    """Read config.json and nothing else. Raises StartupError for what it alone rules out."""
+    folder = find_checkpoint(config.model_path)
+    checkpoint_config = read_json(folder / "config.json")
+    task = choose_task(config.task, folder, checkpoint_config)
+    _refuse_quantized(checkpoint_config)
+    return ModelKind(
+        folder=folder,
+        checkpoint_config=checkpoint_config,
+        task=task,
+        is_encoder=reads_both_ways(checkpoint_config),
+    )
+
+
+def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> LoadedModel:
     """Load the weights onto the device. Raises StartupError for everything that cannot be served."""
     if config.dtype not in _DTYPES:
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
-    folder = find_checkpoint(config.model_path)
-    checkpoint_config = read_json(folder / "config.json")
-    _refuse_unread(checkpoint_config)
+    folder = kind.folder
     sampling = default_sampling(folder)
     files = find_weights(folder)
-    weights = loaded_bytes(files, _dtype_name(config.dtype, checkpoint_config))
+    weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
     left_bytes = device.check_weights(weights)
     file_bytes = sum(file.num_bytes for file in files)
     if file_bytes <= left_bytes:  # else the first pages would be gone again before they are used
@@ -77,7 +104,7 @@ def load_model(config: WorkerConfig, device: Device, stage: LoadStage) -> Loaded
         warm_page_cache(files, stage.count)
     with _refusing_out_of_memory(weights, device):
         stage.enter(Stage.BUILDING)
-        model = _build(folder, config.dtype)
+        model = _build(kind, config.dtype)
         _move(model, device.torch_device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
@@ -91,7 +118,7 @@ def load_model(config: WorkerConfig, device: Device, stage: LoadStage) -> Loaded
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         vocab_size=vocab_size,
-        checkpoint_len=_checkpoint_len(text_config),
+        checkpoint_len=context_window(text_config),
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
         default_sampling=sampling,
     )
@@ -108,21 +135,7 @@ def refuse_layers(text_config: Any) -> None:
         )
 
 
-def _refuse_unread(checkpoint_config: dict[str, Any]) -> None:
-    """Refuse, before any weights are read, what the configuration alone rules out."""
-    model_type = checkpoint_config.get("model_type")
-    if not isinstance(model_type, str):
-        raise StartupError("config.json names no model_type", fix="give a checkpoint in Hugging Face format")
-    if model_type not in CONFIG_MAPPING:
-        raise StartupError(
-            f"model_type {model_type!r} is unknown to the installed transformers, and code that comes with "
-            "a checkpoint is never run",
-            fix="upgrade transformers, or serve a model of another family",
-        )
-    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise FamilyRefused(f"{model_type} models do not generate text token by token")
-    if checkpoint_config.get("is_encoder_decoder"):
-        raise FamilyRefused(f"{model_type} is an encoder-decoder, not a decoder alone")
+def _refuse_quantized(checkpoint_config: dict[str, Any]) -> None:
     quantization = checkpoint_config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
@@ -132,16 +145,28 @@ def _refuse_unread(checkpoint_config: dict[str, Any]) -> None:
         )
 
 
-def _build(folder: Path, dtype: str) -> Any:
+def _class_of(task: Task) -> Any:
+    match task:
+        case Task.GENERATE:
+            return AutoModelForCausalLM
+        case Task.EMBED:
+            return AutoModel
+        case Task.SCORE:
+            return AutoModelForSequenceClassification
+
+
+def _build(kind: ModelKind, dtype: str) -> Any:
     transformers_logging.disable_progress_bar()
+    folder = kind.folder
     try:
         model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        refuse_layers(model_config.get_text_config(decoder=True))
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        if not kind.is_encoder:
+            refuse_layers(model_config.get_text_config(decoder=True))
+        model, loading = _class_of(kind.task).from_pretrained(
             folder,
             config=model_config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=None if kind.is_encoder else ATTENTION_NAME,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -162,8 +187,8 @@ def _build(folder: Path, dtype: str) -> Any:
         raise StartupError(
             f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
         ) from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
+    missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_POOLER))
+    if missing:
         raise StartupError(
             f"{folder} has no weights for {len(missing)} parameters, {missing[0]} first",
             fix="download it again",
@@ -206,7 +231,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
-def _dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
+def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
     """Name the dtype that the weights will have; None: that of the files."""
     if dtype != "auto":
         return dtype
@@ -221,7 +246,7 @@ def _vocab_size(model: Any) -> int:
     return num_read if output is None else min(num_read, int(output.weight.shape[0]))
 
 
-def _checkpoint_len(text_config: Any) -> int:
+def context_window(text_config: Any) -> int:
     lengths = [getattr(text_config, key, None) for key in _LENGTH_KEYS]
     length = next((int(length) for length in lengths if isinstance(length, int) and length > 0), None)
     if length is None:

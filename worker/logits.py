@@ -1,6 +1,6 @@
 """What a request asks to be done to its logits before a token is drawn, and what is reported of them.
 
-Owns: logit bias, the ban on stopping early, the penalties, log-probabilities.
+Owns: logit bias, bans, the penalties, log-probabilities.
 Never: temperature, truncation or the draw (draw.py), nor the state of rows (sampling_state.py).
 Source: repetition penalty, CTRL, arXiv:1909.05858, section 4.1, over prompt and output; presence and
 frequency penalty as OpenAI's API reference defines them, over the output.
@@ -28,9 +28,12 @@ def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         where = _flat_index(logits_NW, biased, [rows[n].bias_ids for n in biased])
         values = np.concatenate([rows[n].bias_values for n in biased])
         flat.index_add_(0, where, torch.from_numpy(values).to(flat.device))
-    banned = [n for n, row in enumerate(rows) if row.must_not_stop]
+    for n, row in enumerate(rows):
+        if row.params.allowed_token_ids:
+            _keep_only(logits_NW[n], row.allowed_ids)
+    banned = [(n, ids) for n, row in enumerate(rows) for ids in row.banned_ids()]
     if banned:
-        where = _flat_index(logits_NW, banned, [rows[n].stop_ids for n in banned])
+        where = _flat_index(logits_NW, [n for n, _ in banned], [ids for _, ids in banned])
         flat.index_fill_(0, where, -torch.inf)
     penalized = [n for n, row in enumerate(rows) if row.counts is not None]
     if penalized:
@@ -42,6 +45,13 @@ def _flat_index(logits_NW: torch.Tensor, lines: Sequence[int], ids: Sequence[Tok
     width = logits_NW.shape[1]
     index = np.concatenate([n * width + some for n, some in zip(lines, ids, strict=True)])
     return torch.from_numpy(index).to(logits_NW.device)
+
+
+def _keep_only(logits_W: torch.Tensor, ids: TokenIds) -> None:
+    where = torch.from_numpy(ids).to(logits_W.device)
+    kept = logits_W[where]
+    logits_W.fill_(-torch.inf)
+    logits_W[where] = kept
 
 
 def _penalize(logits_NW: torch.Tensor, lines: Sequence[int], rows: Sequence[SamplingRow]) -> None:

@@ -30,6 +30,9 @@ class CacheRequest:
     checkpoint_len: int
     """The model's own context window, the longest that can be right."""
     max_num_seqs: int
+    most_read_tokens: int | None = None
+    """With a window in every layer: how many tokens a sequence reads and writes in a step at most. None: all
+    of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ def size_cache(request: CacheRequest) -> CacheSize:
             fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-memory on CPU, "
             "--gpu-memory-utilization on CUDA), or take a smaller --block-size",
         )
-    cache_len = num_blocks * request.block_size
+    cache_len = _cache_len(request, num_blocks)
     if asked_len is not None and asked_len > cache_len:
         needed_bytes = (_ceil_div(asked_len, request.block_size) + 1) * request.block_bytes
         raise StartupError(
@@ -138,6 +141,16 @@ def size_cache(request: CacheRequest) -> CacheSize:
             fix=f"ask for --max-model-len {cache_len} or less, or give the cache {needed_bytes} bytes",
         )
     return CacheSize(num_blocks=num_blocks, max_model_len=asked_len or min(request.checkpoint_len, cache_len))
+
+
+def _cache_len(request: CacheRequest, num_blocks: int) -> int:
+    """The longest sequence that the cache can serve, alone."""
+    if request.most_read_tokens is not None:
+        # So many tokens in a row touch one block more than they fill.
+        most_blocks = _ceil_div(request.most_read_tokens, request.block_size) + 1
+        if num_blocks >= most_blocks:
+            return request.checkpoint_len
+    return num_blocks * request.block_size
 
 
 def _ceil_div(amount: int, unit: int) -> int:

@@ -4,6 +4,7 @@ Owns: how a transformers model is called, and which executor its attention calls
 Never: builds the batch (inputs.py) or draws tokens (sampler.py).
 """
 
+import copy
 import inspect
 from typing import Any
 
@@ -12,6 +13,34 @@ from torch import Tensor, nn
 
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.inputs import StepInputs
+
+
+class BodyOutputs:
+    """What the body of the model (all but its head) made of one step: hidden states [1, T, H], mainly."""
+
+    def __init__(self) -> None:
+        self._outputs: Any = None
+
+    def keep(self, _body: nn.Module, _arguments: Any, outputs: Any) -> None:
+        """A forward hook."""
+        self._outputs = outputs
+
+    def only(self, indices_N: Tensor) -> Any:
+        """The same for these tokens alone."""
+        outputs = copy.copy(self._outputs)
+        outputs.last_hidden_state = self._outputs.last_hidden_state[:, indices_N]
+        return outputs
+
+
+class _Recorded(nn.Module):
+    """Stands in for the body: gives what it gave before."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._outputs
 
 
 class ModelRunner:
@@ -41,3 +70,43 @@ class ModelRunner:
             logits_1NV = self._model(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments).logits
         logits_NV: Tensor = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, logits_indices_N]
         return logits_NV[:, : self._vocab_size]
+
+    @torch.inference_mode()
+    def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
+        """The model by itself, with whatever attention it is set to; returns logits [T, V]."""
+        logits_1TV: Tensor = self._model(input_ids=input_ids_1T, use_cache=False).logits
+        return logits_1TV[0, :, : self._vocab_size]
+
+    def run_keeping_body(self, inputs: StepInputs, backend: AttentionBackend) -> tuple[Tensor, BodyOutputs]:
+        """As `run`, for a step of which `head` is to be asked for the logits of further tokens."""
+        body = BodyOutputs()
+        hook = self._model.get_submodule(self._body_name).register_forward_hook(body.keep)
+        try:
+            return self.run(inputs, backend), body
+        finally:
+            hook.remove()
+
+    @torch.inference_mode()
+    def head(self, inputs: StepInputs, body: BodyOutputs, indices_N: Tensor) -> Tensor:
+        """Logits [N, V] of any tokens of a step that has just been computed, without computing it again.
+
+        The model's own forward makes them, with its body replaced by what that gave: several families
+        scale or cap their logits after the output layer.
+        """
+        computed = self._model.get_submodule(self._body_name)
+        setattr(self._model, self._body_name, _Recorded(body.only(indices_N)))
+        try:
+            logits_1NV: Tensor = self._model(
+                input_ids=inputs.input_ids_1T[:, indices_N],
+                position_ids=inputs.position_ids_1T[:, indices_N],
+                use_cache=False,
+                return_dict=True,
+            ).logits
+        finally:
+            setattr(self._model, self._body_name, computed)
+        return logits_1NV[0, :, : self._vocab_size]
+
+    @property
+    def _body_name(self) -> str:
+        name: str = getattr(self._model, "base_model_prefix", "")
+        return name

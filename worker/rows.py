@@ -18,15 +18,26 @@ from worker.errors import SequenceRefused
 class RowTable:
     """Rows by sequence. Shapes: C rows, L longest sequence, B blocks of the longest sequence."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        sliding_window: int | None = None,
+    ) -> None:
         # One more than the longest: the last token of a full sequence is drawn, but never computed.
         self._capacity_tokens = max_model_len + 1
         self._num_pool_blocks = num_blocks
+        self._sliding_window = sliding_window
         self.block_size = block_size
         self.token_ids_CL = np.zeros((max_num_seqs, self._capacity_tokens), dtype=np.int32)
         self.num_tokens_C = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_ids_CB = np.zeros((max_num_seqs, -(-self._capacity_tokens // block_size)), dtype=np.int32)
         self.num_blocks_C = np.zeros(max_num_seqs, dtype=np.int64)
+        # Positions below are behind a window: 0 stands in the block table.
+        self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[SequenceId, int] = {}
         # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -46,8 +57,10 @@ class RowTable:
             raise SequenceRefused(
                 f"{len(new.token_ids)} tokens, but max_model_len is {self._capacity_tokens - 1}"
             )
-        self._check_blocks(new.block_ids, num_before=0)
+        num_passed = self._num_passed(new.block_ids)
+        self._check_blocks(new.block_ids[num_passed:], num_before=num_passed)
         row = self._free.pop()
+        self.first_position_C[row] = num_passed * self.block_size
         self._row_of[new.sequence_id] = row
         self.token_ids_CL[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens_C[row] = len(new.token_ids)
@@ -63,6 +76,10 @@ class RowTable:
         self._check_blocks(block_ids, num_before=int(self.num_blocks_C[row]))
         self._append_blocks(row, block_ids)
 
+    def first_read(self, start: int) -> int:
+        """The first position that a share from `start` on attends to."""
+        return 0 if self._sliding_window is None else max(start - self._sliding_window + 1, 0)
+
     def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
         """Append one token to each row; the rows are distinct."""
         self.token_ids_CL[rows, self.num_tokens_C[rows]] = token_ids
@@ -74,6 +91,12 @@ class RowTable:
         if row is not None:
             self._free.append(row)
         return row
+
+    def _num_passed(self, block_ids: Sequence[BlockId]) -> int:
+        """How many entries a window has passed. Without one, 0 is a wrong block like others."""
+        if self._sliding_window is None or not block_ids or block_ids[0]:
+            return 0
+        return next((place for place, block in enumerate(block_ids) if block), len(block_ids))
 
     def _append_blocks(self, row: int, block_ids: Sequence[BlockId]) -> None:
         start = self.num_blocks_C[row]

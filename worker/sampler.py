@@ -18,6 +18,7 @@ import torch
 
 from scheduler.messages import SamplingParams, TokenLogprobs
 from worker.draw import BLOCK, Draw, draw, pick_best
+from worker.grammar import Grammars
 from worker.logits import edit_logits, report_logprobs
 from worker.sampling_state import SamplingRow
 
@@ -43,8 +44,10 @@ class SampleResult:
 class Sampler:
     """Draws tokens for rows; remembers of each row its parameters, its counts and its progress."""
 
-    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
+        """Without `grammars` no row may have one."""
         self._vocab_size = vocab_size
+        self._grammars = grammars
         width = -(-vocab_size // BLOCK) * BLOCK
         self._rows: dict[int, SamplingRow] = {}
         if device.type == "cpu":
@@ -62,9 +65,13 @@ class Sampler:
 
         token_ids are the prompt and all that was generated so far.
         """
-        self._rows[row] = SamplingRow(
+        state = SamplingRow(
             params, token_ids, num_prompt_tokens=num_prompt_tokens, vocab_size=self._vocab_size
         )
+        if params.grammar is not None:
+            assert self._grammars is not None, "a sampler without grammars"
+            state.grammar = self._grammars.row(params.grammar, token_ids[num_prompt_tokens:])
+        self._rows[row] = state
 
     def remove_row(self, row: int) -> None:
         """Forget `row`; nothing happens if it is unknown."""
@@ -118,6 +125,9 @@ class Sampler:
         is_sound_N = peak_N.isfinite()
         chosen = [states[n] for n in lines]
         if any(state.edits_logits for state in chosen):
+            if self._grammars is not None:
+                # First: whether a text is complete decides whether it may end before its minimum length.
+                self._grammars.mask(loaded_NW, [state.grammar for state in chosen])
             edit_logits(loaded_NW, chosen)
             # The first check stands: a ban may have hidden what was wrong.
             peak_N = loaded_NW.amax(-1)
@@ -126,7 +136,7 @@ class Sampler:
         if not all(is_sound):
             for n, sound in zip(lines, is_sound, strict=True):
                 if not sound:
-                    result.failed[n] = "logits are not finite, or no token is left to draw"
+                    result.failed[n] = _why_none(states[n])
             lines = [n for n, sound in zip(lines, is_sound, strict=True) if sound]
             chosen = [states[n] for n in lines]
             loaded_NW, peak_N = loaded_NW[is_sound_N], peak_N[is_sound_N]
@@ -157,3 +167,8 @@ class Sampler:
         token_ids = [result.token_ids[n] for n in lines]
         report = report_logprobs(self._load(logits, lines), token_ids, num_top)
         result.logprobs.update(zip(lines, report, strict=True))
+
+
+def _why_none(state: SamplingRow) -> str:
+    failure = state.grammar.failure if state.grammar is not None else ""
+    return failure or "logits are not finite, or no token is left to draw"

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.messages import SamplingParams
+from worker.bad_words import BadWords
+from worker.grammar import RowGrammar
 
 TokenIds = NDArray[np.int64]
 
@@ -86,20 +88,40 @@ class SamplingRow:
         self.bias_values = np.array([value for _, value in bias], np.float32)
         stop = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
         self.stop_ids: TokenIds = np.array(stop, np.int64)
+        allowed = sorted({token_id for token_id in params.allowed_token_ids if 0 <= token_id < vocab_size})
+        self.allowed_ids: TokenIds = np.array(allowed, np.int64)
+        self.bad_words: BadWords | None = None
+        if params.bad_words:
+            self.bad_words = BadWords(params.bad_words, token_ids[num_prompt_tokens:], vocab_size=vocab_size)
         self.counts: TokenCounts | None = None
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             history = np.asarray(token_ids, np.int64)
             self.counts = TokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
+        self.grammar: RowGrammar | None = None
         # top_k=1 leaves one candidate, whatever the draw: the cheap way comes to the same token.
         self.is_greedy = params.temperature == 0.0 or params.top_k == 1
 
     @property
     def must_not_stop(self) -> bool:
+        if self.grammar is not None and self.grammar.is_complete:
+            return False  # a complete text ends, long enough or not: there is nothing else to draw
         return self.num_generated < self.params.min_tokens and len(self.stop_ids) > 0
 
     @property
     def edits_logits(self) -> bool:
-        return len(self.bias_ids) > 0 or self.counts is not None or self.must_not_stop
+        return (
+            len(self.bias_ids) > 0
+            or self.counts is not None
+            or self.must_not_stop
+            or self.bad_words is not None
+            or bool(self.params.allowed_token_ids)
+            or (self.grammar is not None and self.grammar.is_active)
+        )
+
+    def banned_ids(self) -> list[TokenIds]:
+        """What must not be drawn now, for the sake of the minimum length and of bad words."""
+        banned = [self.stop_ids] if self.must_not_stop else []
+        return banned if self.bad_words is None else [*banned, *self.bad_words.banned_ids()]
 
     def next_uniform(self) -> float:
         """The uniform for the token to be drawn now: a function of seed and number generated alone."""
@@ -109,3 +131,7 @@ class SamplingRow:
         self.num_generated += 1
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.bad_words is not None:
+            self.bad_words.record(token_id)
+        if self.grammar is not None:
+            self.grammar.record(token_id)

@@ -8,6 +8,7 @@ Never: runs a plan.
 
 import logging
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,33 +17,45 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.probe import ProbeAttention
 from worker.attention.ref import RefAttention
 from worker.config import ModelFacts, WorkerConfig
+from worker.cpu.attention import CpuAttention
+from worker.cpu.opening import open_kernels
+from worker.cpu.surgery import put_kernels_under
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError
 from worker.host_pool import HostPool
 from worker.kv_cache import BlockLayout, KVCache
-from worker.loader import NO_PAGED_ATTENTION, LoadedModel, load_model
+from worker.loader import NO_PAGED_ATTENTION, LoadedModel, ModelKind, load_model
 from worker.memory import CacheRequest, CacheSize, size_cache
 from worker.model_runner import ModelRunner
 from worker.progress import LoadStage, Stage
 from worker.rope import fix_rope, longest_right_len
-from worker.self_check import SelfCheck, refusing
+from worker.self_check import Runner, SelfCheck, refusing
 
 log = logging.getLogger(__name__)
 
 
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyModel:
+class ReadyModel(Generic[AnyRunner]):
     facts: ModelFacts
     host_pool: HostPool
-    runner: ModelRunner
+    runner: AnyRunner
     backend: AttentionBackend
 
 
-def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
+def start(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> ReadyModel[ModelRunner]:
     """Load, measure, allocate, try. Raises StartupError, with what to do, for all that cannot be served."""
-    loaded = load_model(config, device, stage)
+    loaded = load_model(config, kind, device, stage)
+    return start_loaded(config, device, stage, loaded, ModelRunner(loaded.model, loaded.vocab_size))
+
+
+def start_loaded(
+    config: WorkerConfig, device: Device, stage: LoadStage, loaded: LoadedModel, runner: AnyRunner
+) -> ReadyModel[AnyRunner]:
+    """All that comes after the weights. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
-    runner = ModelRunner(loaded.model, loaded.vocab_size)
 
     stage.enter(Stage.MEASURING)
     layout = _probe_layout(config, device, loaded, runner)
@@ -53,31 +66,27 @@ def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
         with refusing(loaded.model_type):
             _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
 
-    size = size_cache(
-        CacheRequest(
-            block_bytes=layout.block_bytes,
-            block_size=layout.block_size,
-            budget_bytes=device.kv_cache_budget_bytes(run_largest_step),
-            num_blocks=config.num_blocks,
-            max_model_len=config.max_model_len,
-            checkpoint_len=checkpoint_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-    )
+    size = _size(config, layout, device.kv_cache_budget_bytes(run_largest_step), checkpoint_len)
     cache = _allocate(device, layout, size)
     host_pool = HostPool(config.swap_space_bytes, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
 
+    kernels = open_kernels(config, device, loaded.dtype, stage)
     stage.enter(Stage.WARMING_UP)
-    backend = RefAttention(cache, device)
-    SelfCheck(
+    backend: AttentionBackend = RefAttention(cache, device)
+    check = SelfCheck(
         loaded=loaded,
         runner=runner,
         backend=backend,
         cache=cache,
         device=device,
         max_model_len=size.max_model_len,
-    ).run()
+    )
+    expected = check.run()
+    if kernels is not None:
+        log.info("%s", put_kernels_under(loaded.model, kernels, device).describe())
+        backend = CpuAttention(cache, device, kernels)
+        check.run_again(backend, expected)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -87,7 +96,7 @@ def start(config: WorkerConfig, device: Device, stage: LoadStage) -> ReadyModel:
 
 
 def _probe(
-    runner: ModelRunner,
+    runner: Runner,
     device: Device,
     positions: np.ndarray[tuple[int], np.dtype[np.int64]],
     *,
@@ -105,9 +114,7 @@ def _probe(
     return probe
 
 
-def _probe_layout(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: ModelRunner
-) -> BlockLayout:
+def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
     """Learn from one call what each layer keeps. Raises StartupError if attention does not come to us."""
     with refusing(loaded.model_type):
         probe = _probe(runner, device, np.arange(2), num_logits=1)
@@ -117,6 +124,22 @@ def _probe_layout(
         layers=dict(sorted(probe.shapes.items())),
         block_size=config.block_size or device.default_block_size,
         dtype=loaded.dtype,
+    )
+
+
+def _size(config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int) -> CacheSize:
+    window = layout.sliding_window
+    return size_cache(
+        CacheRequest(
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            budget_bytes=budget_bytes,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            checkpoint_len=checkpoint_len,
+            max_num_seqs=config.max_num_seqs,
+            most_read_tokens=None if window is None else window + config.max_num_batched_tokens,
+        )
     )
 
 
@@ -146,6 +169,7 @@ def _facts(
         block_size=cache.layout.block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=cache.num_bytes,
+        sliding_window=cache.layout.sliding_window,
         num_host_blocks=host_pool.num_blocks,
         copy_s_per_block=host_pool.measure_copy_s(),
         eos_token_ids=loaded.eos_token_ids,

@@ -44,6 +44,8 @@ async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
         assert ready.status_code == 503
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
+        # A kept connection, through a proxy that only moves bytes, would lead the retry here again.
+        assert refused.headers["connection"] == "close"
         assert await asyncio.gather(*accepted) == [400] * 8
         assert await asyncio.to_thread(server.wait) == 0
 

@@ -1,6 +1,6 @@
 """Plans written by hand: a scheduler without any policy, so that a test says exactly what a step computes."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from scheduler.messages import (
     BlockCopy,
@@ -110,7 +110,7 @@ class PlanDriver:
             scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
             sequence.num_computed = end
         plan = self._plan(tuple(new_sequences), new_blocks, tuple(scheduled))
-        output = self._worker.execute(replace(plan, swap_in=tuple(swap_in)))
+        output = self._worker.execute(plan._replace(swap_in=tuple(swap_in)))
         for sequence_id, token_ids in output.token_ids.items():
             self._sequences[sequence_id].token_ids += token_ids
         return output

@@ -34,13 +34,12 @@ class Choice:
 
 
 def edited(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    """Logits after bias, ban and penalties."""
+    """Logits after bias, bans and penalties."""
     result = list(logits)
     for token_id, bias in params.logit_bias:
         result[token_id] += bias
-    if len(output) < params.min_tokens:
-        for token_id in params.stop_token_ids:
-            result[token_id] = -math.inf
+    for token_id in banned(params, output, num_tokens=len(logits)):
+        result[token_id] = -math.inf
     for token_id in set(prompt + output):
         if result[token_id] > 0:
             result[token_id] /= params.repetition_penalty
@@ -49,6 +48,17 @@ def edited(logits: list[float], params: SamplingParams, prompt: list[int], outpu
         if token_id in output:
             result[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
     return result
+
+
+def banned(params: SamplingParams, output: list[int], *, num_tokens: int) -> set[int]:
+    """What must not be drawn after `output`."""
+    found = set(params.stop_token_ids) if len(output) < params.min_tokens else set()
+    for *before, last in params.bad_words:
+        if len(before) <= len(output) and output[len(output) - len(before) :] == before:
+            found.add(last)
+    if params.allowed_token_ids:
+        found |= set(range(num_tokens)) - set(params.allowed_token_ids)
+    return found
 
 
 def choose(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> Choice:

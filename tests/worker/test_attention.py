@@ -153,6 +153,8 @@ def run_paged(
         if not chosen:
             continue
         spans = [spans[index] for index in chosen]
+        if case.window is not None:
+            forget_passed(tables, chosen, spans, case.window)
         backend.begin_step(make_metadata(spans, tables[chosen].astype(np.int32)))
         query, key, value = (
             torch.cat(
@@ -163,6 +165,13 @@ def run_paged(
         )
         out = backend.attend(7, query, key, value, options)
     return list(out.split([now for _, now in case.shares]))
+
+
+def forget_passed(tables: np.ndarray, chosen: list[int], spans: list[tuple[int, int]], window: int) -> None:
+    """Put a block of somebody else, full of NaN, wherever the window has passed."""
+    strangers = np.setdiff1d(np.arange(1, NUM_BLOCKS + 1), tables)
+    for index, (start, _) in zip(chosen, spans, strict=True):
+        tables[index, : max(start - window + 1, 0) // BLOCK_SIZE] = strangers[0]
 
 
 def make_metadata(spans: list[tuple[int, int]], tables: np.ndarray) -> AttentionMetadata:

@@ -92,6 +92,30 @@ def test_what_was_being_copied_when_a_step_failed_is_lost(
     assert list(pool.swap([], copies((1, 3)))) == [3]
 
 
+def test_copies_within_the_device_come_after_what_comes_in(cache: KVCache, pool: HostPool) -> None:
+    pool.swap(copies((5, 1)), [])
+    assert pool.swap([], copies((1, 2)), copies((2, 3), (4, 6))) == {}
+    assert contents(cache) == [-1, 1, 5, 5, 4, 5, 4]
+
+
+def test_without_a_host_pool_blocks_are_copied_within_the_device(cache: KVCache, device: CpuDevice) -> None:
+    assert HostPool(0, cache, device).swap([], [], copies((6, 1))) == {}
+    assert contents(cache) == [-1, 6, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 3), (-1, 3), (NUM_BLOCKS + 1, 3), (2, 0), (2, 99)])
+def test_nothing_outside_of_the_pool_is_copied(
+    cache: KVCache, pool: HostPool, source: int, target: int
+) -> None:
+    assert list(pool.swap([], [], copies((source, target), (1, 4)))) == [target]
+    assert contents(cache) == [-1, 1, 2, 3, 1, 5, 6]
+
+
+def test_a_copy_of_what_was_lost_is_lost(cache: KVCache, pool: HostPool) -> None:
+    assert list(pool.swap([], copies((3, 2)), copies((2, 5)))) == [2, 5]
+    assert contents(cache) == [-1, 1, 2, 3, 4, 5, 6]
+
+
 def test_without_swap_space_there_is_no_pool(cache: KVCache, device: CpuDevice) -> None:
     pool = HostPool(0, cache, device)
     assert (pool.num_blocks, pool.measure_copy_s()) == (0, 0.0)

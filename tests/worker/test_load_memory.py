@@ -16,7 +16,7 @@ from worker.checkpoint import find_weights, loaded_bytes
 from worker.config import LoadProgress, WorkerConfig
 from worker.device import CpuDevice
 from worker.errors import StartupError
-from worker.loader import load_model
+from worker.loader import find_kind, load_model
 from worker.memory import WeightBytes
 from worker.progress import LoadStage
 
@@ -29,7 +29,7 @@ def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
 
 def load(folder: Path, dtype: str = "auto") -> torch.nn.Module:
     config = WorkerConfig(model_path=str(folder), device="cpu", dtype=dtype, num_threads=1)
-    return load_model(config, CpuDevice(config), LoadStage()).model
+    return load_model(config, find_kind(config), CpuDevice(config), LoadStage()).model
 
 
 def pretend_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -193,7 +193,7 @@ def test_bytes_are_counted_while_the_weights_are_read_and_copied(folder: Path) -
             super().count(num_bytes)
             seen.append(self.progress(0.0))
 
-    loaded = load_model(config, CpuDevice(config), Watched())
+    loaded = load_model(config, find_kind(config), CpuDevice(config), Watched())
     read = [each for each in seen if each.stage == "reading weights"]
     copied = [each for each in seen if each.stage == "copying weights"]
     assert read[-1].done_bytes == read[-1].total_bytes == (folder / "model.safetensors").stat().st_size

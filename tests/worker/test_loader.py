@@ -153,7 +153,6 @@ def test_weights_of_another_shape(folder: Path) -> None:
         ("llama4_text", "chunked_attention"),
         ("lfm2", "layers of type conv"),
         ("bloom", "attention of its own"),
-        ("bert", "as an encoder does"),
     ],
 )
 def test_a_family_that_would_come_out_wrong(checkpoints: MakeCheckpoint, family: str, reason: str) -> None:

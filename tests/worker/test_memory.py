@@ -117,3 +117,10 @@ def test_the_gpu_gives_what_utilization_leaves_after_weights_and_activations() -
     assert budget == 72 * GIB - 20 * GIB - 4 * GIB
     nothing = cuda_budget_bytes(total_bytes=80 * GIB, free_bytes=1 * GIB, activation_bytes=0, utilization=0.9)
     assert nothing == 0
+
+
+def test_a_cache_that_holds_what_a_window_reads_serves_sequences_of_any_length() -> None:
+    windowed = replace(REQUEST, num_blocks=9, most_read_tokens=128)
+    assert size_cache(windowed).max_model_len == 4096
+    assert size_cache(replace(windowed, max_model_len=3000)).max_model_len == 3000
+    assert size_cache(replace(windowed, num_blocks=8)).max_model_len == 128

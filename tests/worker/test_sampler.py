@@ -41,6 +41,8 @@ def sampling_params(pick: Callable) -> SamplingParams:
         seed=pick(st.integers(0, 2**64 - 1)),
         min_tokens=pick(st.sampled_from([0, 2, 9])),
         stop_token_ids=tuple(pick(st.sets(tokens, max_size=2))),
+        bad_words=tuple(pick(st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3))),
+        allowed_token_ids=tuple(pick(st.sampled_from([(), (0, 2, 3, 5, 7, 8, 9, 10)]))),
     )
 
 

@@ -1,7 +1,6 @@
 """A sequence that waited in the host's pool goes on as if it had never left."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,7 +152,7 @@ def test_a_host_block_out_of_range_fails_the_sequence_that_needs_it_alone(
     output = swapping_llama.execute(plan_of(decode(1, 3), decode(2, 4), back=(source, 3)))
     assert list(output.token_ids) == [2]
     assert output.failures == {1: "block 3: swapped in from a host block outside of 1 to 341"}
-    swapping_llama.execute(replace(plan_of(back=(1, 3)), swap_in=(), released=(SequenceId(2),)))
+    swapping_llama.execute(plan_of(back=(1, 3))._replace(swap_in=(), released=(SequenceId(2),)))
 
 
 @pytest.mark.parametrize("target", [-1, 0, 1 << 40])
@@ -171,10 +170,7 @@ def test_without_swap_space_whoever_is_swapped_in_fails(llama_worker: Worker) ->
 
 
 def test_what_could_not_leave_fails_when_it_comes_back(swapping_llama: Worker) -> None:
-    plan = replace(
-        plan_of(decode(99, 7), back=(300, 7)),
-        swap_out=(BlockCopy(BlockId(0), BlockId(300)),),
-    )
+    plan = plan_of(decode(99, 7), back=(300, 7))._replace(swap_out=(BlockCopy(BlockId(0), BlockId(300)),))
     output = swapping_llama.execute(plan)
     assert output.failures == {
         99: "block 7: swapped in from host block 300, where nothing was swapped out to"

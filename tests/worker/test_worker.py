@@ -51,8 +51,7 @@ def new_sequence(sequence_id: int, token_ids: list[int], block_ids: list[int]) -
 
 def admission(*new: NewSequence) -> SchedulerOutput:
     """Plan the whole prompt of each."""
-    return replace(
-        EMPTY_PLAN,
+    return EMPTY_PLAN._replace(
         new_sequences=new,
         scheduled=tuple(
             ScheduledSequence(each.sequence_id, 0, len(each.token_ids), samples=True) for each in new
@@ -62,7 +61,7 @@ def admission(*new: NewSequence) -> SchedulerOutput:
 
 
 def release(*sequence_ids: int) -> SchedulerOutput:
-    return replace(EMPTY_PLAN, released=tuple(SequenceId(each) for each in sequence_ids))
+    return EMPTY_PLAN._replace(released=tuple(SequenceId(each) for each in sequence_ids))
 
 
 def test_a_sequence_with_nan_logits_fails_and_its_neighbour_does_not(poisoned_worker: Worker) -> None:
@@ -75,6 +74,17 @@ def test_a_sequence_with_nan_logits_fails_and_its_neighbour_does_not(poisoned_wo
     assert list(output.token_ids) == [healthy]
     driver.generate([healthy], 5)
     assert driver.generated(healthy) == driver.generated(alone)
+    driver.release_all()
+
+
+def test_a_scored_prompt_with_nan_logits_fails_and_its_neighbour_does_not(poisoned_worker: Worker) -> None:
+    driver = PlanDriver(poisoned_worker, BLOCK_SIZE)
+    asking = replace(GREEDY, num_prompt_logprobs=0)
+    healthy, sick = driver.add(PROMPT, asking), driver.add([1, POISON, 2, 3], asking)
+    output = driver.step({healthy: None, sick: 2})  # nothing is drawn yet for the sick one
+    assert list(output.failures) == [sick]
+    assert list(output.token_ids) == [healthy]
+    assert len(output.prompt_logprobs[healthy]) == len(PROMPT) - 1
     driver.release_all()
 
 
@@ -118,7 +128,7 @@ def test_a_plan_that_is_wrong_about_one_sequence_fails_that_one(
     llama_worker: Worker, blocks: list[int], share: ScheduledSequence, reason: str
 ) -> None:
     plan = admission(new_sequence(1, PROMPT, [1, 2]), new_sequence(2, PROMPT, blocks))
-    output = llama_worker.execute(replace(plan, scheduled=(plan.scheduled[0], share)))
+    output = llama_worker.execute(plan._replace(scheduled=(plan.scheduled[0], share)))
     assert list(output.token_ids) == [1]
     assert reason in output.failures[SequenceId(2)]
     llama_worker.execute(release(1, 2))
@@ -126,7 +136,7 @@ def test_a_plan_that_is_wrong_about_one_sequence_fails_that_one(
 
 def test_a_sequence_that_was_never_sent_fails_and_an_unknown_release_is_ignored(llama_worker: Worker) -> None:
     share = ScheduledSequence(SequenceId(77), 0, 1, samples=True)
-    plan = replace(release(77, 78), scheduled=(share,), new_blocks={SequenceId(79): (BlockId(1),)})
+    plan = release(77, 78)._replace(scheduled=(share,), new_blocks={SequenceId(79): (BlockId(1),)})
     output = llama_worker.execute(plan)
     assert set(output.failures) == {77, 79}
     assert output.token_ids == {}
@@ -136,7 +146,7 @@ def test_more_sequences_than_rows_fail_one_by_one_until_rows_are_free(llama_work
     everyone = [new_sequence(index, OTHER, [index + 1]) for index in range(10)]
     output = llama_worker.execute(admission(*everyone))
     assert list(output.failures) == [8, 9]
-    again = llama_worker.execute(replace(admission(everyone[8]), released=(SequenceId(0),)))
+    again = llama_worker.execute(admission(everyone[8])._replace(released=(SequenceId(0),)))
     assert list(again.token_ids) == [8]
     llama_worker.execute(release(*range(10)))
 

@@ -1,0 +1,91 @@
+"""What doctor says of memory is what loading then finds."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import FAMILIES, make_checkpoint
+from worker.config import WorkerConfig
+from worker.device import CpuDevice
+from worker.errors import StartupError
+from worker.findings import Verdict
+from worker.forecast import forecast, weight_bytes
+from worker.loader import find_kind
+from worker.survey import survey
+from worker.worker import Worker
+
+KV_CACHE_BYTES = 4 << 20
+
+
+def config_of(folder: Path, **rest: object) -> WorkerConfig:
+    config = WorkerConfig(model_path=str(folder), device="cpu", kv_cache_bytes=KV_CACHE_BYTES, num_threads=1)
+    return replace(config, **rest)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_forecast_is_what_loading_finds(family: str, tmp_path: Path) -> None:
+    config = config_of(make_checkpoint(family, tmp_path / family))
+    kind, device = find_kind(config), CpuDevice(config)
+    found = forecast(config, kind, device, weight_bytes(config, kind, device))
+    facts = Worker(config).load(lambda progress: None)
+    assert found.size.num_blocks == facts.num_blocks
+    assert found.size.max_model_len == facts.max_model_len
+    assert found.layout.block_size == facts.block_size
+    assert str(found.layout.dtype).removeprefix("torch.") == facts.dtype
+
+
+def test_all_is_well_with_a_model_that_fits(tiny_model: Path) -> None:
+    findings = list(survey(config_of(tiny_model)))
+    assert [(each.topic, each.verdict) for each in findings] == [
+        ("libraries", "ok"),
+        ("device", "ok"),
+        ("model", "ok"),
+        ("weights", "ok"),
+        ("memory", "ok"),
+    ]
+    assert not any(each.fix for each in findings)
+
+
+@pytest.mark.parametrize(
+    ("options", "topic", "part"),
+    [
+        ({"device": "cuda:7", "kv_cache_bytes": None}, "device", "not there"),
+        ({"max_model_len": 10**6}, "memory", "exceeds the model's own context window"),
+        ({"kv_cache_bytes": 2**50}, "memory", "does not fit"),
+        ({"num_blocks": 1, "max_model_len": 500}, "memory", "holds"),
+        ({"num_blocks": 9, "swap_space_bytes": 2**50}, "memory", "swap space"),
+    ],
+)
+def test_a_fault_is_the_last_finding_and_says_what_to_do(tiny_model: Path, options, topic, part) -> None:
+    *before, last = survey(config_of(tiny_model, **options))
+    assert (last.topic, last.verdict) == (topic, "fault")
+    assert part in last.what
+    assert last.fix
+    assert all(each.verdict is Verdict.OK for each in before)
+
+
+def test_a_shorter_context_window_than_the_models_is_a_warning(tiny_model: Path) -> None:
+    last = list(survey(config_of(tiny_model, num_blocks=3)))[-1]
+    assert last.verdict is Verdict.WARNING
+    assert "the model could take 512 tokens" in last.what
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bert"])
+def test_a_family_that_is_refused_at_load_is_refused_here(family: str, tmp_path: Path) -> None:
+    config = config_of(make_checkpoint(family, tmp_path / family), task="generate")
+    *_, last = survey(config)
+    assert last.verdict is Verdict.FAULT
+    with pytest.raises(StartupError) as caught:
+        Worker(config).load(lambda progress: None)
+    assert caught.value.fix == last.fix
+
+
+def test_damaged_weights_are_found_without_being_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "damaged"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    *_, last = survey(config_of(folder))
+    assert (last.topic, last.verdict) == ("weights", "fault")
+    assert "its header promises" in last.what

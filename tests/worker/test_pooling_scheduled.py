@@ -1,0 +1,79 @@
+"""Prompts to be pooled under a real scheduler: few blocks, sliding windows, small steps."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModel
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import (
+    FinishReason,
+    PoolingParams,
+    SamplingParams,
+    SequenceId,
+    SequenceInputs,
+    SequenceOutput,
+)
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
+from tests.pooling_checkpoints import make_embedder, write_pooling_files
+from tests.worker.conftest import load_worker
+
+LENGTHS = (40, 30, 12, 44, 20, 41)
+PROMPTS = [
+    [(7 * place + number) % 290 + 5 for place in range(length)] for number, length in enumerate(LENGTHS)
+]
+
+
+@pytest.mark.parametrize("num_blocks", [None, 12])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("mistral", "lasttoken"), ("mistral", "mean"), ("llama", "lasttoken"), ("bert", "mean")],
+)
+def test_each_prompt_gets_its_vector_however_few_blocks_there_are(
+    family: str, mode: str, num_blocks: int | None, tmp_path: Path
+) -> None:
+    folder = make_embedder(family, tmp_path / family)
+    write_pooling_files(folder, mode)
+    worker, facts = load_worker(folder, max_num_batched_tokens=48, num_blocks=num_blocks)
+    assert facts.pooling is not None
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            max_model_len=facts.max_model_len,
+            sliding_window=facts.sliding_window,
+            max_num_seqs=8,
+            max_num_batched_tokens=48,
+        )
+    )
+    pooling = PoolingParams(task=facts.pooling.task, prompt=facts.pooling.prompt)
+    for number, prompt in enumerate(PROMPTS):
+        seq = Sequence(
+            SequenceId(number), tuple(prompt), SamplingParams(), inputs=SequenceInputs(pooling=pooling)
+        )
+        scheduler.add_request(seq, now_s=0.0)
+    outputs: dict[SequenceId, SequenceOutput] = {}
+    while scheduler.has_unfinished_requests:
+        plan = scheduler.schedule(now_s=0.0)
+        assert not plan.is_empty, "nobody can be served"
+        for output in scheduler.update_from_output(plan, worker.execute(plan)).get(0, []):
+            assert outputs.setdefault(output.sequence_id, output) is output, "told twice"
+    assert scheduler.stats().num_used_blocks == 0
+    for number, prompt in enumerate(PROMPTS):
+        output = outputs[SequenceId(number)]
+        assert output.finish_reason is FinishReason.STOP
+        np.testing.assert_allclose(
+            np.frombuffer(output.pooled, dtype="<f4"), expected(folder, prompt, mode), atol=2e-5
+        )
+
+
+def expected(folder: Path, prompt: list[int], mode: str) -> np.ndarray:
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        hidden = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+    vector = hidden.mean(dim=0) if mode == "mean" else hidden[-1]
+    return functional.normalize(vector, dim=0).numpy()
