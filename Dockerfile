@@ -78,6 +78,6 @@ STOPSIGNAL SIGTERM
 
 # The first minutes belong to the model's loading: a failure then does not count.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import http.client, os; port = os.environ.get('TOKENYARD_PORT', ''); port = int(port) if port.isdigit() else 8000; connection = http.client.HTTPConnection('127.0.0.1', port, timeout=4); connection.request('GET', '/health/ready'); raise SystemExit(connection.getresponse().status != 200)"]
+    CMD ["python", "-c", "import http.client, os; port = os.environ.get('TOKENYARD_HEALTH_PORT') or os.environ.get('TOKENYARD_PORT', ''); port = int(port) if port.isdigit() else 8000; connection = http.client.HTTPConnection('127.0.0.1', port, timeout=4); connection.request('GET', '/health/ready'); raise SystemExit(connection.getresponse().status != 200)"]
 
 ENTRYPOINT ["tokenyard", "serve"]

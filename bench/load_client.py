@@ -41,6 +41,13 @@ class UsageMode(StrEnum):
     FINAL = "final"  # one for each chunk, set right by the last one, as OpenAI does
 
 
+class StreamEnd(StrEnum):
+    """How a server says that a stream is whole."""
+
+    DONE_EVENT = "done event"  # `data: [DONE]`, as OpenAI does
+    FINISH_REASON = "finish reason"  # and then the end of the reply, as `transformers serve` does
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStyle:
     """What all requests of a run have in common."""
@@ -54,6 +61,7 @@ class RequestStyle:
     seed: int
     """Request i draws with seed + i."""
     timeout_s: float
+    end: StreamEnd = StreamEnd.DONE_EVENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +199,8 @@ async def stream(target: Target, request: PlannedRequest, style: RequestStyle, r
     if reader.error is not None:
         code = reader.error.get("code") or reader.error.get("type") or "unnamed"
         raise ExchangeFailed(f"error event {code}", str(reader.error.get("message") or ""))
-    if not (reader.is_done and reader.finish_reason):
+    is_whole = reader.is_done or style.end is StreamEnd.FINISH_REASON
+    if not (is_whole and reader.finish_reason):
         raise ExchangeFailed("stream incomplete", "the stream ended without finish_reason and [DONE]")
 
 

@@ -3,8 +3,8 @@
     python -m bench.scheduling_demo [--model FOLDER]
 
 Starts `tokenyard serve` on a free loopback port twice for each scene, once plain and once with the options
-of the scene, sends both the same requests, and prints how long the requests in question took. It ends by
-itself after a minute or two and stops only what it started.
+of the scene, sends both the same requests, and prints how long the requests in question took. However fast
+the machine is, some have to wait. It ends by itself after a minute or two and stops only what it started.
 """
 
 import argparse
@@ -25,7 +25,8 @@ import httpx
 
 _URL = re.compile(r"listens on +(http://\S+)")
 _READY_WITHIN_S = 120.0
-_SMALL = ("--max-num-seqs", "4", "--no-enable-prefix-caching", "--max-model-len", "512")
+_STREAM_S = 8.0
+_SMALL = ("--max-num-seqs", "4", "--no-enable-prefix-caching", "--max-model-len", "2048")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Client:
 
 async def _urgent_among_slow(client: Client) -> list[float]:
     """Four long jobs have all places, and more of them wait; then urgent ones come."""
-    slow = [asyncio.create_task(client.complete(10, 400, priority=9)) for _ in range(12)]
+    slow = [asyncio.create_task(client.complete(10, 1000, priority=9)) for _ in range(12)]
     urgent = []
     for _ in range(5):
         await asyncio.sleep(0.2)
@@ -70,17 +71,18 @@ async def _urgent_among_slow(client: Client) -> list[float]:
 
 
 async def _patient_under_load(client: Client) -> list[float]:
-    """One patient request against a steady stream of more urgent ones."""
-    patient: asyncio.Task[float] | None = None
-    others = []
-    for number in range(250):
-        others.append(asyncio.create_task(client.complete(10, 40, priority=0)))
-        if number == 20:
-            patient = asyncio.create_task(client.complete(10, 8, priority=5))
-        await asyncio.sleep(0.02)
+    """One patient request against more urgent ones, of which always more wait than there are places."""
+    ends_s = time.monotonic() + _STREAM_S
+
+    async def keep_sending() -> None:
+        while time.monotonic() < ends_s:
+            await client.complete(10, 200, priority=0)
+
+    others = [asyncio.create_task(keep_sending()) for _ in range(24)]
+    await asyncio.sleep(0.2)
+    patient = await client.complete(10, 8, priority=5)
     await asyncio.gather(*others)
-    assert patient is not None
-    return [await patient]
+    return [patient]
 
 
 async def _quiet_beside_flood(client: Client) -> list[float]:
@@ -94,9 +96,9 @@ async def _quiet_beside_flood(client: Client) -> list[float]:
 
 async def _small_behind_large(client: Client) -> list[float]:
     """A large prompt has to wait for memory; small ones that would fit stand behind it."""
-    holder = asyncio.create_task(client.complete(250, 240))
-    await asyncio.sleep(0.3)
-    large = asyncio.create_task(client.complete(350, 8))
+    holder = asyncio.create_task(client.complete(250, 1000))
+    await asyncio.sleep(0.1)
+    large = asyncio.create_task(client.complete(1900, 8))
     await asyncio.sleep(0.05)
     small = await asyncio.gather(*(client.complete(5, 8) for _ in range(4)))
     await asyncio.gather(holder, large)
@@ -129,7 +131,7 @@ SCENES = (
     Scene(
         claim="small requests pass one that does not fit yet",
         measured="small requests",
-        base=(*_SMALL, "--block-size", "16", "--num-gpu-blocks-override", "34", "--max-bypasses", "0"),
+        base=(*_SMALL, "--block-size", "16", "--num-gpu-blocks-override", "130", "--max-bypasses", "0"),
         options=("--max-bypasses", "32"),
         act=_small_behind_large,
     ),

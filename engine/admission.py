@@ -30,9 +30,8 @@ class Admission:
 
         A request that is larger than the queue may still have it to itself: it would never fit else.
         """
-        has_place = self.num_queued + num_sequences <= self._max_queued
-        has_room = self.num_queued_tokens + num_tokens <= self._max_queued_tokens
-        if self.num_queued and not (has_place and has_room):
+        if not self.has_room(num_sequences, num_tokens):
+            has_place = self.num_queued + num_sequences <= self._max_queued
             raise Overloaded(
                 f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
                 f"at most {self._max_queued} and {self._max_queued_tokens} may wait; try again later",
@@ -41,6 +40,15 @@ class Admission:
             )
         self.num_queued += num_sequences
         self.num_queued_tokens += num_tokens
+
+    def has_room(
+        self, num_sequences: int, num_tokens: int, *, freed_sequences: int = 0, freed_tokens: int = 0
+    ) -> bool:
+        """Whether they may wait, if so many others left before."""
+        num_left = self.num_queued - freed_sequences
+        num_left_tokens = self.num_queued_tokens - freed_tokens
+        fits = num_left + num_sequences <= self._max_queued
+        return not num_left or (fits and num_left_tokens + num_tokens <= self._max_queued_tokens)
 
     def leave(self, num_sequences: int, num_tokens: int) -> None:
         """Ended before they started."""

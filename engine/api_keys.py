@@ -19,6 +19,7 @@ from engine.option_declaration import OptionError
 MAX_KEYS = 1024
 """Each is compared with every request's: more would take longer than a millisecond."""
 _MAX_FILE_BYTES = 2**20
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _RESERVED_NAME = re.compile(r"key-\d+")
 """Keys of --api-key are called so."""
 _SPELLED = "A list of `- name: team-a` with `sha256: ...`; `tokenyard keys new team-a` writes an entry"
@@ -43,7 +44,7 @@ class ApiKey:
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One key, as the file has it."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Annotated[str, msgspec.Meta(pattern=_NAME)]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     max_concurrent_requests: Annotated[int, msgspec.Meta(ge=1, le=2**16)] | None = None
     most_urgent_priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -105,6 +106,11 @@ class KeysFile:
 
     def _wrong(self, why: str, fix: str) -> OptionError:
         return OptionError(f"--api-keys-file {self.path}", why, fix)
+
+
+def is_name(text: str) -> bool:
+    """Whether a key of the file may be called so."""
+    return re.match(_NAME, text) is not None and not _RESERVED_NAME.fullmatch(text)
 
 
 def given_keys(keys: Iterable[str]) -> tuple[ApiKey, ...]:

@@ -92,10 +92,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         final: FinalMessage = FinalMessage.ANSWER,
         template_kwargs: Mapping[str, Any] | None = None,
+        template_hints: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. Messages and tools are plain JSON data; keys that are None count as absent.
 
-        The arguments of calls are JSON texts, as on the wire; the template sees them as objects.
+        The arguments of calls are JSON texts, as on the wire; the template sees them as objects. A hint
+        need not be read by the template, and gives way to one of `template_kwargs`.
 
         Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages`,
         `chat_template_kwargs` or `continue_final_message`.
@@ -110,6 +112,7 @@ class ChatTemplate:
             {
                 **self._special_tokens,
                 "documents": None,
+                **(template_hints or {}),
                 **extra,
                 "messages": plain,
                 "tools": list(tools) if tools else None,

@@ -27,6 +27,7 @@ from engine.messages import (
     Explanation,
     Loading,
     Outputs,
+    Pulse,
     Ready,
     ResetPrefixCache,
     ToClient,
@@ -306,6 +307,8 @@ class AsyncEngine:
             case Beat():
                 self._health.beat(message, now_s=time.monotonic())
                 self.metrics.beat(message)
+            case Pulse():
+                self._health.moved(now_s=time.monotonic())
             case Explanation():
                 answer = self._answers.get(message.question)
                 if answer is not None and not answer.done():

@@ -76,6 +76,10 @@ class ServerConfig:
     responses_store_bytes: int
     responses_store_ttl_s: float
     shutdown_timeout_s: float
+    drain_delay_s: float
+    """For so long newcomers are served after probes were told that the server leaves."""
+    health_port: int | None
+    """Where a thread of its own answers probes too; None: nowhere."""
     log_level: str
 
 
@@ -84,6 +88,7 @@ def resolve(
 ) -> tuple[EngineConfig, ServerConfig]:
     """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
     edge = edge_config(options)
+    _check_health_port(options)
     _check_limits(options)
     _check_scheduler(options)
     _check_device(options)
@@ -104,6 +109,8 @@ def resolve(
         responses_store_bytes=options.responses_store_memory,
         responses_store_ttl_s=options.responses_store_ttl,
         shutdown_timeout_s=options.shutdown_timeout,
+        drain_delay_s=options.drain_delay,
+        health_port=options.health_port,
         log_level=options.log_level,
     )
 
@@ -138,6 +145,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             cpu_kernels=options.cpu_kernels,
+            quantization=options.quantization,
             num_threads=options.num_threads,
         ),
     )
@@ -232,6 +240,14 @@ def _check_swap_space(options: Options) -> None:
         raise OptionError(
             "--preemption-mode swap", "there is no swap space", "give --swap-space 4GiB, say, or use auto"
         )
+
+
+def _check_health_port(options: Options) -> None:
+    for flag, port in (("--port", options.port), ("--admin-port", options.admin_port)):
+        if options.health_port and options.health_port == port:
+            raise OptionError(
+                f"--health-port {port}", f"it is {flag} too", "choose another, or 0 for any that is free"
+            )
 
 
 def _check_limits(options: Options) -> None:

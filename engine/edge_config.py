@@ -10,7 +10,6 @@ import ssl
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api_keys import KeysFile
 from engine.option_declaration import OptionError
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
@@ -64,13 +63,7 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        files = f"--tls-cert {self.cert}" + (f" --tls-key {self.key}" if self.key else "")
-        try:
-            # An encrypted key would make the library ask for its password on the terminal.
-            context.load_cert_chain(self.cert, self.key, password=lambda: "")
-        except (OSError, ValueError) as error:
-            why = _reason(error, "no certificate and key that belong together, in PEM and not encrypted")
-            raise OptionError(files, why, "correct the files, or name others") from error
+        self.show_by(context)
         if self.client_ca is not None:
             try:
                 context.load_verify_locations(self.client_ca)
@@ -79,6 +72,16 @@ class TlsFiles:
                 raise OptionError(what, why, "correct the file, or name another") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+    def show_by(self, context: ssl.SSLContext) -> None:
+        """Let `context` show this certificate from now on. Raises OptionError; it may show none then."""
+        try:
+            # An encrypted key would make the library ask for its password on the terminal.
+            context.load_cert_chain(self.cert, self.key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            files = f"--tls-cert {self.cert}" + (f" --tls-key {self.key}" if self.key else "")
+            why = _reason(error, "no certificate and key that belong together, in PEM and not encrypted")
+            raise OptionError(files, why, "correct the files, or name others") from error
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -107,6 +110,9 @@ def edge_config(options: AskedEdge) -> EdgeConfig:
     _check_who_can_reach(options)
     tls = _tls(options)
     if options.api_keys_file is not None:
+        # Not at the top: most starts have no file, and --help must not wait for its reader.
+        from engine.api_keys import KeysFile
+
         KeysFile(options.api_keys_file).read()
     for origin in options.cors_origin:
         if not _ORIGIN.fullmatch(origin):

@@ -60,7 +60,7 @@ class EdgeOptions:
         Group.EDGE,
         Text(metavar="FILE"),
         "Certificates in PEM, one of which must have signed the certificate of every client (mTLS); probes "
-        "included.",
+        "included. Read at the start only.",
         open_default="clients need no certificate",
         default=None,
     )

@@ -68,7 +68,11 @@ class Encoder:
         else:
             final = FinalMessage.ANSWER if options.add_generation_prompt else FinalMessage.NOTHING
         rendered = self._template.render(
-            messages, tools=options.tools, final=final, template_kwargs=options.template_kwargs
+            messages,
+            tools=options.tools,
+            final=final,
+            template_kwargs=options.template_kwargs,
+            template_hints=options.template_hints,
         )
         return self._tokenizer.encode_rendered_chat(rendered)
 

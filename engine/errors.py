@@ -23,6 +23,7 @@ class OverloadReason(StrEnum):
     REQUESTS = "requests"  # --max-queued-requests
     TOKENS = "tokens"  # --max-queued-tokens
     TEXTS = "texts"  # more are being tokenized than the pool takes
+    DISPLACED = "displaced"  # a more urgent request took the place
     GRAMMARS = "grammars"  # more wait to be compiled than is good
 
 

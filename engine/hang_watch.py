@@ -31,10 +31,14 @@ class HangWatch:
         """The loop has moved."""
         self._silent_s = 0.0
 
+    @property
+    def is_hanging(self) -> bool:
+        return self._silent_s > self._timeout_s
+
     async def until_hang(self) -> float:
         """Return once it stands still for too long; the seconds of silence."""
         last_s = time.monotonic()
-        while self._silent_s <= self._timeout_s:
+        while not self.is_hanging:
             await asyncio.sleep(self._interval_s)
             now_s = time.monotonic()
             if self._is_loaded:

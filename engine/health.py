@@ -57,6 +57,10 @@ class HealthMonitor:
         self._last_beat_s = now_s
         self._num_steps = beat.stats.num_steps
 
+    def moved(self, *, now_s: float) -> None:
+        """A long step gets on."""
+        self._last_beat_s = now_s
+
     def died(self, cause: str) -> None:
         self.became_ready.clear()
         self._progress = None

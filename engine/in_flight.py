@@ -13,7 +13,14 @@ from dataclasses import replace
 
 from engine.admission import Admission
 from engine.config import EngineConfig
-from engine.errors import DeadlineExceeded, EngineDied, EngineDiedTwice, EngineError
+from engine.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    EngineDiedTwice,
+    EngineError,
+    Overloaded,
+    OverloadReason,
+)
 from engine.live_pooling import LivePooling
 from engine.live_request import LiveRequest
 from engine.messages import AddRequest, EndSequences, ToEngine
@@ -21,6 +28,8 @@ from engine.metrics import EngineMetrics
 from engine.replay import ReplayQueue, what_is_left
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
+from engine.waiting_calls import Call, WaitingCalls
+from scheduler.config import SchedulingPolicy
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -46,6 +55,8 @@ class InFlight:
         self._admission = Admission(
             max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
         )
+        self._gives_way = config.scheduler.policy is SchedulingPolicy.PRIORITY
+        self._waiting: WaitingCalls[AnyLive] = WaitingCalls(aging_s=config.scheduler.priority_aging_s)
         self._next_id = 1
         self._live: dict[str, AnyLive] = {}
         self._by_sequence: dict[SequenceId, AnyLive] = {}
@@ -89,6 +100,7 @@ class InFlight:
             return
         del self._live[live.request.request_id]
         self._replays.let_go(live.first_id)
+        self._waiting.discard(live)
         unfinished = [sequence_id for sequence_id in live.unfinished_ids if sequence_id in self._by_sequence]
         for sequence_id in live.choices:
             self._by_sequence.pop(sequence_id, None)
@@ -173,8 +185,37 @@ class InFlight:
             if request.request_id in self._live:
                 raise ValueError(f"request {request.request_id} is in flight already")
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        now_s = time.monotonic()
+        if self._gives_way and not self._admission.has_room(num_sequences, num_tokens):
+            rank = self._waiting.rank(_priority(requests), arrived_s=now_s)
+            self._make_room(num_sequences, num_tokens, rank, now_s)
         with self._metrics.counting_refusals():
-            self._admission.admit(num_sequences, num_tokens, now_s=time.monotonic())
+            self._admission.admit(num_sequences, num_tokens, now_s=now_s)
+
+    def _make_room(self, num_sequences: int, num_tokens: int, rank: float, now_s: float) -> None:
+        """Let those that would be served last give way to a newcomer of this rank, if that is any help."""
+        leaving: list[Call[AnyLive]] = []
+        freed_sequences = freed_tokens = 0
+        for call in self._waiting.worse_than(rank):
+            leaving.append(call)
+            freed_sequences += call.num_sequences
+            freed_tokens += call.num_tokens
+            if self._admission.has_room(
+                num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
+            ):
+                break
+        else:
+            return
+        error = Overloaded(
+            "the queue is full, and a more urgent request took the place of this one; try again later",
+            retry_after_s=self._admission.retry_after_s(now_s=now_s),
+            reason=OverloadReason.DISPLACED,
+        )
+        for call in leaving:
+            self._metrics.request_displaced()
+            for live in call.lives:
+                live.fail(error)
+                self.leave(live)
 
     def _new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self._next_id + index) for index in range(num))
@@ -190,6 +231,9 @@ class InFlight:
         try:
             for live in lives:
                 self._send(self._message(live))
+            self._waiting.add(
+                lives, _priority([live.request for live in lives]), arrived_s=lives[0].arrived_s
+            )
         except BaseException:  # what cannot be sent must not stay behind
             for live in lives:
                 self.leave(live)
@@ -231,6 +275,12 @@ class InFlight:
 
     def _note_start(self, live: AnyLive, queue_s: float, now_s: float) -> None:
         num_tokens = 0 if live.has_started else live.num_prompt_tokens
+        self._waiting.discard(live)
         live.num_unstarted -= 1
         self._admission.start(num_tokens, now_s=now_s)
         self._metrics.sequence_started(queue_s)
+
+
+def _priority(requests: Sequence[GenerationRequest | PoolingRequest]) -> int:
+    """Of requests that are served together: that of the most urgent."""
+    return min((request.terms.priority for request in requests), default=0)

@@ -15,6 +15,7 @@ from engine.errors import (
     EngineDiedTwice,
     EngineError,
     EngineUnavailable,
+    Overloaded,
     RequestFailed,
     RequestRejected,
 )
@@ -29,6 +30,7 @@ _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
 }
 _REASONS: dict[type[EngineError], FinishReason] = {
     RequestRejected: FinishReason.REJECTED,
+    Overloaded: FinishReason.REJECTED,  # gave way to a more urgent one
     DeadlineExceeded: FinishReason.EXPIRED,
     EngineUnavailable: FinishReason.ABORTED,  # cut off by the end of the server
 }

@@ -146,15 +146,20 @@ class EngineLives:
         dying = asyncio.create_task(process.wait())
         hanging = asyncio.create_task(watch.until_hang())
         try:
-            await asyncio.wait([dying, receiver, hanging], return_when=asyncio.FIRST_COMPLETED)
-            if dying.done():
-                return Death(cause=DeathCause.CRASH, what=_describe(dying.result()))
-            if hanging.done():
+            while True:
+                await asyncio.wait([dying, receiver, hanging], return_when=asyncio.FIRST_COMPLETED)
+                if dying.done():
+                    return Death(cause=DeathCause.CRASH, what=_describe(dying.result()))
+                if not hanging.done():
+                    break
                 await _write_down_where(process, dying, hanging.result())
-                process.kill()
-                await dying
-                what = f"stood still for {hanging.result():.0f} s and was killed"
-                return Death(cause=DeathCause.HANG, what=what)
+                if watch.is_hanging:
+                    process.kill()
+                    await dying
+                    what = f"stood still for {hanging.result():.0f} s and was killed"
+                    return Death(cause=DeathCause.HANG, what=what)
+                log.warning("the engine process (pid %d) moves again", process.pid)
+                hanging = asyncio.create_task(watch.until_hang())
             # A message that cannot be taken in: nobody would ever hear of this process again.
             log.critical("the engine process said what nobody understands", exc_info=receiver.exception())
             process.kill()
@@ -200,8 +205,7 @@ class EngineLives:
 async def _write_down_where(process: EngineProcess, dying: "asyncio.Task[int]", silent_s: float) -> None:
     """Its stacks go to the log, as far as it can still write them."""
     log.critical(
-        "the engine process (pid %d) has not moved for %.0f s: where it stands follows, if it can tell; "
-        "then it is killed",
+        "the engine process (pid %d) has not moved for %.0f s: where it stands follows, if it can tell",
         process.pid,
         silent_s,
     )

@@ -103,6 +103,10 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     times: StepTimes
 
 
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The step that runs gets on. Sent by a thread beside the loop, twice a second at most."""
+
+
 class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The running line, then the waiting line, each in the order in which it is served."""
 
@@ -110,7 +114,7 @@ class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reports: list[SequenceReport]
 
 
-ToClient = Loading | Ready | StartFailed | Outputs | Beat | Explanation
+ToClient = Loading | Ready | StartFailed | Outputs | Beat | Pulse | Explanation
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -169,6 +169,10 @@ class EngineMetrics:
             self._refused[error.reason].inc()
             raise
 
+    def request_displaced(self) -> None:
+        """One that waited gave way to a more urgent one."""
+        self._refused[OverloadReason.DISPLACED].inc()
+
     def request_aborted(self, cause: AbortCause) -> None:
         self._aborted[cause].inc()
 
@@ -230,7 +234,7 @@ class EngineMetrics:
         self._kept_host_blocks = self._counter(
             "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
         )
-        self._recomputed = self._counter("recomputed_tokens", "Computed tokens that preemption threw away")
+        self._recomputed = self._counter("recomputed_tokens", "Tokens computed again after a preemption")
         self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
         self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
@@ -239,7 +243,7 @@ class EngineMetrics:
             "engine_restarts", "Engine processes that died and were replaced", "cause", DeathCause
         )
         self._replayed = self._counter(
-            "requests_replayed", "Requests that had not begun when an engine process died, and went to the next"
+            "requests_replayed", "Requests that no engine process had begun when it died, given to the next"
         )
         self._refused = self._counters(
             "admission_rejections", "Requests refused because too much waited", "reason", OverloadReason

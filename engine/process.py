@@ -6,18 +6,23 @@ Never: reads the command line of the server; all it needs lies in DIRECTORY/conf
 
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
+from engine.checked_worker import CheckedWorker
 from engine.child_process import die_with_parent, leave_signals_to_parent
 from engine.config import EngineConfig
+from engine.garbage import keep_what_is_loaded
 from engine.loop import EngineLoop, WorkerBroken
 from engine.messages import Loading, Ready, StartFailed
+from engine.pulse import StepPulse
 from engine.step_trace import StepTrace
 from engine.transport import EngineSide
 from scheduler.config import SchedulerConfig
@@ -41,15 +46,16 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
     logging.basicConfig(level=log_level, format="%(levelname)s engine %(name)s: %(message)s")
     mailbox = EngineSide(directory)
     try:
-        return _serve(config, mailbox)
+        return _serve(config, mailbox, directory)
     finally:
         mailbox.close()
 
 
-def _serve(config: EngineConfig, mailbox: EngineSide) -> int:
+def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Only here: importing torch takes seconds, and the parent wants to hear from us before.
+    from worker.attention.interface import num_layers_begun
     from worker.errors import StartupError
     from worker.worker import Worker
 
@@ -62,13 +68,18 @@ def _serve(config: EngineConfig, mailbox: EngineSide) -> int:
     log.info("loaded in %.1f s", time.monotonic() - started_s)
     mailbox.send(Ready(facts))
     scheduler = Scheduler(scheduler_config(config, facts))
-    loop = EngineLoop(scheduler, worker, mailbox, time.monotonic, _open_trace(config.trace_file))
+    checked = CheckedWorker(worker, vocab_size=facts.vocab_size)
+    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
+    pulse = StepPulse(directory, num_layers_begun)
+    pulse.start()
+    keep_what_is_loaded()
     try:
         loop.run()
     except WorkerBroken as error:
         log.critical("%s; leaving, so that a fresh process can take over", error)
         return EXIT_WORKER_BROKEN
     finally:
+        pulse.stop()
         worker.close()
     return 0
 
@@ -103,5 +114,13 @@ def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig
     )
 
 
+def leave(exit_code: int) -> NoReturn:
+    """Everything is closed: to take down modules and model object by object would take a second or two."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), parent_pid=int(sys.argv[2]), log_level=int(sys.argv[3])))
+    leave(main(Path(sys.argv[1]), parent_pid=int(sys.argv[2]), log_level=int(sys.argv[3])))

@@ -53,6 +53,24 @@ class ClientSide:
         self._context.term()
 
 
+class PulseSide:
+    """Held by a thread beside the loop of the engine process: sockets are not for several threads."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._out = self._context.socket(zmq.PUSH)
+        self._out.linger = 0
+        self._out.connect(_address(directory, _TO_CLIENT))
+
+    def send(self, message: ToClient) -> None:
+        """Lost if nobody takes it."""
+        with contextlib.suppress(zmq.Again):
+            self._out.send(encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy()
+
+
 class EngineSide:
     """Held by the engine process; plain blocking calls, since its loop has nothing else to wait for."""
 

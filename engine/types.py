@@ -173,7 +173,9 @@ class ChatOptions:
     """Leave the last message open, so that the model goes on with it. Excludes add_generation_prompt."""
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the template, from the caller: `enable_thinking`, say."""
+    """Variables for the template, from the caller: `enable_thinking`, say. It must read each of them."""
+    template_hints: dict[str, Any] = field(default_factory=dict)
+    """Variables for a template that reads them; of no effect with one that does not."""
 
 
 class EngineState(StrEnum):

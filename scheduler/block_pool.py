@@ -12,6 +12,9 @@ from the middle. Block 0, which is never handed out, is its sentinel:
     next to be reused               last to be reused
 """
 
+from collections.abc import Iterable
+from typing import cast
+
 from scheduler.messages import BlockId
 
 _SENTINEL = BlockId(0)
@@ -24,8 +27,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._references = [0] * (num_blocks + 1)
-        self._after = [BlockId((block + 1) % (num_blocks + 1)) for block in range(num_blocks + 1)]
-        self._before = [BlockId((block - 1) % (num_blocks + 1)) for block in range(num_blocks + 1)]
+        self._after = cast("list[BlockId]", [*range(1, num_blocks + 1), 0])
+        self._before = cast("list[BlockId]", [num_blocks, *range(num_blocks)])
 
     @property
     def num_used(self) -> int:
@@ -33,6 +36,11 @@ class BlockPool:
 
     def is_free(self, block: BlockId) -> bool:
         return self._references[block] == 0
+
+    def count_free(self, blocks: Iterable[BlockId]) -> int:
+        """How many of them nobody references."""
+        references = self._references
+        return [references[block] for block in blocks].count(0)
 
     def num_references(self, block: BlockId) -> int:
         return self._references[block]

@@ -24,8 +24,6 @@ class Counters:
 
     def note_preemption(self, preemption: Preemption) -> None:
         self.num_preemptions[preemption.cause, preemption.was_swapped] += 1
-        if not preemption.was_swapped:
-            self.num_recomputed_tokens += preemption.num_computed_tokens
 
     def preemptions(self) -> tuple[PreemptionCount, ...]:
         return tuple(PreemptionCount(*key, num) for key, num in self.num_preemptions.items())

@@ -11,15 +11,19 @@ decides.
 """
 
 from collections.abc import Iterator
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from operator import attrgetter
 
 from scheduler.config import SchedulerConfig, SchedulingPolicy
-from scheduler.sequence import Sequence
+from scheduler.sequence import Rank, Sequence
 from scheduler.waiting_queue import WaitingQueue
 
 PROMPT_TOKEN_COST = 1.0
 GENERATED_TOKEN_COST = 2.0
 _MAX_IDLE_COUNTERS = 1000
+
+_rank_of, _best_rank_of = attrgetter("rank"), attrgetter("best_rank")
 
 
 class TenantLedger:
@@ -29,6 +33,7 @@ class TenantLedger:
         self._weights = weights
         self._service: dict[str, float] = {}
         self._num_unfinished: dict[str, int] = {}
+        self._least: list[tuple[float, str]] = []  # a heap; entries may be out of date, as in _Band
 
     def service(self, tenant: str) -> float:
         """Tokens had, by cost and weight. Never falls while the tenant is active."""
@@ -37,8 +42,8 @@ class TenantLedger:
     def join(self, tenant: str) -> None:
         """One more unfinished sequence. A newcomer is lifted to the least served of those who are here."""
         if tenant not in self._num_unfinished:
-            floor = min((self._service[other] for other in self._num_unfinished), default=0.0)
-            self._service[tenant] = max(self._service.get(tenant, 0.0), floor)
+            self._service[tenant] = max(self._service.get(tenant, 0.0), self._least_of_the_active())
+            heappush(self._least, (self._service[tenant], tenant))
         self._num_unfinished[tenant] = self._num_unfinished.get(tenant, 0) + 1
 
     def leave(self, tenant: str) -> None:
@@ -51,15 +56,31 @@ class TenantLedger:
             del self._num_unfinished[tenant]
             if not self._num_unfinished:
                 self._service.clear()
+                self._least.clear()
             elif len(self._service) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
                 self._forget_the_idle()
 
     def charge(self, tenant: str, cost: float) -> None:
         self._service[tenant] += cost / self._weights.get(tenant, 1.0)
 
+    def _least_of_the_active(self) -> float:
+        """0 if nobody is. Whoever is active has an entry that is not above its counter: O(log tenants)."""
+        if len(self._least) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+            self._least = [(self._service[tenant], tenant) for tenant in self._num_unfinished]
+            heapify(self._least)
+        while self._least:
+            noted, tenant = self._least[0]
+            if tenant not in self._num_unfinished:
+                heappop(self._least)
+            elif noted != (service := self._service[tenant]):
+                heapreplace(self._least, (service, tenant))
+            else:
+                return noted
+        return 0.0
+
     def _forget_the_idle(self) -> None:
         """Those whom `join` would lift anyway; and all, should there still be too many."""
-        floor = min(self._service[tenant] for tenant in self._num_unfinished)
+        floor = self._least_of_the_active()
         kept = {
             name: had for name, had in self._service.items() if name in self._num_unfinished or had > floor
         }
@@ -85,8 +106,11 @@ class _Band:
         self._queues: dict[str, WaitingQueue] = {}
         self._order: list[tuple[float, str]] = []
         self.num_waiting = 0
+        self.best_rank: Rank = (inf,)
+        """Nobody here ever had a better one; so whoever is first has none either."""
 
     def push(self, seq: Sequence) -> None:
+        self.best_rank = min(self.best_rank, seq.rank)
         queue = self._queues.get(seq.tenant)
         if queue is None:
             queue = self._queues[seq.tenant] = WaitingQueue()
@@ -95,25 +119,32 @@ class _Band:
         self.num_waiting += 1
 
     def peek(self) -> Sequence:
-        while True:
+        tenant = self._least_served()
+        assert tenant is not None, "somebody waits here"
+        return self._queues[tenant].peek()
+
+    def after_first(self, num: int) -> list[Sequence]:
+        """The first of the next tenants, then the next of the first one. O(num * log(tenants))."""
+        entries: list[tuple[float, str]] = []
+        while len(entries) <= num and self._least_served() is not None:
+            entries.append(heappop(self._order))
+        for entry in entries:
+            heappush(self._order, entry)
+        first, *others = (self._queues[tenant] for _, tenant in entries)
+        return [*(queue.peek() for queue in others), *first.after_first(num)][:num]
+
+    def _least_served(self) -> str | None:
+        """It is on top of the heap then; None if the heap is empty."""
+        while self._order:
             noted, tenant = self._order[0]
-            queue = self._queues[tenant]
-            if not len(queue):
+            if not len(self._queues[tenant]):
                 heappop(self._order)
                 del self._queues[tenant]
             elif noted != (service := self._ledger.service(tenant)):
                 heapreplace(self._order, (service, tenant))
             else:
-                return queue.peek()
-
-    def after_first(self, num: int) -> list[Sequence]:
-        """The next of the first tenant, and the first of the others: O(tenants), for a head that is stuck."""
-        first = self.peek()
-        others = [
-            queue.peek() for tenant, queue in self._queues.items() if len(queue) and tenant != first.tenant
-        ]
-        others.sort(key=lambda seq: (self._ledger.service(seq.tenant), seq.rank))
-        return [*others, *self._queues[first.tenant].after_first(num)][:num]
+                return tenant
+        return None
 
     def take(self, seq: Sequence) -> None:
         self._queues[seq.tenant].take(seq)
@@ -151,8 +182,15 @@ class FairWaitingQueue:
         self._num_waiting += 1
 
     def peek(self) -> Sequence:
-        """The best rank among the choices of the bands; so aging works across them. O(bands)."""
-        return min((band.peek() for band in self._bands.values()), key=lambda seq: seq.rank)
+        """The best rank among the choices of the bands; so aging works across them.
+
+        O(bands), but only bands that could have the best are asked for their choice.
+        """
+        best = min(self._bands.values(), key=_best_rank_of).peek()
+        for band in self._bands.values():
+            if band.best_rank < best.rank:
+                best = min(best, band.peek(), key=_rank_of)
+        return best
 
     def after_first(self, num: int) -> list[Sequence]:
         return self._bands[self._band_of(self.peek())].after_first(num)

@@ -119,6 +119,7 @@ def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
 def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:
     published = scheduler.kv.prefix_cache.published()
     assert len(published) == len(set(published.values())), "two blocks have one key"
+    assert not published or min(published) > 0, "block 0, which is never handed out, can be found"
     for seq in running:
         num_full = seq.num_computed_tokens // scheduler.config.block_size
         for block in seq.block_ids[num_full:]:

@@ -123,7 +123,7 @@ class KVCacheManager:
             found=found,
             first=self.reach.first_block(found.num_tokens),
             end=self.reach.end_block(seq.num_tokens, found.num_tokens),
-            num_free_hits=sum(1 for block in found.device.values() if self.pool.is_free(block)),
+            num_free_hits=self.pool.count_free(found.device.values()),
         )
 
     def can_allocate(self, need: Need, *, num_running: int) -> Fit:

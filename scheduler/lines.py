@@ -1,7 +1,7 @@
 """Everybody who is not finished: the running line, and the line of those who wait.
 
 Owns: which line a sequence stands in, in what order, and the tenants' counters, which follow from it.
-Never: decides who moves; planner.py and scheduler.py do.
+Never: decides who moves; planner.py, admission.py and scheduler.py do.
 """
 
 from bisect import bisect_left, insort

@@ -418,7 +418,7 @@ class SchedulerStats:
     num_kept_host_blocks: int
     """Blocks copied to the host because the prefix cache on the device gave them up."""
     num_recomputed_tokens: int
-    """Computed tokens that preemptions by recompute threw away."""
+    """Tokens computed again because a preemption lost them; what a cache still had is not computed again."""
     num_draft_tokens: int = 0
     """Guessed tokens that were verified."""
     num_accepted_tokens: int = 0

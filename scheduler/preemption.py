@@ -1,13 +1,16 @@
 """Who pays when memory runs short, and in which coin: recompute later, or copy to the host now.
 
-Owns: the choice of victims for growth, and the choice of the mode.
-Never: queues and the line (planner.py), or blocks on either side (kv_cache_manager.py).
+Owns: the choice of victims for growth, the choice of the mode, and what a sequence leaves when it goes.
+Never: when somebody has to go (planner.py, admission.py), or blocks on either side (kv_cache_manager.py).
 Source: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
 """
 
-from scheduler.config import PreemptionMode, SchedulerConfig, VictimChoice
-from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.sequence import Sequence
+from scheduler.config import PreemptionMode, VictimChoice
+from scheduler.messages import Preemption, PreemptionCause
+from scheduler.plan_draft import PlanDraft
+from scheduler.sequence import Sequence, Status
+from scheduler.shares import Shares
+from scheduler.state import SchedulerState
 from scheduler.step_time import StepTimeModel
 
 # How far from the back of the line it is looked for a cheaper victim.
@@ -15,15 +18,17 @@ _VICTIM_WINDOW = 8
 
 
 class Preemptor:
-    """Chooses; it changes nothing but its count of refusals."""
+    """Sends running sequences back to the waiting line."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, step_time: StepTimeModel) -> None:
-        self._copy_s_per_block = config.copy_s_per_block
+    def __init__(self, state: SchedulerState, shares: Shares, step_time: StepTimeModel) -> None:
+        self._state = state
+        self._shares = shares
+        self._copy_s_per_block = state.config.copy_s_per_block
         self._step_time = step_time
         self.num_swap_space_full = 0
-        self._mode = config.preemption_mode
-        self._victim_choice = config.victim_choice
-        self._kv = kv
+        self._mode = state.config.preemption_mode
+        self._victim_choice = state.config.victim_choice
+        self._kv = state.kv
 
     def choose_victim(self, behind: list[Sequence]) -> Sequence:
         """The one of `behind`, the unplanned part of the line in rank order, that makes room for growth.
@@ -36,6 +41,33 @@ class Preemptor:
             return last
         window = [seq for seq in behind[-_VICTIM_WINDOW:] if seq.priority == last.priority]
         return min(reversed(window), key=lambda seq: (seq.is_protected, self._num_tokens_at_stake(seq)))
+
+    def send_away(
+        self, victim: Sequence, plan: PlanDraft, cause: PreemptionCause, beneficiary: Sequence
+    ) -> None:
+        """Take its blocks; it returns to its old place among the waiting."""
+        if victim.num_uncomputed_tokens == 1:
+            plan.budget.give_up_decode()
+        num_computed, num_free = victim.num_computed_tokens, self._kv.pool.num_free
+        victim.num_reached_tokens = max(victim.num_reached_tokens, num_computed)
+        is_swap = self.mode_for(victim) is PreemptionMode.SWAP
+        if is_swap:
+            plan.swap_out += self._kv.copy_out(victim)
+        self._kv.free(victim)
+        self._shares.forget_extras(victim)
+        plan.released.append(victim.sequence_id)
+        self._state.lines.send_back(victim, Status.SWAPPED if is_swap else Status.WAITING)
+        victim.num_preemptions += 1
+        preemption = Preemption(
+            sequence_id=victim.sequence_id,
+            cause=cause,
+            was_swapped=is_swap,
+            beneficiary=beneficiary.sequence_id,
+            num_computed_tokens=num_computed,
+            num_freed_blocks=self._kv.pool.num_free - num_free,
+        )
+        plan.preemptions.append(preemption)
+        self._state.counters.note_preemption(preemption)
 
     def mode_for(self, victim: Sequence) -> PreemptionMode:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""

@@ -10,6 +10,7 @@ collision that would leak one tenant's text to another is out of reach (CVE-2025
 
 from array import array
 from hashlib import sha256
+from itertools import takewhile
 
 from scheduler.messages import BlockId
 
@@ -43,6 +44,10 @@ class PrefixCache:
 
     def get(self, key: bytes) -> BlockId | None:
         return self._block_by_key.get(key)
+
+    def leading_blocks(self, keys: list[bytes]) -> list[BlockId]:
+        """The blocks of these keys, up to the first key that has none."""
+        return list(takewhile(bool, map(self._block_by_key.get, keys)))  # type: ignore[arg-type]
 
     def key_of(self, block: BlockId) -> bytes | None:
         return self._key_by_block.get(block)

@@ -66,7 +66,8 @@ class PrefixIndex:
         first, last = start // self._block_size, end // self._block_size
         if first < last:
             keys = self._keys(seq, last)
-            for place in range(first, last):
+            # Plans in flight may have moved the window past a block before its last token was known.
+            for place in range(max(first, seq.num_passed_blocks), last):
                 self.cache.publish(keys[place], seq.block_ids[place])
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
@@ -118,10 +119,11 @@ class PrefixIndex:
         """The longest prefix of full blocks of which all that the next token reaches is there."""
         num_findable = self._num_findable(seq)
         keys = self._keys(seq, num_findable)
-        device: dict[int, BlockId] = {}
+        # Most often that is all: one call, because a long prompt that does not fit is looked up in each step.
+        device = dict(enumerate(self.cache.leading_blocks(keys[:num_findable])))
         host: dict[int, BlockId] = {}
-        end = unbroken_from = 0
-        for place in range(num_findable):
+        end, unbroken_from = len(device), 0
+        for place in range(end, num_findable):
             if (block := self.cache.get(keys[place])) is not None:
                 device[place] = block
             elif (block := self.swap_space.find(keys[place])) is not None:
@@ -133,6 +135,8 @@ class PrefixIndex:
                 break
             if unbroken_from <= self._reach.first_block((place + 1) * self._block_size):
                 end = place + 1
+        if not host and not self._reach.is_limited:
+            return Found(num_tokens=end * self._block_size, device=device)
         first = self._reach.first_block(end * self._block_size)
         return Found(
             num_tokens=end * self._block_size,

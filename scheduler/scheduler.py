@@ -8,7 +8,7 @@ Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.
 
 from collections.abc import Iterable, Mapping
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import Fairness, SchedulerConfig
 from scheduler.counters import Counters
 from scheduler.deadlines import Deadlines
 from scheduler.encoder_cache import EncoderCache
@@ -34,6 +34,7 @@ from scheduler.policy import rank_of
 from scheduler.refusals import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
 from scheduler.reports import report_on
 from scheduler.sequence import Sequence, Status
+from scheduler.state import SchedulerState
 from scheduler.swap_space import SwapSpace
 from scheduler.watchdog import Watchdog
 
@@ -53,6 +54,7 @@ class Scheduler:
         self.config = config
         self.kv = KVCacheManager(config)
         self._rank = rank_of(config)
+        self._has_accounts = config.fairness is Fairness.TENANT
         self._sequences: dict[SequenceId, Sequence] = {}
         self._lines = Lines(config)
         self._released: list[SequenceId] = []  # rows that the worker may free, told with the next plan
@@ -62,9 +64,14 @@ class Scheduler:
         self._counters = Counters()
         self._in_flight = PlansInFlight(config.max_plans_in_flight)
         self._failed_in_flight: set[SequenceId] = set()  # their further failures tell nothing new
-        self._planner = Planner(
-            config, self.kv, self._lines, self._in_flight, counters=self._counters, finish=self._finish
+        state = SchedulerState(
+            config=config,
+            kv=self.kv,
+            lines=self._lines,
+            in_flight=self._in_flight,
+            counters=self._counters,
         )
+        self._planner = Planner(state, finish=self._finish)
 
     # The public calls.
 
@@ -104,7 +111,7 @@ class Scheduler:
         for sequence_id, token_ids in drafts.items():
             seq = self._sequences.get(sequence_id)
             if seq is not None:
-                self._planner.drafts.propose(seq, token_ids)
+                self._planner.shares.drafts.propose(seq, token_ids)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Take in what the worker drew; results come in the order of the plans.
@@ -204,7 +211,7 @@ class Scheduler:
 
     @property
     def encoder_cache(self) -> EncoderCache:
-        return self._planner.encoder_cache
+        return self._planner.shares.encoder_cache
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -281,7 +288,8 @@ class Scheduler:
                 self._settle(seq, len(token_ids) - 1)
         elif len(token_ids) > 1:  # what was accepted behind the end is nobody's
             token_ids, logprobs = token_ids[: num_known - num_before], logprobs[: num_known - num_before]
-        self._lines.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
+        if self._has_accounts:
+            self._lines.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
         start, seq.pending_start = seq.pending_start, None
         news = self._news_of_prompt(seq, share, result) if result.prompt_logprobs else ()
         output = SequenceOutput(seq.sequence_id, token_ids, reason, logprobs, start, "", news)
@@ -365,7 +373,7 @@ class Scheduler:
         self._lines.finish(seq)
         seq.finish_reason = reason
         if before is Status.RUNNING:
-            self._planner.forget_extras(seq)
+            self._planner.shares.forget_extras(seq)
             self.kv.free(seq)
             self._released.append(seq.sequence_id)
         elif before is Status.SWAPPED:
@@ -385,10 +393,11 @@ class Scheduler:
 
 def _append(seq: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
     """Add them to what is known, up to the one that ends it."""
+    known, stop_token_ids = seq.token_ids, seq.params.stop_token_ids
     for token_id in token_ids:
-        seq.token_ids.append(token_id)
-        if token_id in seq.params.stop_token_ids:
+        known.append(token_id)
+        if token_id in stop_token_ids:
             return FinishReason.STOP
-        if len(seq.token_ids) >= seq.max_length:
+        if len(known) >= seq.max_length:
             return FinishReason.LENGTH
     return None

@@ -72,6 +72,7 @@ class Sequence:
         "num_passed_blocks",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_reached_tokens",
         "num_slots",
         "num_swapped_tokens",
         "num_tokens",
@@ -123,6 +124,7 @@ class Sequence:
         self.admitted_s = 0.0
         self.rank: Rank = ()
         self.num_preemptions = 0
+        self.num_reached_tokens = 0  # computed before it was preempted: from here on nothing is done twice
         self.num_bypasses = 0  # later sequences that were admitted while this one was first in line
         self.protected_until = 0  # number of tokens below which it cannot be displaced again
         self.pending_start: SequenceStart | None = None  # to be told with the first output

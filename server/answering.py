@@ -63,8 +63,10 @@ def usage_report(body: GenerationFields) -> UsageReport:
     options = body.stream_options
     if options is None:
         return UsageReport()
+    is_refused = options.include_usage is False  # then it is nowhere, as with vLLM
     return UsageReport(
-        at_end=bool(options.include_usage), in_every_chunk=bool(options.continuous_usage_stats)
+        at_end=bool(options.include_usage),
+        in_every_chunk=bool(options.continuous_usage_stats) and not is_refused,
     )
 
 

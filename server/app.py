@@ -43,11 +43,16 @@ _ROUTES = (
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",
+    "/score",
+    "/rerank",
+    "/v2/rerank",
     "/v1/chat/completions",
     "/v1/models",
     "/v1/models/{model}",
     "/v1/responses",
     "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items",
+    "/v1/responses/{response_id}/cancel",
     "/tokenize",
     "/detokenize",
 )
@@ -74,7 +79,7 @@ def build_app(
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
     keys = keys or KeyRing(given_keys(settings.api_keys))
-    app = _layered(edge, settings, keys)
+    app = _layered(edge, settings, keys, openapi_url="/openapi.json")
     app.state.response_store = ResponseStore(
         max_responses=settings.responses_store_size,
         max_bytes=settings.responses_store_bytes,
@@ -100,18 +105,18 @@ def build_app(
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     """The admin routes alone, for a port of their own, beside what `build_app` made."""
     edge: Edge = app.state.edge
-    admin_app = _layered(edge, settings, app.state.keys)
-    admin_app.openapi_url = None
+    admin_app = _layered(edge, settings, app.state.keys, openapi_url=None)
     admin_app.include_router(admin.router)
     return admin_app
 
 
-def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing) -> FastAPI:
+def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: str | None) -> FastAPI:
     """An application without routes."""
     app = FastAPI(
         title="Tokenyard",
         summary="An OpenAI-compatible inference server.",
         version=VERSION,
+        openapi_url=openapi_url,
         docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,

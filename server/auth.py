@@ -11,7 +11,7 @@ from server.errors import InvalidApiKey, NotPermitted
 from server.key_ring import KeyRing
 
 METRICS_PATH = "/metrics"
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", METRICS_PATH})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH})
 """Kubelets, load balancers and Prometheus carry no key; neither page says anything about a request."""
 ADMIN_PATHS = "/admin/"
 

@@ -33,7 +33,7 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
         ("context", f"{info.max_model_len:,} tokens"),
         *_kv_cache(info),
         ("scheduler", _scheduler(engine)),
-        ("API key", "needed" if server.api_keys else "not needed"),
+        ("API key", "needed" if _needs_key(server) else "not needed"),
         ("listens on", f"{url}   (API description: {url}/openapi.json)"),
     ]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
@@ -85,8 +85,12 @@ def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
         path, prompt = "completions", {"prompt": "Hello", "max_tokens": 32}
     body = json.dumps({"model": info.served_names[0], **prompt})
     # The variable, not the key: this text ends up in log files.
-    key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if server.api_keys else ""
+    key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if _needs_key(server) else ""
     return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def _needs_key(server: ServerConfig) -> bool:
+    return bool(server.api_keys) or server.edge.api_keys_file is not None
 
 
 def _count(number: int) -> str:

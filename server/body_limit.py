@@ -11,8 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import BodyTimeout, BodyTooLarge
 
 BODY_IDLE_S = 30.0
-"""A body that stands still for so long is given up: a trickle must not hold a connection for ever."""
-
+"""A body that stands still for so long is given up."""
+MIN_BYTES_PER_S = 1024
+"""What a body must bring on average after its first BODY_IDLE_S: a trickle must not hold a connection for
+days."""
 
 _DRAIN_BYTES = 32 * 1024 * 1024
 _DRAIN_S = 2.0
@@ -40,16 +42,24 @@ class BodyLimit:
             raise self._too_large()
         num_bytes = 0
         is_complete = False
+        waited_s = 0.0
+        clock = asyncio.get_running_loop().time
 
         async def counted_receive() -> Message:
-            nonlocal num_bytes, is_complete
+            nonlocal num_bytes, is_complete, waited_s
             if is_complete:  # what follows can only be the hang-up, which may take its time
                 return await receive()
+            began_s = clock()
+            patience_s = self._idle_s + num_bytes / MIN_BYTES_PER_S - waited_s
             try:
-                async with asyncio.timeout(self._idle_s):
+                async with asyncio.timeout(min(self._idle_s, patience_s)):
                     message = await receive()
             except TimeoutError:
-                raise BodyTimeout(f"the request body stood still for {self._idle_s:g} s") from None
+                raise BodyTimeout(
+                    f"the request body stood still for {self._idle_s:g} s,"
+                    f" or brought less than {MIN_BYTES_PER_S} bytes a second"
+                ) from None
+            waited_s += clock() - began_s
             num_bytes += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
             if num_bytes > self._max_bytes:

@@ -56,7 +56,7 @@ class ChatReply:
             "index": number,
             "message": self._messages[number].body(),
             "logprobs": chat_logprobs(choice.logprobs, names) if self._plan.has_logprobs else None,
-            "finish_reason": self._readers.finish_reason(number, choice.finish_reason),
+            "finish_reason": self._readers.finish_reason(number, choice.finish_reason, choice.stop_reason),
             "stop_reason": choice.stop_reason,
         }
         if self._plan.has_token_ids:
@@ -91,7 +91,7 @@ class ChatStream:
         chunks += self._delta_chunks(number, output)
         if finish_reason is not None:
             choice = _choice(number, {})
-            choice["finish_reason"] = self._readers.finish_reason(number, finish_reason)
+            choice["finish_reason"] = self._readers.finish_reason(number, finish_reason, output.stop_reason)
             choice["stop_reason"] = output.stop_reason
             chunks.append(writer.chunk(choice))
         if self._plan.has_token_ids:
@@ -139,9 +139,9 @@ class _Readers:
             self._tally.num_reasoning_tokens += reader.num_reasoning_tokens - num_before
         return pieces
 
-    def finish_reason(self, number: int, reason: str | None) -> str | None:
+    def finish_reason(self, number: int, reason: str | None, stop_reason: int | str | None) -> str | None:
         """None as long as the choice goes on."""
-        return None if reason is None else self._readers[number].finish_reason(reason)
+        return None if reason is None else self._readers[number].finish_reason(reason, stop_reason)
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

@@ -10,7 +10,7 @@ before: so the block of reasoning is opened in the prompt, and the token that en
 from dataclasses import dataclass, replace
 
 from engine.errors import RequestRejected
-from engine.types import GenerationRequest, ModelInfo
+from engine.types import ChatOptions, GenerationRequest, ModelInfo
 from server.edge import Edge, Engine
 from server.encoding import encode_bad_words
 from server.message_reader import Reading, ShownReasoning
@@ -24,12 +24,17 @@ from server.structured_output import (
 )
 from server.tool_calls.dialects import find_dialect
 from server.tool_use import ToolUse, tool_use_of
-from server.translate import Origin, chat_messages, chat_options, chat_request, kept_prompt
+from server.translate import (
+    Origin,
+    chat_messages,
+    chat_options,
+    chat_request,
+    kept_prompt,
+    turns_reasoning_off,
+)
 
 _NUM_TAIL_TOKENS = 12
 """Enough for a mark that is no single token, and the white space behind it."""
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""As Qwen's and DeepSeek's templates name the variable that turns reasoning off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     start = _reasoning_start(edge, body, prompt_ids)
     end_id = info.added_tokens.get(END)
     if wanted is not None:
-        prompt_ids, start = _before_grammar(body, info, prompt_ids, start)
+        prompt_ids, start = _before_grammar(options, info, prompt_ids, start)
     bad_words = await encode_bad_words(engine, body)
     request = chat_request(body, prompt_ids, info, origin, bad_words=bad_words)
     if wanted is not None:
@@ -113,14 +118,13 @@ def _reasoning_start(edge: Edge, body: ChatCompletionRequest, prompt_ids: tuple[
 
 
 def _before_grammar(
-    body: ChatCompletionRequest, info: ModelInfo, prompt_ids: tuple[int, ...], start: ReasoningStart
+    options: ChatOptions, info: ModelInfo, prompt_ids: tuple[int, ...], start: ReasoningStart
 ) -> tuple[tuple[int, ...], ReasoningStart]:
     """Settle whether the model reasons before its answer: a grammar cannot leave that open."""
     begin_id, end_id = info.added_tokens.get(BEGIN), info.added_tokens.get(END)
     if end_id is None:
         return prompt_ids, ReasoningStart.NONE
-    kwargs = body.chat_template_kwargs or {}
-    is_off = any(kwargs.get(name) is False for name in _THINKING_SWITCHES)
+    is_off = turns_reasoning_off(options)
     if start is ReasoningStart.POSSIBLE and BEGIN in info.chat_template and begin_id and not is_off:
         return (*prompt_ids, begin_id), ReasoningStart.OPEN
     return prompt_ids, ReasoningStart.OPEN if start is ReasoningStart.OPEN else ReasoningStart.NONE

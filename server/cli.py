@@ -10,6 +10,7 @@ Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others co
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,7 +18,7 @@ from engine.config import resolve
 from engine.option_sources import closest, read_options
 from engine.options import OptionError
 from server.command_line import OptionParser
-from server.listening import CannotListen, PortInUse, listen
+from server.listening import CannotListen, Listeners, PortInUse, listen
 
 EXIT_USAGE = 2
 _TOOLS = {
@@ -26,6 +27,7 @@ _TOOLS = {
     "trace": "bench.trace",
     "doctor": "server.doctor",
     "config": "server.config_command",
+    "keys": "server.keys_command",
     "run-batch": "server.batch.cli",
     "chat": "server.terminal.chat",
     "complete": "server.terminal.complete",
@@ -43,6 +45,7 @@ usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI
        tokenyard doctor [MODEL] [options]     check this machine and the model before serving
        tokenyard config show [options]        the value of every option, and where it comes from
        tokenyard config schema                the JSON schema of the --config file
+       tokenyard keys new NAME                make an API key and its entry for --api-keys-file
        tokenyard --version
 
 Without any options a tiny built-in model is served. `tokenyard serve --help` lists all options.
@@ -95,11 +98,20 @@ def _serve(words: list[str]) -> int:
         prog="tokenyard serve", description="Serve a model over HTTP, as OpenAI's API does."
     ).read(words)
     engine_config, server_config = resolve(read_options(flags, os.environ))
-    with listen(server_config.host, server_config.port) as listener:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(server_config.host, server_config.port))
+        probes = admin = None
+        if server_config.health_port is not None:
+            port = server_config.health_port
+            probes = stack.enter_context(listen(server_config.host, port, flag="--health-port"))
+        edge = server_config.edge
+        if edge.admin_port is not None:
+            admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
+        listeners = Listeners(main=listener, probes=probes, admin=admin)
         # Not at the top: this is where the seconds of imports begin.
         from server import launch
 
-        return launch.run(engine_config, server_config, listener)
+        return launch.run(engine_config, server_config, listeners)
 
 
 def _run_tool(command: str, words: list[str]) -> int:

@@ -11,6 +11,7 @@ and scrapers, tells everybody else why not, and is given back after one reply.
 import asyncio
 import socket
 import struct
+import sys
 from typing import Any, cast
 
 import h11
@@ -23,12 +24,13 @@ from uvicorn.server import ServerState
 from engine.errors import RequestRejected
 from server.auth import OPEN_PATHS
 from server.edge import Edge
-from server.errors import HeadTimeout, TooManyConnections, describe, error_response
+from server.errors import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.request_ids import new_request_id
 
 RESERVED_PLACES = 64
 RESERVED_HEAD_TIMEOUT_S = 2.0
 """A reserve that silent clients could hold for long would be none."""
+_HEAD_TOO_LARGE = 431
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
@@ -78,9 +80,13 @@ class ClientConnection(H11Protocol):
             self._start_head_timer()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the base class's hook and words
-        """Answer what cannot be parsed."""
-        text = "this is not HTTP/1.1 as this server speaks it, or its head is larger than 64 KiB"
-        self._refuse(RequestRejected(text, code="invalid_request"))
+        """Answer what cannot be parsed. Called where the parser's error is handled."""
+        error = sys.exception()
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _HEAD_TOO_LARGE:
+            self._refuse(HeadTooLarge("the request line and the headers are larger than 64 KiB together"))
+        else:
+            text = "this is not HTTP/1.1 as this server speaks it"
+            self._refuse(RequestRejected(text, code="invalid_request"))
 
     @property
     def _is_answering(self) -> bool:

@@ -46,19 +46,22 @@ def main(words: Sequence[str]) -> int:
 
 
 def _examine(options: Options) -> Iterator[Finding]:
-    yield _port(options)
+    yield _port("--port", options.host, options.port)
+    if options.health_port is not None:
+        yield _port("--health-port", options.host, options.health_port)
     yield _connections()
     yield from diagnose(options)
 
 
-def _port(options: Options) -> Finding:
+def _port(flag: str, host: str, port: int) -> Finding:
+    topic = flag.removeprefix("--").replace("-", " ")
     try:
-        listener = listen(options.host, options.port)
+        listener = listen(host, port, flag=flag)
     except (PortInUse, CannotListen) as error:
         what, _, fix = str(error).partition("; ")
-        return Finding(topic="port", verdict=Verdict.FAULT, what=what, fix=fix)
+        return Finding(topic=topic, verdict=Verdict.FAULT, what=what, fix=fix)
     listener.close()
-    return Finding(topic="port", verdict=Verdict.OK, what=f"{options.host}:{options.port} is free")
+    return Finding(topic=topic, verdict=Verdict.OK, what=f"{host}:{port} is free")
 
 
 def _connections() -> Finding:

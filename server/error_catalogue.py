@@ -108,6 +108,13 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
         "the engine process died with this request in flight",
         fixed_text="the engine stopped while it worked on this request",
     ),
+    "engine_died_twice": Entry(
+        500,
+        _SERVER,
+        Retry.NEVER,
+        "so did the next engine process, to which it was handed",
+        fixed_text="the engine stopped twice while it held this request",
+    ),
     "engine_error": Entry(
         500,
         _SERVER,

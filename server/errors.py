@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import (
     DeadlineExceeded,
     EngineDied,
+    EngineDiedTwice,
     EngineError,
     EngineUnavailable,
     Overloaded,
@@ -144,6 +145,7 @@ _CODES: dict[type[Exception], str | None] = {
     ClientDisconnect: "client_closed",  # nobody reads it: it gives the counters and the log a status
     RequestFailed: "model_error",
     EngineDied: "engine_restarted",
+    EngineDiedTwice: "engine_died_twice",
     EngineError: "engine_error",
     DeadlineExceeded: "deadline_exceeded",
     EngineUnavailable: None,

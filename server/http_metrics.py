@@ -58,7 +58,7 @@ class RequestCounter:
         self._app = app
         self._requests = metrics.requests
         self._exact = frozenset(route for route in routes if "{" not in route)
-        self._prefixes = {route[: route.index("{")]: route for route in routes if "{" in route}
+        self._patterns = {_ends(route): route for route in routes if "{" in route}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,6 +82,15 @@ class RequestCounter:
         """Map a path to the route that serves it; the router is not asked, so that refusals count as well."""
         if path in self._exact:
             return path
-        return next(
-            (route for prefix, route in self._prefixes.items() if path.startswith(prefix)), "unmatched"
-        )
+        fitting = [
+            (len(suffix), route)
+            for (prefix, suffix), route in self._patterns.items()
+            if path.startswith(prefix) and path.endswith(suffix)
+        ]
+        return max(fitting, default=(0, "unmatched"))[1]
+
+
+def _ends(route: str) -> tuple[str, str]:
+    """What stands before the one parameter in a path, and what behind it."""
+    prefix, _, rest = route.partition("{")
+    return prefix, rest.partition("}")[2]

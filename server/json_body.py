@@ -7,6 +7,7 @@ Never: how many bytes there may be (body_limit.py), what the fields mean (transl
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,14 @@ MAX_DEPTH = 32
 """A chat message is four levels deep. Deep nesting costs recursion in everything that walks it."""
 _INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that the streams of others go on meanwhile."""
+
+_WORDS_OF_JSON = (
+    (re.compile(r"^(Input|String|List|Dictionary) should "), "must "),
+    (re.compile(r" after validation\b"), ""),
+    (re.compile(r"\ba valid dictionary( or instance of \w+)?$"), "an object"),
+    (re.compile(r"\ba valid list$"), "a list"),
+)
+"""The validator speaks to people who write Python; its messages go to people who send JSON."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -139,7 +148,9 @@ def rejection(error: ValidationError) -> RequestRejected:
     ):
         # The parser makes a float of an integer that is too large for it, so that no bound was looked at.
         first["msg"] = f"Input should be an integer within {-(2**63)} and {2**63 - 1}"
-    reason = first["msg"].replace("Input should be", "must be", 1)
+    reason = first["msg"]
+    for pattern, words in _WORDS_OF_JSON:
+        reason = pattern.sub(words, reason)
     return RequestRejected(f"{param}: {reason}", param=param, code="invalid_value")
 
 

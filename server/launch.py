@@ -19,13 +19,17 @@ from fastapi import FastAPI
 from engine.client import AsyncEngine
 from engine.config import EngineConfig, ServerConfig
 from engine.errors import EngineUnavailable
+from engine.garbage import keep_what_is_loaded
 from engine.lives import GaveUp
 from engine.tokenizer import TokenizerError
-from server.app import build_app
+from server.app import build_admin_app, build_app
 from server.banner import LoadingDisplay, render_banner
 from server.connections import ClientConnection
+from server.credentials import Credentials
 from server.edge import Patience
-from server.listening import url_of
+from server.health_listener import HealthListener
+from server.listening import Listeners, url_of
+from server.tls import LiveTls, TlsServer
 
 log = logging.getLogger(__name__)
 
@@ -39,41 +43,80 @@ _PROGRESS_EVERY_S = 0.25
 _GOODBYE_S = 3
 
 
-def run(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
-    """Serve until a signal, or until there can be no engine; returns the exit code."""
+def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Listeners) -> int:
+    """Serve until a signal, or until there can be no engine; returns the exit code. Raises OptionError."""
     logging.basicConfig(
         level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_config, server_config, listener))
+        return runner.run(_serve(engine_config, server_config, listeners))
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
+async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listeners: Listeners) -> int:
     try:
         engine = AsyncEngine(engine_config)
     except TokenizerError as error:
         return _complain(error.what, error.fix, EXIT_BAD_MODEL)
-    patience = Patience(keep_alive_s=server_config.stream_keep_alive_s)
-    http = _HttpServer(_uvicorn_config(build_app(engine, server_config, patience=patience)))
-    url = url_of(listener)
+    patience = Patience(
+        keep_alive_s=server_config.stream_keep_alive_s, send_timeout_s=server_config.edge.send_timeout_s
+    )
+    credentials = Credentials(server_config.api_keys, server_config.edge)
+    app = build_app(engine, server_config, patience=patience, keys=credentials.keys)
+    http = _http_server(app, credentials.tls)
+    url = url_of(listeners.main, scheme="http" if credentials.tls is None else "https")
     signals = _Signals()
+    keep_what_is_loaded()
     engine.start()
-    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    health = _start_health(engine, engine_config, listeners.probes)
+    administering = asyncio.create_task(
+        _administer(build_admin_app(app, server_config), credentials.tls, listeners.admin)
+    )
+    watching = asyncio.create_task(credentials.keep_current())
+    serving = asyncio.create_task(http.serve(sockets=[listeners.main]))
     announcing = asyncio.create_task(_announce(engine, engine_config, server_config, url))
     try:
-        return await _until_the_end(engine, signals, serving, server_config.shutdown_timeout_s)
+        return await _until_the_end(engine, signals, serving, server_config)
     finally:
         announcing.cancel()
+        watching.cancel()
+        administering.cancel()
         http.should_exit = True
         http.force_exit = signals.second.is_set()
         await serving
         await engine.close()
+        if health is not None:
+            health.close()
         signals.restore()
 
 
+async def _administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket | None) -> None:
+    """Serve the admin routes, if they have a port, until cancelled."""
+    if listener is None:
+        return
+    http = _http_server(app, tls)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    log.info("admin routes at %s", url_of(listener, scheme="http" if tls is None else "https"))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        http.should_exit = http.force_exit = True
+        await serving
+
+
+def _start_health(
+    engine: AsyncEngine, config: EngineConfig, probes: socket.socket | None
+) -> HealthListener | None:
+    if probes is None:
+        return None
+    listener = HealthListener(probes, engine.health, heartbeat_timeout_s=config.heartbeat_timeout_s)
+    listener.start()
+    log.info("probes are answered at %s too", url_of(probes))
+    return listener
+
+
 async def _until_the_end(
-    engine: AsyncEngine, signals: "_Signals", serving: "asyncio.Task[None]", timeout_s: float
+    engine: AsyncEngine, signals: "_Signals", serving: "asyncio.Task[None]", config: ServerConfig
 ) -> int:
     gave_up = asyncio.create_task(engine.gave_up())
     stopped = asyncio.create_task(signals.first.wait())
@@ -86,8 +129,11 @@ async def _until_the_end(
         stopped.cancel()
         return _report(gave_up.result())
     gave_up.cancel()
+    timeout_s, delay_s = config.shutdown_timeout_s, config.drain_delay_s
+    if delay_s:
+        log.info("stopping: not ready any more, but whoever comes in the next %g s is served", delay_s)
     log.info("stopping: accepted requests have %.0f s to finish; a second signal ends them", timeout_s)
-    drained = asyncio.create_task(engine.drain(timeout_s=timeout_s))
+    drained = asyncio.create_task(engine.drain(timeout_s=timeout_s, delay_s=delay_s))
     insisted = asyncio.create_task(signals.second.wait())
     await asyncio.wait([drained, insisted], return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
@@ -126,12 +172,25 @@ def _complain(what: str, fix: str, exit_code: int) -> int:
     return exit_code
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn with our signals: its own would close the port before the requests are finished."""
+def _http_server(app: FastAPI, tls: LiveTls | None) -> uvicorn.Server:
+    config = _uvicorn_config(app)
+    return _HttpServer(config) if tls is None else _HttpsServer(config, tls)
+
+
+class _OurSignals(uvicorn.Server):
+    """uvicorn's own signals would close the port before the requests are finished."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+class _HttpServer(_OurSignals):
+    """Plain HTTP."""
+
+
+class _HttpsServer(_OurSignals, TlsServer):
+    """The same over TLS."""
 
 
 class _Signals:

@@ -8,6 +8,7 @@ Never: serves (launch.py).
 import errno
 import resource
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 _BACKLOG = 2048
@@ -18,6 +19,16 @@ _UNREAD_TIMEOUT_MS = 60_000
 """How long a peer may leave unread, or unacknowledged, what was sent to it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listeners:
+    """The ports of one server; None: it has no such port."""
+
+    main: socket.socket
+    probes: socket.socket | None = None
+    """For questions about health alone."""
+    admin: socket.socket | None = None
+
+
 class PortInUse(Exception):
     """Another program listens there. One line for the operator; the command ends with code 98, EADDRINUSE."""
 
@@ -26,10 +37,10 @@ class CannotListen(Exception):
     """The address is not this machine's, or not allowed. One line for the operator."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     """A socket that listens already, so that the port stays ours while the model loads.
 
-    Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen.
+    Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen, which name the `flag`.
     """
     _allow_files(MAX_CONNECTIONS + _NUM_OTHER_FILES)
     try:
@@ -50,17 +61,17 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(_in_use(port)) from error
-        raise CannotListen(_why_not(host, port, error)) from error
+            raise PortInUse(_in_use(flag, port)) from error
+        raise CannotListen(_why_not(host, f"{flag} {port}", error)) from error
     listener.setblocking(False)  # noqa: FBT003 (the standard library's own signature)
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, scheme: str = "http") -> str:
     """Where to reach it from this machine: the wildcard addresses become the loopback address."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def num_connections_allowed() -> int:
@@ -90,20 +101,20 @@ def _drop_peers_that_do_not_read(listener: socket.socket) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_MS)
 
 
-def _in_use(port: int) -> str:
+def _in_use(flag: str, port: int) -> str:
     owner = _owner_of(port)
     who = f"process {owner}" if owner else "another program"
     return (
-        f"--port {port}: {who} listens there already; stop it, or choose another port (0 takes any free one)"
+        f"{flag} {port}: {who} listens there already; stop it, or choose another port (0 takes any free one)"
     )
 
 
-def _why_not(host: str, port: int, error: OSError) -> str:
+def _why_not(host: str, port: str, error: OSError) -> str:
     if error.errno == errno.EACCES:
-        return f"--port {port}: this user may not open it; use a port from 1024 on"
+        return f"{port}: this user may not open it; use a port from 1024 on"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host}: this machine has no such address; use one of its own, or 0.0.0.0 for all"
-    return f"--host {host} --port {port}: {error.strerror}; choose another address"
+    return f"--host {host} {port}: {error.strerror}; choose another address"
 
 
 def _owner_of(port: int) -> str | None:

@@ -49,6 +49,10 @@ class TokenOffsets:
         # A character split over tokens begins where its first byte stands.
         offset = self._offset
         if not token.is_hidden:
+            begun, _ = self._decoder.getstate()
+            first = token.chosen.token_bytes[:1]
+            if begun and first and not b"\x80" <= first <= b"\xbf":
+                offset += 1  # the character that was begun stays broken: one mark stands for it
             self._offset += len(self._decoder.decode(token.chosen.token_bytes))
         return offset
 

@@ -7,6 +7,7 @@ Never: measures (engine/memory_use.py), or ends what runs.
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.memory_use import MemoryGauge
+from server.auth import ADMIN_PATHS
 from server.errors import LowMemory
 
 
@@ -20,7 +21,11 @@ class MemoryGate:
         self._gauge = gauge or MemoryGauge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_new_work = scope["type"] == "http" and scope["method"] == "POST"
+        is_new_work = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and not scope["path"].startswith(ADMIN_PATHS)  # may be the cure
+        )
         if is_new_work and self._max_use < 1 and self._gauge.share() >= self._max_use:
             raise LowMemory
         await self._app(scope, receive, send)

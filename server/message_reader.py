@@ -84,7 +84,8 @@ class MessageReader:
         self._splitter = ReasoningSplitter(reading.reasoning)
         self._parser = reading.new_parser()
         self._num_calls = 0
-        self._num_undecided_tokens = 0
+        self._undecided_ids: list[int] = []
+        """Tokens of which it is not known yet whether a block begins with them."""
         self._is_counted = reading.reasoning is ReasoningStart.NONE
         self.num_reasoning_tokens = 0
         """Exact where the end of the block is one token; else its last output counts as a whole."""
@@ -93,11 +94,9 @@ class MessageReader:
         """What is certain by now. `token_ids` are those that came with the text; only counted."""
         if self._reading.is_plain:
             return [Content(text)] if text else []
-        phase_before = self._splitter.phase
         events = self._splitter.feed(text)
         if not self._is_counted:
-            is_reasoning = phase_before is Phase.REASONING or any(isinstance(e, Reasoning) for e in events)
-            self._count(token_ids, is_reasoning=is_reasoning)
+            self._count(token_ids)
         return self._read(events)
 
     def finish(self) -> list[Piece]:
@@ -107,9 +106,15 @@ class MessageReader:
             pieces += self._allowed(self._parser.finish())
         return pieces
 
-    def finish_reason(self, reason: str) -> str:
-        """A reply that calls tools ends for that reason, unless it was cut off."""
-        return self._reading.finish_reason_of_calls if reason == "stop" and self._num_calls else reason
+    def finish_reason(self, reason: str, stop_reason: int | str | None = None) -> str:
+        """A reply that calls tools ends for that reason, unless it was cut off.
+
+        `stop_reason` is the stop string or stop token that the caller has set and met. Inside of a call it
+        leaves nothing to call.
+        """
+        is_cut_off = stop_reason is not None and self._parser is not None and self._parser.is_inside_call
+        is_called = reason == "stop" and self._num_calls > 0 and not is_cut_off
+        return self._reading.finish_reason_of_calls if is_called else reason
 
     def _read(self, events: list[Reasoning | Content]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -136,19 +141,18 @@ class MessageReader:
                 pieces.append(event)
         return pieces
 
-    def _count(self, token_ids: Sequence[int], *, is_reasoning: bool) -> None:
-        end_id, phase = self._reading.reasoning_end_id, self._splitter.phase
-        num_tokens = len(token_ids)
-        is_reasoning |= phase is Phase.REASONING
-        self._is_counted = phase is Phase.ANSWER
-        if end_id is not None and end_id in token_ids:
-            num_tokens = list(token_ids).index(end_id) + 1
-            is_reasoning = self._is_counted = True
-        if is_reasoning:
-            self.num_reasoning_tokens += self._num_undecided_tokens + num_tokens
-            self._num_undecided_tokens = 0
-        elif phase is Phase.UNDECIDED:
-            self._num_undecided_tokens += num_tokens
+    def _count(self, token_ids: Sequence[int]) -> None:
+        ids = [*self._undecided_ids, *token_ids]
+        self._undecided_ids.clear()
+        self._is_counted = self._splitter.phase is Phase.ANSWER
+        if self._splitter.has_block:
+            end_id = self._reading.reasoning_end_id
+            if end_id is not None and end_id in ids:
+                self._is_counted = True
+                ids = ids[: ids.index(end_id) + 1]
+            self.num_reasoning_tokens += len(ids)
+        elif not self._is_counted:
+            self._undecided_ids = ids
 
 
 @dataclass(slots=True)

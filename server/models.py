@@ -41,6 +41,10 @@ def _model(name: str, info: ModelInfo) -> dict[str, Any]:
         "object": "model",
         "created": info.created_s,
         "owned_by": "tokenyard",
+        # As vLLM: the model that an alias stands for, none that it was tuned from, nothing to permit.
+        "root": info.served_names[0],
+        "parent": None,
+        "permission": [],
         "max_model_len": info.max_model_len,
     }
 

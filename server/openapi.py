@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.auth import OPEN_PATHS
+from server.input_items import MAX_PAGE_ITEMS
 from server.pooling_models import Embeddings, Ranking, ScoreList
 from server.pooling_protocol import (
     EMBEDDING_REFUSALS,
@@ -37,7 +38,7 @@ from server.reply_models import (
     Tokenization,
     Version,
 )
-from server.response_models import ResponseDeletion, ResponseEvent, ResponseObject
+from server.response_models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
 from server.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
 
 _REF = "#/components/schemas/{model}"
@@ -55,6 +56,13 @@ _NAMED_STREAM_NOTE = (
     " `response.completed`, `response.incomplete` or `response.failed` last; comments keep the connection"
     " alive."
 )
+
+
+_PAGE_PARAMETERS = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
 
 
 def _documentation(
@@ -111,6 +119,13 @@ RESPONSES_DOCUMENTATION["responses"][200] = {
 }
 RESPONSE_DOCUMENTATION = _of_one(ResponseObject, "response_id")
 DELETION_DOCUMENTATION = _of_one(ResponseDeletion, "response_id")
+INPUT_ITEMS_DOCUMENTATION = _of_one(InputItemPage, "response_id")
+INPUT_ITEMS_DOCUMENTATION["openapi_extra"]["parameters"] += [
+    {"name": name, "in": "query", "schema": schema} for name, schema in _PAGE_PARAMETERS.items()
+]
+CANCEL_DOCUMENTATION = _of_one(ResponseObject, "response_id")
+# There is no response that could be cancelled, so no success either.
+CANCEL_DOCUMENTATION["responses"] = dict(_ERRORS)
 TOKENIZE_DOCUMENTATION = _documentation(Tokenization, request=TokenizeRequest)
 DETOKENIZE_DOCUMENTATION = _documentation(Detokenization, request=DetokenizeRequest)
 EMBEDDING_DOCUMENTATION = _documentation(Embeddings, request=EmbeddingRequest)

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Health
 from server.answering import VERSION
 from server.edge import edge_of
+from server.health_page import Question, health_page
 from server.openapi import HEALTH_DOCUMENTATION, METRICS_DOCUMENTATION, VERSION_DOCUMENTATION
 
 router = APIRouter()
@@ -32,10 +32,11 @@ _NO_STORE = {"cache-control": "no-store"}
 @router.api_route("/health", **_PROBE)
 @router.get("/health/ready", **HEALTH_DOCUMENTATION)
 @router.api_route("/health/ready", **_PROBE)
+@router.get("/ping", **HEALTH_DOCUMENTATION)
+@router.api_route("/ping", **_PROBE)
 async def is_ready(request: Request) -> Response:
     """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
-    health = edge_of(request).engine.health()
-    return _health_page(health, 200 if health.is_ready else 503)
+    return _answer(request, Question.READY)
 
 
 @router.get("/health/live", **HEALTH_DOCUMENTATION)
@@ -45,19 +46,12 @@ async def is_live(request: Request) -> Response:
 
     A loading engine is live, and so is a dead one: it is replaced from within.
     """
-    health = edge_of(request).engine.health()
-    return _health_page(health, 200 if health.is_live else 503)
+    return _answer(request, Question.LIVE)
 
 
-def _health_page(health: Health, status: int) -> Response:
-    body = {
-        "status": "ok" if status == 200 else "unavailable",
-        "state": health.state.value,
-        "detail": health.detail,
-        "progress": round(health.progress, 4),
-        "num_steps": health.num_steps,
-    }
-    return Response(orjson.dumps(body), status, headers=_NO_STORE, media_type="application/json")
+def _answer(request: Request, question: Question) -> Response:
+    is_yes, body = health_page(edge_of(request).engine.health(), question)
+    return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
 
 
 @router.get("/version", **VERSION_DOCUMENTATION)

@@ -141,13 +141,15 @@ Name = Annotated[str, StringConstraints(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 NumTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(WireModel):
     include_usage: bool | None = None
     """One more chunk before [DONE], without choices, with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
-    """The usage so far in every chunk."""
+    """The usage so far in every chunk, unless include_usage is false."""
 
 
 class GenerationFields(WireModel):
@@ -166,7 +168,8 @@ class GenerationFields(WireModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
+    """0 keeps the most likely token alone."""
     top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -284,6 +287,8 @@ class ChatCompletionRequest(GenerationFields):
     """Off: one call at most."""
     include_reasoning: bool | None = None
     """Off: reasoning is counted, but not told."""
+    reasoning_effort: ReasoningEffort | None = None
+    """For a chat template that reads it; none and minimal also switch off thinking that it can switch."""
 
 
 class TokenizeRequest(WireModel):
@@ -299,6 +304,7 @@ class TokenizeRequest(WireModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
     """Tell each token as the tokenizer spells it."""

@@ -57,6 +57,8 @@ class ReasoningSplitter:
         self.phase = Phase.REASONING if start is ReasoningStart.OPEN else Phase.UNDECIDED
         if start is ReasoningStart.NONE:
             self.phase = Phase.ANSWER
+        self.has_block = start is ReasoningStart.OPEN
+        """The block has begun, by now; empty or not."""
 
     def feed(self, text: str) -> list[Reasoning | Content]:
         """What is certain by now; reasoning comes before the answer."""
@@ -93,6 +95,7 @@ class ReasoningSplitter:
         if visible == BEGIN:
             self._held = ""
             self.phase = Phase.REASONING
+            self.has_block = True
             self._state = self._inside
         elif not BEGIN.startswith(visible):
             held, self._held = self._held, ""

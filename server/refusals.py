@@ -29,7 +29,6 @@ _OPENAI_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "functions": _EMPTY,
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -4,7 +4,7 @@ Owns: the documentation of replies; tests/server hold every real reply against i
 Never: imported by what builds replies.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -194,6 +194,11 @@ class Model(ReplyModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """The first served name; the others are aliases."""
+    parent: None
+    permission: list[Any]
+    """Always empty."""
     max_model_len: int
 
 
@@ -229,7 +234,8 @@ class LiveRequest(ReplyModel):
     state: Literal["running", "waiting", "swapped"]
     place: int
     priority: int
-    rank: list[float]
+    rank: list[float | None]
+    """null stands for infinity: a time limit that is not set."""
     tenant: str
     num_prompt_tokens: int
     num_output_tokens: int

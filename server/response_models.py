@@ -127,6 +127,17 @@ class ResponseEvent(ReplyModel):
     logprobs: list[TokenLogprob] | None = None
 
 
+class InputItemPage(ReplyModel):
+    """Some of the items that a response was asked with."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    """Items as the request may bring them, each with an id."""
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class ResponseDeletion(ReplyModel):
     id: str
     object: Literal["response"]

@@ -24,6 +24,8 @@ class StoredResponse:
     """The key that made it, by name; empty where there are no keys."""
     body: bytes
     """The response object, as JSON."""
+    input: tuple[InputItem, ...]
+    """What its own request brought: a part of the conversation."""
     conversation: tuple[InputItem, ...]
     """Everything before it and itself; without instructions, which do not carry over."""
     num_conversation_bytes: int

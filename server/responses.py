@@ -1,4 +1,4 @@
-"""POST /v1/responses, and GET and DELETE /v1/responses/{id}.
+"""POST /v1/responses, and what can be done with a stored response.
 
 Owns: the order of the steps, which conversation a request goes on from, and what is stored of its reply.
 Never: how a conversation is rendered or generated: that is the chat path, step for step.
@@ -23,8 +23,15 @@ from server.chat_replies import ChatStream
 from server.chat_turn import ChatTurn, prepare_turn
 from server.edge import Edge, edge_of
 from server.errors import ResponseNotFound
+from server.input_items import page_of, page_request
 from server.json_body import read_request
-from server.openapi import DELETION_DOCUMENTATION, RESPONSE_DOCUMENTATION, RESPONSES_DOCUMENTATION
+from server.openapi import (
+    CANCEL_DOCUMENTATION,
+    DELETION_DOCUMENTATION,
+    INPUT_ITEMS_DOCUMENTATION,
+    RESPONSE_DOCUMENTATION,
+    RESPONSES_DOCUMENTATION,
+)
 from server.refusals import unsupported
 from server.replies import ReplyPlan, UsageReport
 from server.response_store import ResponseStore, StoredResponse, weigh
@@ -103,11 +110,28 @@ async def use_stored_response(request: Request) -> Response:
 @router.get(_ONE, **RESPONSE_DOCUMENTATION)
 async def retrieve_response(request: Request) -> Response:
     """A stored response, as it was sent."""
-    response_id = request.path_params["response_id"]
-    stored = store_of(request).find(response_id, owner=_owner(request), now_s=time.monotonic())
-    if stored is None:
-        raise ResponseNotFound(response_id)
-    return Response(stored.body, headers=_NO_STORE, media_type="application/json")
+    return Response(_stored_here(request).body, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get(f"{_ONE}/input_items", **INPUT_ITEMS_DOCUMENTATION)
+async def list_input_items(request: Request) -> Response:
+    """The items that a stored response was asked with; those of earlier responses are theirs."""
+    asked = page_request(request.query_params)
+    items, response_id = _stored_here(request).input, request.path_params["response_id"]
+    # In a thread, since there may be as much text as a body holds.
+    page = await asyncio.to_thread(lambda: orjson.dumps(page_of(items, response_id, asked)))
+    return Response(page, headers=_NO_STORE, media_type="application/json")
+
+
+@router.post(f"{_ONE}/cancel", **CANCEL_DOCUMENTATION)
+async def cancel_response(request: Request) -> Response:
+    """Refused, as by OpenAI, for a response that is not computed in the background: none is, here."""
+    _stored_here(request)
+    raise RequestRejected(
+        "Cannot cancel a synchronous response: only responses created with background set to true can be"
+        " cancelled. To end this one early, close its connection",
+        param="response_id",
+    )
 
 
 @router.delete(_ONE, **DELETION_DOCUMENTATION)
@@ -118,6 +142,15 @@ async def delete_response(request: Request) -> Response:
         raise ResponseNotFound(response_id)
     body = {"id": response_id, "object": "response", "deleted": True}
     return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _stored_here(request: Request) -> StoredResponse:
+    """The one that the path names. Raises ResponseNotFound."""
+    response_id = request.path_params["response_id"]
+    stored = store_of(request).find(response_id, owner=_owner(request), now_s=time.monotonic())
+    if stored is None:
+        raise ResponseNotFound(response_id)
+    return stored
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -150,6 +183,7 @@ def _stored(
     return StoredResponse(
         owner=owner,
         body=orjson.dumps(response),
+        input=tuple(body.input),
         conversation=(*(earlier.conversation if earlier else ()), *new),
         num_conversation_bytes=weigh(new) + (earlier.num_conversation_bytes if earlier else 0),
     )

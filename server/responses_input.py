@@ -16,12 +16,12 @@ from server.json_body import rejection
 from server.protocol import ChatCompletionRequest
 from server.refusals import CHAT_REFUSALS, refuse_unsupported, unsupported
 from server.responses_protocol import (
+    LOGPROBS_INCLUDE,
     PASSED_ON,
     AllowedTools,
     FunctionChoice,
     InputItem,
     Part,
-    Reasoning,
     ResponsesRequest,
     TextFormat,
     Tool,
@@ -59,7 +59,7 @@ def chat_request_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatC
     if body.tool_choice is not None and (body.tools or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _tool_choice(body.tool_choice)
     if body.reasoning is not None:
-        fields["reasoning_effort"] = _effort(body.reasoning)
+        fields["reasoning_effort"] = body.reasoning.effort
     present = {name: value for name, value in fields.items() if value is not None}
     try:
         refuse_unsupported(present, CHAT_REFUSALS)
@@ -78,7 +78,7 @@ def said_item(item: dict[str, Any]) -> InputItem:
 
 
 def wants_logprobs(body: ResponsesRequest) -> bool:
-    return bool(body.include) or bool(body.top_logprobs)
+    return LOGPROBS_INCLUDE in (body.include or ()) or bool(body.top_logprobs)
 
 
 def turns(items: Sequence[InputItem]) -> list[int]:
@@ -240,14 +240,6 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
         "type": "json_schema",
         "json_schema": {name: value for name, value in described.items() if value is not None},
     }
-
-
-def _effort(asked: Reasoning) -> str | None:
-    for name in ("summary", "generate_summary"):
-        if getattr(asked, name) is not None:
-            where = f"reasoning.{name}"
-            raise unsupported(where, f"{where} is not supported: the reasoning itself is in the response")
-    return asked.effort
 
 
 def _tool(tool: Tool, where: str) -> dict[str, Any]:

@@ -19,19 +19,23 @@ from server.protocol import (
     Name,
     NumTokens,
     Penalty,
+    ReasoningEffort,
     Seconds,
+    TopP,
     WireModel,
 )
 
 MAX_TOOLS = 128
 MAX_INCLUDES = 16
-LOGPROBS_INCLUDE = "message.output_text.logprobs"
+LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 _Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 _Word = Annotated[str, StringConstraints(max_length=64)]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+_Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+_Summary = Literal["auto", "concise", "detailed"]
 
 
 def _wrong(message: str) -> PydanticCustomError:
@@ -119,11 +123,11 @@ class TextOptions(WireModel):
 class Reasoning(WireModel):
     """How much is thought before the reply."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
 
-    # Refused by name: what the model thought is in the reply itself.
-    summary: _Word | None = None
-    generate_summary: _Word | None = None
+    # Accepted without effect, since agents send them unasked: what the model thought is in the reply itself.
+    summary: _Summary | None = None
+    generate_summary: _Summary | None = None
 
 
 class Tool(WireModel):
@@ -205,13 +209,13 @@ class ResponsesRequest(WireModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    include: (
-        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=MAX_INCLUDES)] | None
-    ) = None
+    include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
+    """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives to each token; asks for logprobs by itself."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
+    """0 keeps the most likely token alone."""
     top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -1,7 +1,7 @@
 """POST /v1/score and /v1/rerank: how well texts belong together.
 
 Owns: the two ways to a score: a cross-encoder reads both texts at once; of a model that makes embeddings it
-is the cosine between two of them.
+is the cosine between two of them. Also the other paths at which clients of vLLM, Jina and Cohere ask.
 """
 
 from collections.abc import Sequence
@@ -51,6 +51,7 @@ class Scored(NamedTuple):
     num_tokens: int
 
 
+@router.post("/score", include_in_schema=False)
 @router.post("/v1/score", **SCORE_DOCUMENTATION)
 async def create_scores(request: Request) -> Response:
     """Score one text against several, or pairs of texts."""
@@ -66,6 +67,8 @@ async def create_scores(request: Request) -> Response:
     return scores_reply(head, scored.scores, num_tokens=scored.num_tokens)
 
 
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank", **RERANK_DOCUMENTATION)
 async def create_ranking(request: Request) -> Response:
     """Order documents by how well they answer a query."""

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestRejected
 from engine.types import GenerationRequest, Grammar, GrammarKind, ModelInfo
+from server.schema_formats import without_unknown_formats
 from server.wire_model import WireModel
 
 MAX_GRAMMAR_BYTES = 64 * 1024
@@ -161,7 +162,8 @@ def check_can_end(body: StructureFields, info: ModelInfo, *, param: str) -> None
 
 def json_schema_grammar(schema: dict[str, Any]) -> Grammar:
     """JSON that matches `schema`, its keys in the order in which the schema lists them."""
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=orjson.dumps(schema).decode())
+    text = orjson.dumps(without_unknown_formats(schema)).decode()
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:

@@ -26,7 +26,13 @@ from server.translate import chat_messages, chat_options, check_model, check_tok
 
 router = APIRouter()
 
-_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+_CHAT_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+)
 
 
 @router.post("/tokenize", **TOKENIZE_DOCUMENTATION)
@@ -84,6 +90,7 @@ async def _encode_chat(engine: Engine, body: TokenizeRequest, info: ModelInfo) -
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
         tools=body.tools,
         # The prompt is the same for every choice, and for this one no way to write calls need be known.
         tool_choice=ToolChoiceObject(type="required") if body.tools else None,

@@ -17,9 +17,10 @@ from engine.types import Grammar, GrammarKind
 from server.message_reader import call_id, no_calls, short_call_id
 from server.protocol import ChatCompletionRequest
 from server.refusals import unsupported
+from server.schema_formats import without_unknown_formats
 from server.tool_calls.dialects import JSON, Dialect
 from server.tool_calls.events import ToolCallParser
-from server.tool_calls.forced import ForcedCallParser
+from server.tool_calls.forced import ForcedCallParser, ForcedListParser
 from server.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 
 PartT = TypeVar("PartT")
@@ -92,7 +93,7 @@ class ToolUse:
         if self.mode is ToolMode.NAMED:
             return lambda: ForcedCallParser(self.callable[0].name)
         if self.mode is ToolMode.REQUIRED:
-            return lambda: JSON.new_parser(names)
+            return lambda: ForcedListParser(JSON, names)
         dialect = self.dialect
         if self.mode is ToolMode.AUTO and dialect is not None:
             return lambda: dialect.new_parser(names)
@@ -188,7 +189,7 @@ def _only(tools: list[Tool], allowed: list[NamedTool]) -> list[Tool]:
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
     if function.parameters is None:
         return _NO_PARAMETERS
-    return {"type": "object", **function.parameters}
+    return {"type": "object", **without_unknown_formats(function.parameters)}
 
 
 def _list_schema(functions: tuple[FunctionDefinition, ...], max_calls: int | None) -> dict[str, Any]:

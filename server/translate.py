@@ -38,6 +38,10 @@ MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""As Qwen's and DeepSeek's templates name the variable that turns reasoning off."""
+_NO_REASONING = ("none", "minimal")
+"""Efforts that leave a model no time to think, where all it has is a switch."""
 BadWords = tuple[tuple[int, ...], ...]
 """As token sequences."""
 _SEED_MASK = 2**64 - 1
@@ -187,7 +191,25 @@ def chat_options(body: ChatCompletionRequest) -> ChatOptions:
         add_generation_prompt=answers,
         continue_final_message=continues,
         template_kwargs=dict(body.chat_template_kwargs or {}),
+        template_hints=_effort_hints(body),
     )
+
+
+def turns_reasoning_off(options: ChatOptions) -> bool:
+    """Whether the caller wants an answer without reasoning before it, as far as the template can tell."""
+    variables = {**options.template_hints, **options.template_kwargs}
+    return any(variables.get(name) is False for name in _THINKING_SWITCHES)
+
+
+def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
+    """What reasoning_effort comes to: many clients send it unasked, so no template has to know it."""
+    if body.reasoning_effort is None:
+        return {}
+    hints: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
+    has_switch = any(name in _THINKING_SWITCHES for name in body.chat_template_kwargs or {})
+    if body.reasoning_effort in _NO_REASONING and not has_switch:
+        hints |= dict.fromkeys(_THINKING_SWITCHES, False)
+    return hints
 
 
 def chat_request(
@@ -204,7 +226,8 @@ def chat_request(
         raise RequestRejected(
             "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
         )
-    max_tokens = _fit_max_tokens(asked, len(prompt), info, names=_CHAT_NAMES, default=None)
+    names = _CHAT_NAMES if body.max_tokens is None else _OLDER_CHAT_NAMES
+    max_tokens = _fit_max_tokens(asked, len(prompt), info, names=names, default=None)
     check_token_ids(prompt, info, param="messages")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _sampling(body, info, origin, max_tokens=max_tokens, num_logprobs=num_logprobs)
@@ -277,6 +300,7 @@ class _Names:
 
 _COMPLETION_NAMES = _Names("prompt", "max_tokens")
 _CHAT_NAMES = _Names("messages", "max_completion_tokens")
+_OLDER_CHAT_NAMES = _Names("messages", "max_tokens")
 
 
 def _fit_max_tokens(

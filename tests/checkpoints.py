@@ -169,7 +169,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_positions": 512,
         },
     ),
-    # Families that the worker must refuse, each for another reason.
     "llama4_text": (
         "llama4_text",
         {
@@ -177,8 +176,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 96,
             "attention_chunk_size": 16,
             "pad_token_id": 0,
+            "no_rope_layers": [1, 0, 1],
         },
     ),
+    # Families that the worker must refuse, each for another reason.
     "lfm2": (
         "lfm2",
         {
@@ -194,7 +195,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = (
     *("llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"),
-    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2", "llama4_text"),
 )
 """Those that the worker serves; the rest of what make_checkpoint builds is for tests of one case each."""
 
@@ -279,15 +280,15 @@ def _write_model(family: str, folder: Path, overrides: dict[str, Any]) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20260101)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        _fill_what_is_left_uniform(model, torch)
+        vary_constants(model, torch)
     model.generation_config = GenerationConfig(eos_token_id=eos_token_id)
     model.save_pretrained(folder)
 
 
-def _fill_what_is_left_uniform(model: Any, torch: Any) -> None:
+def vary_constants(model: Any, torch: Any) -> None:
     """Give biases, sinks and norms a value each: a constant would hide that a path ignores them."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and parameter.std() == 0:
+        if parameter.dim() == 1 and bool((parameter == parameter[0]).all()):
             scale = 0.1 if "norm" in name or "ln_" in name else 0.3
             with torch.no_grad():
                 parameter.add_(torch.randn_like(parameter) * scale)

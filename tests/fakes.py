@@ -109,7 +109,9 @@ class FakeWorker:
             self.lost.discard(sequence_id)
         if self.explode_next:
             self.explode_next = False
-            self.lost.update(share.sequence_id for share in plan.scheduled)
+            for share in plan.scheduled:
+                self.lost.add(share.sequence_id)
+                self.encoded.pop(share.sequence_id, None)
             raise WorkerExploded
         _check_order_is_free(plan)
         self._copy(plan)

@@ -33,6 +33,8 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     cpu_kernels: str = "auto"
     """auto computes with kernels of our own where they can be compiled; off leaves all to torch."""
+    quantization: str = "none"
+    """int8 keeps the layers' weights as whole numbers with a scale for each output. CPU kernels only."""
     num_threads: int | None = None
     """Compute threads on CPU. None: one per physical core that this process may use."""
 

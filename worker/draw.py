@@ -35,6 +35,9 @@ _NUM_BUCKETS = (0x3F80_0000 >> _BUCKET_SHIFT) + 1
 _LEAST_TEMPERATURE = 1e-30
 """Keeps 0 / temperature from being NaN in float32; everything below the maximum has weight 0 here."""
 
+LEAST_TOP_P = 1e-9
+"""Keeps the heaviest token alone, as 0 means to: its share of a row is larger than this."""
+
 _LOW_32 = (1 << 32) - 1
 
 
@@ -49,6 +52,7 @@ class Draw:
     top_k: int
     """0 keeps all."""
     top_p: float
+    """From LEAST_TOP_P; 1 keeps all."""
 
     @property
     def is_truncated(self) -> bool:

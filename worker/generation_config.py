@@ -31,13 +31,12 @@ class _Bounds:
 
 
 _NUMBER = (int, float)
-_ABOVE_ZERO = 5e-324  # the smallest float there is: zero itself divides by zero or keeps no token
 _REPETITION_PENALTY = {
     "repetition_penalty": _Bounds(kinds=_NUMBER, low=0.01, high=10, said="a number from 0.01 to 10"),
 }
 _ONLY_WHEN_SAMPLING = {
     "temperature": _Bounds(kinds=_NUMBER, low=0, high=2, said="a number from 0 to 2"),
-    "top_p": _Bounds(kinds=_NUMBER, low=_ABOVE_ZERO, high=1, said="a number above 0, up to 1"),
+    "top_p": _Bounds(kinds=_NUMBER, low=0, high=1, said="a number from 0 to 1"),
     "top_k": _Bounds(kinds=(int,), low=-1, high=_INT32_MAX, said="a whole number; 0 and -1 keep all tokens"),
     "min_p": _Bounds(kinds=_NUMBER, low=0, high=1, said="a number from 0 to 1"),
 }

@@ -35,7 +35,7 @@ class LayerShape:
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
-    """How many tokens one sees, itself included; None sees all."""
+    """How many tokens one sees at most, itself included; None sees all. Chunks count as windows."""
 
 
 @dataclass(frozen=True, kw_only=True)

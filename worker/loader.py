@@ -24,7 +24,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from worker.attention.interface import ATTENTION_NAME, attention_forward
+from worker.attention.interface import (
+    ATTENTION_NAME,
+    CHUNKED_LAYER,
+    FULL_LAYER,
+    SLIDING_LAYER,
+    attention_forward,
+)
 from worker.checkpoint import find_checkpoint, find_weights, loaded_bytes, read_json, warm_page_cache
 from worker.config import WorkerConfig
 from worker.device import Device
@@ -39,7 +45,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
 # Where families keep the length of their context window, besides max_position_embeddings.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -131,7 +137,7 @@ def refuse_layers(text_config: Any) -> None:
     if unknown:
         raise FamilyRefused(
             f"{text_config.model_type} has layers of type {', '.join(unknown)}, which this worker cannot "
-            "compute: it keeps keys and values of full and sliding attention only"
+            "compute: it keeps keys and values of full, sliding and chunked attention only"
         )
 
 

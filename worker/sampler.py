@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from scheduler.messages import SamplingParams, TokenLogprobs
-from worker.draw import BLOCK, Draw, draw, pick_best
+from worker.draw import BLOCK, LEAST_TOP_P, Draw, draw, pick_best
 from worker.grammar import Grammars
 from worker.logits import edit_logits, report_logprobs
 from worker.sampling_state import SamplingRow
@@ -157,7 +157,7 @@ class Sampler:
             min_p=params.min_p,
             # As many as there are is no truncation, and must not cost a sort of the whole row.
             top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
-            top_p=params.top_p,
+            top_p=max(params.top_p, LEAST_TOP_P),
         )
 
     def _report_lines(

@@ -94,9 +94,11 @@ class SelfCheck:
             )
         return expected
 
-    def run_again(self, backend: AttentionBackend, expected: Tensor) -> None:
+    def run_again(
+        self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
+    ) -> None:
         """Raise StartupError if it answers differently since the CPU's kernels are under it."""
-        error = replace(self, backend=backend)._error(expected)
+        error = replace(self, backend=backend)._error(expected, tolerance)
         if error is not None:
             raise StartupError(
                 f"{self.loaded.model_type} computes other logits with the CPU kernels than without "
@@ -104,8 +106,8 @@ class SelfCheck:
                 fix="start with --cpu-kernels off, and report it",
             )
 
-    def _error(self, expected: Tensor) -> float | None:
-        """The largest error of a chunk, if it is beyond what rounding explains."""
+    def _error(self, expected: Tensor, tolerance: float | None = None) -> float | None:
+        """The largest error of a chunk, if it is beyond `tolerance`, or beyond what rounding explains."""
         if not bool(torch.isfinite(expected).all()):
             return None  # random or damaged weights: requests will fail one by one, and say so
         with refusing(self.loaded.model_type):
@@ -113,7 +115,8 @@ class SelfCheck:
         error = max(
             _relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
         )
-        return None if error <= _TOLERANCE[self.cache.layout.dtype] else error  # NaN is an error too
+        most = _TOLERANCE[self.cache.layout.dtype] if tolerance is None else tolerance
+        return None if error <= most else error  # NaN is an error too
 
     def _token_ids(self) -> np.ndarray[Any, Any]:
         length = min(_LONGEST, self.max_model_len, self.cache.num_blocks * self.cache.layout.block_size)

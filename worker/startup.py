@@ -18,8 +18,9 @@ from worker.attention.probe import ProbeAttention
 from worker.attention.ref import RefAttention
 from worker.config import ModelFacts, WorkerConfig
 from worker.cpu.attention import CpuAttention
+from worker.cpu.native import Numbers
 from worker.cpu.opening import open_kernels
-from worker.cpu.surgery import put_kernels_under
+from worker.cpu.surgery import Surgery, put_kernels_under
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError
 from worker.host_pool import HostPool
@@ -30,8 +31,12 @@ from worker.model_runner import ModelRunner
 from worker.progress import LoadStage, Stage
 from worker.rope import fix_rope, longest_right_len
 from worker.self_check import Runner, SelfCheck, refusing
+from worker.temperature import fix_temperatures
 
 log = logging.getLogger(__name__)
+
+# Quantized weights answer a little otherwise, by intent; broken ones would answer anything.
+_TOLERANCE_OF_NUMBERS = {Numbers.AS_THEY_ARE: None, Numbers.INT8: 0.3}
 
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
@@ -43,6 +48,8 @@ class ReadyModel(Generic[AnyRunner]):
     host_pool: HostPool
     runner: AnyRunner
     backend: AttentionBackend
+    surgery: Surgery | None
+    """Which layers the CPU's kernels compute; None where torch computes all."""
 
 
 def start(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> ReadyModel[ModelRunner]:
@@ -70,6 +77,7 @@ def start_loaded(
     cache = _allocate(device, layout, size)
     host_pool = HostPool(config.swap_space_bytes, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
+    fix_temperatures(loaded.model)
 
     kernels = open_kernels(config, device, loaded.dtype, stage)
     stage.enter(Stage.WARMING_UP)
@@ -83,16 +91,31 @@ def start_loaded(
         max_model_len=size.max_model_len,
     )
     expected = check.run()
+    surgery = None
     if kernels is not None:
-        log.info("%s", put_kernels_under(loaded.model, kernels, device).describe())
         backend = CpuAttention(cache, device, kernels)
-        check.run_again(backend, expected)
+        numbers = Numbers.INT8 if config.quantization == "int8" else Numbers.AS_THEY_ARE
+        surgery = put_kernels_under(
+            loaded.model, kernels, device, max_model_len=size.max_model_len, numbers=numbers
+        )
+        log.info("%s", surgery.describe())
+        _refuse_unquantized(config, surgery)
+        check.run_again(backend, expected, tolerance=_TOLERANCE_OF_NUMBERS[numbers])
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
         runner=runner,
         backend=backend,
+        surgery=surgery,
     )
+
+
+def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
+    if config.quantization == "int8" and not surgery.num_fused:
+        raise StartupError(
+            f"--quantization int8 has no effect on this model ({surgery.describe()})",
+            fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
+        )
 
 
 def _probe(

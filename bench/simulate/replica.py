@@ -173,11 +173,11 @@ class Replica:
         for preemption in plan.preemptions:
             mode = "swapped" if preemption.was_swapped else "recomputed"
             self.preemptions[f"{preemption.cause}, {mode}"] += 1
-        stats = self.scheduler.stats()
-        self.num_running = stats.num_running
-        self.num_waiting = stats.num_waiting + stats.num_swapped
-        self.kv_block_s += stats.num_used_blocks * seconds
-        self.max_used_blocks = max(self.max_used_blocks, stats.num_used_blocks)
+        self.num_running, num_waiting, num_swapped = self.scheduler.get_request_counts()
+        self.num_waiting = num_waiting + num_swapped
+        num_used = self.scheduler.kv.pool.num_used
+        self.kv_block_s += num_used * seconds
+        self.max_used_blocks = max(self.max_used_blocks, num_used)
         self.busy_s += seconds
         self.num_tokens += plan.num_scheduled_tokens
         self._plan, self._step_s = plan, seconds

@@ -55,6 +55,7 @@ class _Run:
         ]
         self.queue = QueueLine()
         self.now_s = 0.0
+        self._num_waiting = 0  # on all replicas; a sum over a thousand of them would cost more than a step
         self._router = router_of(setup.router)
         self._prompts = PromptMaker()
         self._events: list[tuple[float, int]] = []  # moment, number of the replica
@@ -63,7 +64,9 @@ class _Run:
     def arrive(self, request: SimRequest, number: int) -> None:
         now_s = request.arrival_s / self._setup.load
         replica = self._router(request, self.replicas)
+        num_before = replica.num_waiting
         replica.add(request, self._prompts.token_ids(request, number), SequenceId(number), now_s)
+        self._num_waiting += replica.num_waiting - num_before
         if not replica.is_awake:
             replica.is_awake = True
             heappush(self._events, (now_s, self._numbers[id(replica)]))
@@ -74,6 +77,7 @@ class _Run:
         while events and events[0][0] < until_s:
             now_s, number = heappop(events)
             replica = self.replicas[number]
+            num_before = replica.num_waiting
             replica.end_step(now_s)
             self.now_s = now_s
             next_s = replica.begin_step(now_s)
@@ -81,7 +85,8 @@ class _Run:
                 replica.is_awake = False
             else:
                 heappush(events, (next_s, number))
-            self.queue.add(now_s, sum([each.num_waiting for each in self.replicas]))
+            self._num_waiting += replica.num_waiting - num_before
+            self.queue.add(now_s, self._num_waiting)
 
 
 def simulate(

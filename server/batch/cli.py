@@ -40,6 +40,7 @@ _MAX_CONCURRENCY = 4096
 _FIRST_CONTACT_S = 30.0
 _ABOUT_THE_PORT = (
     *("host", "port", "api_key", "allow_unauthenticated", "enable_admin", "shutdown_timeout"),
+    *("drain_delay", "health_port"),
     *(field.name for field in fields(EdgeOptions)),
 )
 """Options of `serve` that mean nothing where no port is opened."""

@@ -154,8 +154,8 @@ class CallReader:
         is_known = is_arguments and self._name is not None
         if is_known:
             self._start()
-        # A string holds the JSON text itself: it can only be unpacked as a whole.
-        self._streams = is_known and char != '"'
+        # A string holds the JSON text itself, and null is another word for {}: both only as a whole.
+        self._streams = is_known and char in "{["
         if self._streams:
             self._text.clear()
             self._log.arguments(char)
@@ -196,11 +196,10 @@ class CallReader:
                 self._log.arguments(self._arguments)
         elif self._key in _ARGUMENTS_KEYS and not self._has_arguments:
             self._has_arguments = True
-            unpacked = _string(text) if text else None
             if self._name is None:
-                self._arguments = text if unpacked is None else unpacked
+                self._arguments = _unpacked(text)
             elif text:
-                self._log.arguments(text if unpacked is None else unpacked)
+                self._log.arguments(_unpacked(text))
         return True
 
     def _after_value(self, char: str) -> Progress:
@@ -225,6 +224,13 @@ class CallReader:
         self.has_started = True
         self._raw.clear()
         self._log.start(self._name)
+
+
+def _unpacked(text: str) -> str:
+    """The JSON text of the arguments, given the value under their key."""
+    unpacked = _string(text)
+    arguments = text if unpacked is None else unpacked
+    return "{}" if arguments == "null" else arguments
 
 
 def _string(text: str) -> str | None:

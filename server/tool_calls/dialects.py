@@ -12,7 +12,8 @@ from server.tool_calls.object_calls import ObjectCallParser, ObjectSyntax
 
 _HERMES = ObjectSyntax(opening="<tool_call>", closing="</tool_call>")
 _LLAMA3 = ObjectSyntax(opening="<|python_tag|>", may_begin_bare=True)
-_JSON = ObjectSyntax(may_begin_bare=True)
+JSON = ObjectSyntax(may_begin_bare=True)
+"""What a grammar for several tools produces."""
 # Models that put something else than a JSON object between Hermes' marks: Qwen3-Coder, GLM-4.5.
 _OTHER_BODIES = ("<function=", "<arg_key>")
 
@@ -44,11 +45,9 @@ _DIALECTS = (
         marks=(mistral.OPENING, mistral.CALL_ID, mistral.ARGUMENTS),
         new_parser=lambda _: mistral.MistralParser(),
     ),
-    Dialect(name="json", marks=(), new_parser=lambda names: ObjectCallParser(_JSON, names)),
+    Dialect(name="json", marks=(), new_parser=lambda names: ObjectCallParser(JSON, names)),
 )
 _BY_NAME = {dialect.name: dialect for dialect in _DIALECTS}
-JSON = _BY_NAME["json"]
-"""What a grammar for several tools produces."""
 
 
 def find_dialect(option: str, template: str) -> Dialect | None:

@@ -37,7 +37,8 @@ ToolEvent = Content | CallStart | Arguments
 class EventLog:
     """Collects events between two looks. Neighbours of one kind become one event.
 
-    White space next to a call separates it from its surroundings and is no content.
+    White space next to a call separates it from its surroundings, and is content only where text stands on
+    both sides: what stood before the first call of several, and behind the last.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,10 @@ class EventLog:
         self._is_in_call = False
         self._num_calls = 0
         self._is_after_call = False
+        self._has_content = False
         self._spaces: list[str] = []
         """Held back until it is known what follows."""
+        self._spaces_before_call: list[str] = []
 
     def content(self, text: str) -> None:
         visible = text.rstrip()
@@ -56,13 +59,19 @@ class EventLog:
             self._spaces.append(text)
             return
         self._switch_to_content()
-        held = "".join(self._spaces)
-        self._pieces.append(visible.lstrip() if self._is_after_call else held + visible)
+        if self._is_after_call and not self._has_content:
+            self._pieces.append(visible.lstrip())
+        else:
+            self._pieces += [*self._spaces_before_call, *self._spaces, visible]
+        self._spaces_before_call.clear()
         self._spaces = [text[len(visible) :]]
         self._is_after_call = False
+        self._has_content = True
 
     def start(self, name: str) -> None:
         self._close_event()
+        if not self._is_after_call:
+            self._spaces_before_call = list(self._spaces)
         self._spaces.clear()
         self._events.append(CallStart(self._num_calls, name))
         self._num_calls += 1
@@ -114,6 +123,11 @@ class ToolCallParser(ABC):
         """The text has ended: what was held back is content, or the end of the last call."""
         self._end()
         return self._log.finish()
+
+    @property
+    def is_inside_call(self) -> bool:
+        """A call has begun and not ended."""
+        return False
 
     @abstractmethod
     def _push(self, char: str) -> None: ...

@@ -1,9 +1,10 @@
-"""The call of a reply that a grammar keeps to the arguments of one named tool.
+"""Calls in a reply that a grammar keeps to calls: the arguments of one named tool, or a list of calls.
 
-Owns: that the whole text is the arguments.
+Owns: that nothing in such a reply is content.
 """
 
-from server.tool_calls.events import ToolCallParser
+from server.tool_calls.events import Content, ToolCallParser, ToolEvent
+from server.tool_calls.object_calls import ObjectCallParser
 
 
 class ForcedCallParser(ToolCallParser):
@@ -24,3 +25,17 @@ class ForcedCallParser(ToolCallParser):
 
     def _end(self) -> None:
         """Nothing is held back."""
+
+
+class ForcedListParser(ObjectCallParser):
+    """A list of calls. Where it was cut off between two of them, the rest is no answer to anybody."""
+
+    def feed(self, text: str) -> list[ToolEvent]:
+        return _calls_only(super().feed(text))
+
+    def finish(self) -> list[ToolEvent]:
+        return _calls_only(super().finish())
+
+
+def _calls_only(events: list[ToolEvent]) -> list[ToolEvent]:
+    return [event for event in events if not isinstance(event, Content)]

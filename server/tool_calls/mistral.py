@@ -29,6 +29,10 @@ class MistralParser(ObjectCallParser):
         self._is_name_over = False
         self._value = ValueScanner()
 
+    @property
+    def is_inside_call(self) -> bool:
+        return self._state == self._in_arguments or super().is_inside_call
+
     def _end(self) -> None:
         if self._state == self._in_name:
             self._undecided.append(self._marks_in_name.flush())

@@ -50,6 +50,10 @@ class ObjectCallParser(ToolCallParser):
         """A mark, brackets and white space that are content unless a call follows."""
         self._state: Callable[[str], None] = self._first if syntax.may_begin_bare else self._in_text
 
+    @property
+    def is_inside_call(self) -> bool:
+        return self._state == self._in_call and self._reader.has_started
+
     def _push(self, char: str) -> None:
         self._state(char)
 

@@ -162,6 +162,17 @@ async def _stall(writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(30)
 
 
+async def _unmarked(writer: asyncio.StreamWriter) -> None:
+    """All is there but [DONE], as `transformers serve` ends its streams."""
+    start_stream(writer)
+    send_event(writer, {"choices": [{"index": 0, "text": "ab", "finish_reason": None}]})
+    send_event(
+        writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}], "usage": usage(1, 1)}
+    )
+    writer.write(b"0\r\n\r\n")
+    await writer.drain()
+
+
 _TROUBLES = {
     "overloaded": _overloaded,
     "html": _html,
@@ -169,6 +180,7 @@ _TROUBLES = {
     "close": _close,
     "error": _error_event,
     "unfinished": _unfinished,
+    "unmarked": _unmarked,
     "nonsense": _nonsense,
     "nohttp": _no_http,
     "stall": _stall,

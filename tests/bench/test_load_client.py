@@ -13,6 +13,7 @@ from bench.load_client import (
     LoadRun,
     RequestRecord,
     RequestStyle,
+    StreamEnd,
     UsageMode,
     first_model,
     measure_words,
@@ -96,6 +97,7 @@ async def test_a_request_says_what_was_asked_for_and_no_more() -> None:
         ("close", "connection closed", "before the end"),
         ("error", "error event engine_died", "the engine died"),
         ("unfinished", "stream incomplete", "finish_reason"),
+        ("unmarked", "stream incomplete", "[DONE]"),
         ("nonsense", "bad event", "not a chunk"),
         ("nohttp", "not HTTP", "SSH"),
         ("stall", "timeout", "within 0.2 s"),
@@ -172,3 +174,12 @@ async def test_the_first_model_is_taken() -> None:
 async def test_words_are_measured_on_the_server() -> None:
     async with fake_openai() as (_, target):
         assert await measure_words(target, STYLE) == WordCost(per_word=3.0, per_prompt=5.0)
+
+
+async def test_a_server_that_is_known_to_leave_out_done_is_whole_with_its_finish_reason() -> None:
+    async with fake_openai() as (_, target):
+        style = replace(STYLE, usage=UsageMode.FINAL, end=StreamEnd.FINISH_REASON)
+        unmarked, unfinished = await run_closed(target, planned("unmarked", "unfinished"), style)
+    assert unmarked.is_completed
+    assert unmarked.num_output_tokens == 1
+    assert unfinished.outcome == "stream incomplete"

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-_URL = re.compile(r"listens on +(http://\S+)")
+_URL = re.compile(r"listens on +(https?://\S+)")
 
 
 @dataclass

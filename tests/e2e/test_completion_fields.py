@@ -234,7 +234,7 @@ async def test_each_way_to_choose_tokens_has_its_effect(client):
     hot = {"temperature": 2.0, "seed": 5}
     wild = await ids_of(client, **hot)
     assert wild != greedy
-    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0}, {"min_p": 1.0}):
         assert await ids_of(client, **hot, **narrow) == greedy, narrow
     assert await ids_of(client, **hot, top_k=0, top_p=1, min_p=0) == wild
     assert await ids_of(client, **hot, top_k=-1) == wild

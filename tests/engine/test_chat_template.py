@@ -129,6 +129,30 @@ def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
+_EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "rendered"),
+    [
+        ("plain", {"template_hints": {"reasoning_effort": "low", "thinking": False}}, "plain"),
+        (_EFFORT + "{{ reasoning_effort }}", {}, "medium"),
+        (_EFFORT + "{{ reasoning_effort }}", {"template_hints": {"reasoning_effort": "low"}}, "low"),
+        (
+            "{{ reasoning_effort }}",
+            {"template_hints": {"reasoning_effort": "low"}, "template_kwargs": {"reasoning_effort": "high"}},
+            "high",
+        ),
+    ],
+)
+def test_a_hint_is_for_a_template_that_reads_it(source, options, rendered) -> None:
+    assert ours(source).render([QUESTION], **options) == rendered
+
+
+def test_a_hint_cannot_set_what_is_ours() -> None:
+    assert ours("{{ tools }}").render([QUESTION], template_hints={"tools": "x", "messages": "y"}) == "None"
+
+
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize("chat", CHATS, ids=["question", "answered", "with_system"])
 def test_a_chat_renders_as_transformers_renders_it(name, chat) -> None:

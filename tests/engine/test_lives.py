@@ -46,7 +46,7 @@ def make_lives(
     config, _ = resolve(read_options({"model": str(folder)}, {}), environment={})
 
     on_message = changes.get("on_message", lambda message: None)
-    return EngineLives(config, on_message=on_message, on_death=deaths.append)
+    return EngineLives(config, on_message=on_message, on_death=lambda death: deaths.append(death.what))
 
 
 @pytest.mark.usefixtures("quick")

@@ -56,6 +56,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "device": ("cuda:1", "cuda:1"),
     "max_model_len": ("32K", 32768),
     "cpu_kernels": ("OFF", "off"),
+    "quantization": ("int8", "int8"),
     "num_threads": ("2", 2),
     "block_size": ("64", 64),
     "num_gpu_blocks_override": ("1_000", 1000),
@@ -110,6 +111,8 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "responses_store_ttl": ("10m", 600.0),
     "grammar_compile_timeout": ("500ms", 0.5),
     "shutdown_timeout": ("2m", 120.0),
+    "drain_delay": ("10s", 10.0),
+    "health_port": ("8001", 8001),
     "heartbeat_timeout": ("5s", 5.0),
     "log_level": ("debug", "debug"),
 }

@@ -1,6 +1,7 @@
 """The checkpoint's tokenizer, loaded from files as they come."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def test_a_prompt_gets_the_special_tokens_of_the_post_processor_and_a_rendered_c
     prompt, chat = tokenizer.encode_prompt("hello world"), tokenizer.encode_rendered_chat("<s>hello world")
     assert prompt == chat
     assert [tokenizer.token_string(token_id) for token_id in prompt] == ["<s>", "hello", " world"]
+
+
+def test_a_long_text_does_not_hold_up_other_threads(folder) -> None:
+    tokenizer = Tokenizer.load(folder)
+    with ThreadPoolExecutor(1) as pool:
+        started_s = last_s = time.perf_counter()
+        encoding = pool.submit(tokenizer.encode_prompt, "hello world, hello there " * 20_000)
+        longest_gap_s = 0.0
+        while not encoding.done():
+            time.sleep(0.001)
+            last_s, before_s = time.perf_counter(), last_s
+            longest_gap_s = max(longest_gap_s, last_s - before_s)
+        assert longest_gap_s < (last_s - started_s) / 2
 
 
 def test_truncation_and_padding_left_over_from_training_are_switched_off(folder) -> None:

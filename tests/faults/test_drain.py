@@ -1,12 +1,14 @@
 """How a server leaves: accepted requests are finished, unless somebody insists."""
 
 import asyncio
+import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
-from openai import AsyncOpenAI
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server
 
@@ -62,6 +64,79 @@ async def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
         results = await asyncio.gather(*streams, return_exceptions=True)
         assert any("shutting down" in str(result) for result in results)
         assert await asyncio.to_thread(server.wait) == 0
+
+
+def is_clean(refusal: APIStatusError) -> bool:
+    """It says when to come back, and that it should be elsewhere."""
+    headers = refusal.response.headers
+    return (
+        (refusal.status_code, refusal.code) == (503, "shutting_down")
+        and int(headers["retry-after"]) >= 1
+        and headers["connection"] == "close"
+    )
+
+
+async def ask_on(server: RunningServer, until: asyncio.Event) -> Counter[str]:
+    """How requests end, one after the other, until there is no server any more."""
+    ends = Counter[str]()
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        while not until.is_set():
+            try:
+                answer = await client.completions.create(
+                    model="tiny", prompt="Once", max_tokens=20, extra_body={"ignore_eos": True}
+                )
+            except APIStatusError as error:
+                ends["refused" if is_clean(error) else repr(error)] += 1
+            except APIConnectionError:  # nobody listens
+                ends["gone"] += 1
+                return ends
+            else:
+                assert answer.usage
+                assert answer.usage.completion_tokens == 20
+                ends["refused, then served" if ends["refused"] else "served"] += 1
+            await asyncio.sleep(0.01)
+    return ends
+
+
+async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    options = ("--drain-delay", "1", "--health-port", "0")
+    with running_server(tmp_path, str(tiny_model), *options) as server:
+        (probes,) = re.findall(r"probes are answered at (\S+) too", server.text())
+        is_gone = asyncio.Event()
+        clients = [asyncio.create_task(ask_on(server, is_gone)) for _ in range(4)]
+        long = asyncio.create_task(stream(server, 480))
+        await server.until_in_flight(2, *clients)
+        server.send(signal.SIGTERM)
+        told_s = time.monotonic()
+        async with httpx.AsyncClient() as client:
+            while (await client.get(f"{probes}/health/ready")).status_code == 200:
+                assert time.monotonic() - told_s < 0.5
+            assert (await client.get(f"{probes}/health/live")).status_code == 200
+            last = asyncio.create_task(stream(server, 480))
+            await asyncio.sleep(0.6)
+            assert (await client.get(f"{server.url}/health/ready")).json()["state"] == "draining"
+            whole = await client.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+            assert whole.status_code == 200, "still"
+        assert await asyncio.to_thread(server.wait) == 0
+        is_gone.set()
+        assert await long == await last == 480
+        for ends in await asyncio.gather(*clients):
+            assert ends["served"] >= 1
+            assert ends.keys() <= {"served", "refused", "gone"}
+        assert time.monotonic() - told_s > 1
+
+
+async def test_a_second_signal_ends_the_drain_delay_too(tiny_model: Path, tmp_path: Path) -> None:
+    with running_server(tmp_path, str(tiny_model), "--drain-delay", "30") as server:
+        server.send(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        insisted_s = time.monotonic()
+        server.send(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait) == 0
+        assert time.monotonic() - insisted_s < 4
 
 
 async def test_a_second_signal_ends_at_once(tiny_model: Path, tmp_path: Path) -> None:

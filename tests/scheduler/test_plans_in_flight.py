@@ -249,3 +249,12 @@ def test_further_failures_of_a_sequence_that_failed_cost_nobody_else_its_cache()
     assert world.reason(2) is FinishReason.FAILED
     world.add(make_sequence(3, prompt(9, 1), max_tokens=1))
     assert world.step().scheduled[0].start == 8
+
+
+def test_a_block_that_the_window_passed_before_its_last_token_was_known_cannot_be_found() -> None:
+    world = deep(4, sliding_window=2, num_blocks=6, max_model_len=200)
+    world.add(make_sequence(1, prompt(5), max_tokens=40))
+    world.run()
+    world.add(make_sequence(2, prompt(5) + world.tokens[SequenceId(1)][:30], max_tokens=9))
+    world.run()
+    assert world.tokens[SequenceId(2)] == continuation(prompt(5), 39)[30:]

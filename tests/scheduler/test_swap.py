@@ -1,8 +1,10 @@
 """Preempted sequences whose KV waits in host memory."""
 
+from collections import Counter
+
 import pytest
 
-from scheduler.config import PreemptionMode, SchedulingPolicy
+from scheduler.config import PreemptionMode, PrefixCaching, SchedulingPolicy
 from scheduler.messages import FinishReason, SequenceId, TimeLimits
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config
@@ -138,3 +140,19 @@ def test_an_urgent_one_may_be_swapped_in_by_displacing_another_in_the_same_step(
         tokens = world.tokens[SequenceId(i)]
         assert tokens == continuation(prompt(9, i), 30)[: len(tokens)]
     assert world.num_swaps() >= 3
+
+
+@pytest.mark.parametrize("caching", PrefixCaching)
+def test_only_tokens_that_are_computed_again_count_as_recomputed(caching: PrefixCaching) -> None:
+    """With a prefix cache most of what was thrown away is found again."""
+    world = crowded(preemption_mode=PreemptionMode.RECOMPUTE, prefix_caching=caching)
+    world.run()
+    computed = Counter(
+        (share.sequence_id, position)
+        for plan in world.worker.plans
+        for share in plan.scheduled
+        for position in range(share.start, share.start + share.num_tokens)
+    )
+    num_again = sum(num - 1 for num in computed.values())
+    assert world.scheduler.stats().num_recomputed_tokens == num_again
+    assert num_again > 0 or caching is PrefixCaching.ON

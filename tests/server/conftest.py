@@ -17,7 +17,6 @@ from server.connections import ClientConnection
 from server.edge import Patience
 from tests.server.fake_engine import FakeEngine
 
-
 EDGE = EdgeConfig(
     api_keys_file=None,
     metrics_auth=False,
@@ -66,13 +65,19 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[str]:
-    """Behind the real server on a free port; yields the base URL."""
+async def serving(app: FastAPI, new_server=uvicorn.Server) -> AsyncIterator[str]:
+    """Behind the real server on a free port; yields the base URL, of HTTP."""
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, http=ClientConnection, ws="none", lifespan="off", log_config=None, log_level="error"
+        app,
+        http=ClientConnection,
+        h11_max_incomplete_event_size=64 * 1024,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
     )
-    server = uvicorn.Server(config)
+    server = new_server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:
         await asyncio.sleep(0.005)

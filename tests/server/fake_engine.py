@@ -74,6 +74,8 @@ class FakeEngine:
     """Never goes on after so many outputs."""
     end_as: FinishReason | None = None
     """How choices end; None: as they really do."""
+    stop_reason: int | str | None = None
+    """What choices ended at."""
     is_without_end: bool = False
     can_infill: bool = False
     choice_logprobs: tuple[float, ...] = (-0.5,)
@@ -209,7 +211,8 @@ class FakeEngine:
         for index in range(request.n):
             last = max(place for place, output in enumerate(outputs) if output.index == index)
             if not self.is_without_end:
-                outputs[last] = replace(outputs[last], finish_reason=self.end_as or FinishReason.LENGTH)
+                end = self.end_as or FinishReason.LENGTH
+                outputs[last] = replace(outputs[last], finish_reason=end, stop_reason=self.stop_reason)
         return outputs
 
     def _output(self, request: GenerationRequest, index: int, place: int, text: str) -> TokenOutput:

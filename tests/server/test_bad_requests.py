@@ -65,7 +65,7 @@ BAD_FIELDS = [
     ({"temperature": -0.1}, "temperature", "invalid_value"),
     ({"temperature": 2.1}, "temperature", "invalid_value"),
     ({"temperature": "hot"}, "temperature", "invalid_value"),
-    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": -0.1}, "top_p", "invalid_value"),
     ({"top_p": 1.1}, "top_p", "invalid_value"),
     ({"top_k": -2}, "top_k", "invalid_value"),
     ({"min_p": 1.1}, "min_p", "invalid_value"),
@@ -208,6 +208,7 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"logprobs": 5}, "logprobs", "invalid_value"),
     ({"max_completion_tokens": 128}, "max_completion_tokens", "context_length_exceeded"),
+    ({"max_tokens": 128}, "max_tokens", "context_length_exceeded"),
     ({"max_completion_tokens": 1, "max_tokens": 2}, "max_tokens", "invalid_value"),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
@@ -268,7 +269,7 @@ BAD_CHATS = [
     ({"audio": {"voice": "alloy"}}, "audio", "unsupported_parameter"),
     ({"prediction": {}}, "prediction", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+    ({"reasoning_effort": "utmost"}, "reasoning_effort", "invalid_value"),
     ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"echo": True}, "echo", "unsupported_parameter"),
 ]
@@ -304,6 +305,30 @@ async def test_the_bound_is_in_the_message(client):
     assert "1 tokens" in error["message"]
     assert "1000" in error["message"]
     assert "128" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        (COMPLETIONS, {"stop": ["a"] * 17}, "stop: must have at most 16 items, not 17"),
+        (COMPLETIONS, {"stop": [""]}, "stop[0]: must have at least 1 character"),
+        (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids: must have at least 1 item, not 0"),
+        (COMPLETIONS, {"user": "x" * 513}, "user: must have at most 512 characters"),
+        (COMPLETIONS, {"logit_bias": [1]}, "logit_bias: must be an object"),
+        (COMPLETIONS, {"stop": 5}, "stop: must be a list"),
+        (COMPLETIONS, {"stream_options": []}, "stream_options: must be an object"),
+        (CHAT, {"messages": []}, "messages: must have at least 1 item, not 0"),
+        (CHAT, {"response_format": "json"}, "response_format: must be an object"),
+        (
+            CHAT,
+            {"tools": [tool("a b")]},
+            "tools[0].function.name: must match pattern '^[A-Za-z0-9_-]+$'",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_said_in_the_words_of_json(client, path, fields, told):
+    error = check(await client.post(path, json={"prompt": "x", **message(), **fields}))
+    assert error["message"] == told
 
 
 BAD_BODIES = [

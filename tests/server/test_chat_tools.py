@@ -206,6 +206,69 @@ async def test_a_call_that_is_cut_off_ends_for_its_length(client, engine):
     assert called(choice["message"]) == [("get_weather", '{"city": "Bonn"')]
 
 
+@pytest.mark.parametrize(
+    ("texts", "calls"),
+    [
+        (['[{"na', 'me"'], []),
+        (['[{"name": "get_time", "parameters": {}}', ', {"name": '], [("get_time", "{}")]),
+    ],
+)
+async def test_the_rest_of_a_required_list_that_is_cut_off_is_no_answer(client, engine, texts, calls):
+    say(engine, *texts)
+    engine.end_as = FinishReason.LENGTH
+    choice = await ask(client, engine, tool_choice="required")
+    assert (choice["message"]["content"] or "", called(choice["message"])) == ("", calls)
+    assert choice["finish_reason"] == "length"
+    told = await deltas(client, engine, tool_choice="required")
+    assert not any(choice["delta"].get("content") for choice in told)
+
+
+@pytest.mark.parametrize(
+    ("texts", "fields", "reason"),
+    [
+        (['[{"name": "get_weather", "parameters": {"city": "Bo'], {"tool_choice": "required"}, "stop"),
+        (['[{"name": "get_time", "parameters": {}}'], {"tool_choice": "required"}, "tool_calls"),
+        (["[{"], {"tool_choice": "required"}, "stop"),
+        (['{"city": "Bo'], {"tool_choice": NAMED}, "stop"),
+        (['<tool_call>{"name": "get_weather", "arguments": {"ci'], {}, "stop"),
+        (['<tool_call>{"name": "get_time"}', "</tool_call> Bye"], {}, "tool_calls"),
+    ],
+)
+async def test_a_stop_string_inside_of_a_call_ends_for_stop(client, engine, texts, fields, reason):
+    say(engine, *texts)
+    engine.stop_reason = "nn"
+    assert (await ask(client, engine, **fields))["finish_reason"] == reason
+    told = await deltas(client, engine, **fields)
+    assert [choice["finish_reason"] for choice in told if choice["finish_reason"]] == [reason]
+
+
+async def test_a_mistral_call_with_a_stop_string_in_it_ends_for_stop(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="[TOOL_CALLS]")
+    say(engine, '[TOOL_CALLS]get_weather[ARGS]{"city": "Bo')
+    assert (await ask(client, engine))["finish_reason"] == "tool_calls"
+    engine.stop_reason = "nn"
+    assert (await ask(client, engine))["finish_reason"] == "stop"
+
+
+async def test_text_on_both_sides_of_a_call_stays_apart(client, engine):
+    say(engine, "Wait.\n", '<tool_call>{"name": "get_time"', "}</tool_call>\n", " Done.\n")
+    message = (await ask(client, engine))["message"]
+    assert (message["content"], called(message)) == ("Wait.\n\n Done.\n", [("get_time", "{}")])
+    told = await deltas(client, engine)
+    assert "".join(choice["delta"].get("content") or "" for choice in told) == message["content"]
+
+
+@pytest.mark.parametrize("place", ["string", "in const"])
+async def test_a_format_that_json_schema_does_not_know_changes_nothing(client, engine, place):
+    say(engine, "[]")
+    field = {"type": "string", "format": "password"} if place == "string" else {"const": {"format": "x"}}
+    schema = {"type": "object", "properties": {"format": field}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    await ask(client, engine, tools=[tool], tool_choice="required")
+    expected = {"type": "string"} if place == "string" else field
+    assert schema_of(engine)["$defs"]["tool0"]["properties"]["format"] == expected
+
+
 async def test_every_choice_has_calls_of_its_own(client, engine):
     body = {**BODY, "max_tokens": len(HERMES), "n": 2}
     choices = (await client.post(CHAT, json=body)).json()["choices"]

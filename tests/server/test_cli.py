@@ -51,9 +51,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stands in for the launcher; what it was called with, and whether it could be connected to."""
     calls: list[tuple] = []
 
-    def run(engine_config, server_config, listener) -> int:
-        with socket.create_connection(listener.getsockname()):
-            calls.append((engine_config, server_config, url_of(listener)))
+    def run(engine_config, server_config, listeners) -> int:
+        asked = [each for each in (listeners.main, listeners.probes, listeners.admin) if each is not None]
+        for listener in asked:
+            socket.create_connection(listener.getsockname()).close()
+        calls.append((engine_config, server_config, *map(url_of, asked)))
         return 7
 
     launch = ModuleType("server.launch")
@@ -96,6 +98,19 @@ def test_serve_hands_the_configuration_and_a_listening_socket_to_the_launcher(ch
     assert engine_config.scheduler.max_num_seqs == 3
     assert server_config.port == 0
     assert url.startswith("http://127.0.0.1:")
+
+
+def test_the_admin_port_is_taken_as_early_as_the_other_and_named_when_it_cannot_be(
+    checkpoint, launched, error_line
+) -> None:
+    words = ["serve", str(checkpoint), "--port", "0", "--admin-port"]
+    assert main([*words, "0"]) == 7
+    ((_, _, url, admin_url),) = launched
+    assert url != admin_url
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        port = owner.getsockname()[1]
+        assert main([*words, str(port)]) == 98
+    assert f"--admin-port {port}" in error_line()
 
 
 def test_serve_is_what_the_command_does_without_a_word(checkpoint, launched) -> None:

@@ -76,6 +76,16 @@ async def test_the_default_is_sixteen_tokens_or_the_room_there_is(client, engine
     assert [request.params.max_tokens for request in engine.requests] == [16, 8]
 
 
+async def test_a_top_p_of_zero_is_no_mistake(client, engine):
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+    ):
+        assert (await client.post(path, json={**body, "top_p": 0})).status_code == 200
+        assert engine.requests[-1].params.top_p == 0
+
+
 async def test_every_field_reaches_the_engine(client, engine):
     await complete(
         client,

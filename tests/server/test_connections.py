@@ -93,13 +93,26 @@ async def test_a_kept_connection_and_a_slow_reply_outlive_the_time_for_a_head(en
 
 
 @pytest.mark.parametrize(
-    "words", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"x" * 70_000]
+    "words",
+    [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"POST /v1/models\r\n\r\n"],
 )
 async def test_what_is_not_http_is_refused_in_openais_shape(url, words):
     status, headers, code = parsed(await said(url, words))
     assert (status, code) == (400, "invalid_request")
     assert headers["content-type"] == "application/json"
     assert headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("before", [b"", MODELS])
+@pytest.mark.parametrize(
+    "words",
+    [b"GET /" + b"x" * 70_000, HEALTH[:-2] + b"x-a: " + b"y" * 70_000, HEALTH[:-2] + b"x: y\r\n" * 12_000],
+)
+async def test_a_giant_head_is_refused_before_its_end(url, before, words):
+    reply = await said(url, before, words)
+    status, headers, code = parsed(reply[reply.rindex(b"HTTP/1.1") :])
+    assert (status, code) == (431, "head_too_large")
+    assert headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])

@@ -35,6 +35,24 @@ async def embed(client, **body):
     return await client.post("/v1/embeddings", json=body)
 
 
+@pytest.mark.parametrize(
+    ("path", "alias", "body"),
+    [
+        ("/v1/score", "/score", {"text_1": "a", "text_2": ["b", "cd"]}),
+        ("/v1/rerank", "/rerank", {"query": "a", "documents": ["b", "cd"]}),
+        ("/v1/rerank", "/v2/rerank", {"query": "a", "documents": ["b", "cd"], "top_n": 1}),
+    ],
+)
+async def test_clients_of_other_servers_find_it_at_their_path(client, scorer, path, alias, body):
+    replies = [(await client.post(each, json=body)).json() for each in (path, alias)]
+    for reply in replies:
+        assert reply.pop("id")
+        assert reply.pop("created", 0) >= 0
+    assert replies[0] == replies[1]
+    counted = f'http_requests_total{{method="POST",route="{alias}",status="200"}} 1.0'
+    assert counted in (await client.get("/metrics")).text
+
+
 def fault(response) -> tuple[int, str, str | None]:
     assert "error" in response.json(), response.text
     error = response.json()["error"]

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from engine import errors as engine_errors
 from engine.errors import (
     EngineDied,
+    EngineDiedTwice,
     EngineError,
     EngineUnavailable,
     Overloaded,
@@ -53,6 +54,7 @@ from server.errors import MAX_MESSAGE_CHARS, ErrorBoundary, describe
         (Overloaded("busy", retry_after_s=0), 429, "server_overloaded", {"retry-after": "1"}),
         (RequestFailed("nan"), 500, "model_error", {"x-should-retry": "false"}),
         (EngineDied("gone"), 500, "engine_restarted", {"x-should-retry": "true"}),
+        (EngineDiedTwice(), 500, "engine_died_twice", {"x-should-retry": "false"}),
         (EngineError("?"), 500, "engine_error", {}),
         (ZeroDivisionError("a/b"), 500, "internal_error", {"x-should-retry": "false"}),
         (EngineUnavailable("loading"), 503, "not_ready", {"retry-after": "1", "retry-after-ms": "1000"}),

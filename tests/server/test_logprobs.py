@@ -31,6 +31,14 @@ def test_a_token_that_the_text_leaves_out_takes_no_room_in_it():
     assert lists["tokens"][2] == "<|reserved_7|>"
 
 
+def test_a_token_behind_a_character_that_stays_broken_begins_behind_its_mark():
+    tokens = [token(b"a"), token(b"\xf0\x9f"), token(b"b"), token(b"\xc3"), token(b"\xc3"), token(b"\xa9c")]
+    lists = completion_logprobs(tokens, TokenOffsets(0))
+    text = b"".join(each.chosen.token_bytes for each in tokens).decode(errors="replace")
+    assert text == "a\ufffdb\ufffdéc"
+    assert lists["text_offset"] == [0, 1, 2, 3, 4, 4]
+
+
 def test_offsets_go_on_from_chunk_to_chunk():
     offsets = TokenOffsets(0)
     completion_logprobs([token(b"abc")], offsets)

@@ -12,6 +12,7 @@ from server.app import _ROUTES, build_app
 from server.reply_models import HealthPage, Model, ModelList
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import READY, FakeEngine
+from tests.server.test_edge_options import routes_of
 
 LOADING = dataclasses.replace(
     READY, state=EngineState.LOADING, detail="reading weights", progress=0.25, num_steps=0
@@ -30,7 +31,8 @@ LOADING = dataclasses.replace(
 )
 async def test_ready_and_live_are_two_questions(client, engine, health, ready, live):
     engine.state = health
-    for path, status in (("/health", ready), ("/health/ready", ready), ("/health/live", live)):
+    paths = ("/health", ready), ("/health/ready", ready), ("/ping", ready), ("/health/live", live)
+    for path, status in paths:
         response = await client.get(path)
         assert response.status_code == status
         HealthPage.model_validate(response.json(), strict=True)
@@ -65,6 +67,7 @@ async def test_until_the_model_is_loaded_everything_else_is_unavailable(client, 
 async def test_the_model_has_all_its_names(client):
     listed = ModelList.model_validate((await client.get("/v1/models")).json(), strict=True)
     assert [model.id for model in listed.data] == ["fake", "org/fake-alias"]
+    assert {(model.root, model.parent, len(model.permission)) for model in listed.data} == {("fake", None, 0)}
     for model in listed.data:
         reply = await client.get(f"/v1/models/{model.id}")
         assert Model.model_validate(reply.json(), strict=True) == model
@@ -116,5 +119,19 @@ async def test_many_scrapes_at_once_render_once(app, monkeypatch):
 
 
 async def test_the_request_counter_knows_every_route(app):
-    served = {path for path in app.openapi()["paths"]} | {"/openapi.json"}
+    served = {path.replace(":path}", "}") for _, path in routes_of(app)}
     assert served == set(_ROUTES)
+
+
+async def test_a_route_below_another_is_counted_as_itself(client):
+    for path in ("/v1/responses/x", "/v1/responses/x/input_items", "/v1/responses/x/nothing"):
+        await client.get(path)
+    await client.post("/v1/responses/x/cancel")
+    page = (await client.get("/metrics")).text
+    for method, route, count in (
+        ("GET", "/v1/responses/{response_id}", 2),
+        ("GET", "/v1/responses/{response_id}/input_items", 1),
+        ("POST", "/v1/responses/{response_id}/cancel", 1),
+    ):
+        line = f'tokenyard:http_requests_total{{method="{method}",route="{route}",status="404"}} {count}.0'
+        assert line in page

@@ -57,6 +57,10 @@ def test_the_block_at_the_beginning_is_reasoning(start, text, found) -> None:
         ("open", 9, [("Hm", [1]), ("", [4]), ("</think>", [9]), ("Yes </think>", [2, 9])], 3),
         ("open", 9, [("Hm", [1, 2, 3])], 3),
         ("none", 9, [("</think>", [9])], 0),
+        ("possible", 9, [("</think>Yes", [9, 2])], 0),
+        ("possible", 9, [("So</think>", [1, 9]), ("Yes", [2])], 0),
+        ("possible", 9, [("<think></think>Yes", [8, 9, 2])], 2),
+        ("possible", 9, [("", [8, 9]), ("<think></think>Yes", [2, 3])], 2),
     ],
 )
 def test_tokens_of_reasoning_are_counted_to_the_end_of_the_block(start, end_id, outputs, num) -> None:
@@ -126,6 +130,38 @@ async def test_a_prompt_may_have_opened_or_closed_the_block(
     assert (message.get("reasoning"), message["content"]) == (reasoning, content)
 
 
+_OFF = {"enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("effort", "switches"),
+    [
+        ("none", _OFF),
+        ("minimal", _OFF),
+        ("low", {}),
+        ("medium", {}),
+        ("high", {}),
+        ("xhigh", {}),
+        ("max", {}),
+    ],
+)
+async def test_every_effort_is_offered_to_the_template(client, engine, effort, switches) -> None:
+    response = await client.post(CHAT, json={**HI, "reasoning_effort": effort})
+    assert response.status_code == 200
+    await client.post("/v1/responses", json={"input": "hi", "reasoning": {"effort": effort}})
+    await client.post("/tokenize", json={**HI, "reasoning_effort": effort})
+    for _, options in engine.chats:
+        assert options.template_hints == {"reasoning_effort": effort, **switches}
+    assert len(engine.chats) == 3
+
+
+async def test_what_the_caller_says_of_thinking_wins_over_the_effort(client, engine) -> None:
+    kwargs = {"enable_thinking": True}
+    await client.post(CHAT, json={**HI, "reasoning_effort": "none", "chat_template_kwargs": kwargs})
+    ((_, options),) = engine.chats
+    assert (options.template_hints, options.template_kwargs) == ({"reasoning_effort": "none"}, kwargs)
+
+
 @pytest.mark.parametrize(
     ("option", "info", "is_split"),
     [
@@ -151,6 +187,9 @@ async def test_the_option_decides_and_auto_looks_at_the_model(engine, option, in
         ("hi<think>", {}, (), 3),
         ("hi</think>", {}, (), None),
         ("hi", {"chat_template_kwargs": {"enable_thinking": False}}, (), None),
+        ("hi", {"reasoning_effort": "none"}, (), None),
+        ("hi", {"reasoning_effort": "low"}, (60,), 3),
+        ("hi", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, (60,), 3),
     ],
 )
 async def test_a_grammar_begins_behind_the_reasoning(

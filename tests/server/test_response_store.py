@@ -7,7 +7,8 @@ from server.responses_protocol import InputItem
 
 
 def stored(*, owner: str = "", num_bytes: int = 10) -> StoredResponse:
-    return StoredResponse(owner=owner, body=b"x" * num_bytes, conversation=(), num_conversation_bytes=0)
+    body = b"x" * num_bytes
+    return StoredResponse(owner=owner, body=body, input=(), conversation=(), num_conversation_bytes=0)
 
 
 def test_the_one_unused_for_longest_goes_first():

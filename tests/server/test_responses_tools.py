@@ -41,6 +41,13 @@ async def test_a_call_is_an_item_behind_the_text_before_it(client, engine):
     assert options.tools[0]["function"]["name"] == "add"
 
 
+async def test_texts_on_both_sides_of_a_call_can_be_joined(client, engine):
+    engine.texts = (*CALL, "\n\n", "Done.")
+    response = await create(client, tools=[TOOL], max_output_tokens=len(engine.texts))
+    first, _, second = response["output"]
+    assert [item["content"][0]["text"] for item in (first, second)] == ["Let me see.", " \n\nDone."]
+
+
 async def test_a_streamed_call_comes_in_pieces(client):
     body = {"input": "hi", "tools": [TOOL], "max_output_tokens": len(CALL), "stream": True}
     stream = events(await client.post(PATH, json=body))
@@ -195,8 +202,8 @@ async def test_the_sdk_accumulates_calls(engine, url):
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"title": "refuse"}}}},
             "text.format.schema",
         ),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "short"}}, "reasoning.summary"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ],
 )

@@ -100,6 +100,12 @@ async def test_usage_in_every_chunk_counts_up(client):
     assert chunks[-1]["choices"] == []
 
 
+async def test_who_refuses_usage_gets_none_in_any_chunk(client):
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = await stream(client, COMPLETIONS, {**PROMPT, "stream_options": options})
+    assert not any(chunk.get("usage") for chunk in chunks)
+
+
 async def test_tokens_whose_text_is_held_back_make_no_chunk(client, engine):
     engine.texts = ("", "ab")
     assert len(await stream(client, COMPLETIONS, PROMPT)) == 1

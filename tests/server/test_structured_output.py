@@ -147,5 +147,26 @@ def test_the_keys_of_a_schema_keep_their_order():
     assert json_schema_grammar(SCHEMA).text.index('"b"') < json_schema_grammar(SCHEMA).text.index('"a"')
 
 
+def test_a_format_that_json_schema_does_not_know_is_an_annotation():
+    schema = {
+        "$defs": {"path": {"type": "string", "format": "path"}},
+        "properties": {
+            "format": {"enum": [{"format": "secret"}], "default": {"format": "secret"}},
+            "const": {"type": "string", "format": "binary"},
+            "when": {"anyOf": [{"format": "date"}, {"type": "integer", "format": "int32"}]},
+            "refused": {"type": "string", "format": "regex"},
+        },
+    }
+    assert json.loads(json_schema_grammar(schema).text) == {
+        "$defs": {"path": {"type": "string"}},
+        "properties": {
+            "format": {"enum": [{"format": "secret"}], "default": {"format": "secret"}},
+            "const": {"type": "string"},
+            "when": {"anyOf": [{"format": "date"}, {"type": "integer"}]},
+            "refused": {"type": "string", "format": "regex"},
+        },
+    }
+
+
 def test_choices_of_any_characters_are_one_lark_rule():
     assert choice_grammar(["a\n", "😀"]).text == 'start: "a\\n" | "😀"'

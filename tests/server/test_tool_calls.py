@@ -33,6 +33,24 @@ def call(index: int, name: str, arguments: str) -> list[ToolEvent]:
         ),
         (
             "hermes",
+            'Wait.\n<tool_call>{"name": "f"}</tool_call>\n\n<tool_call>{"name": "g"}</tool_call>\n Done.',
+            [
+                Content("Wait."),
+                *call(0, "f", "{}"),
+                *call(1, "g", "{}"),
+                Content("\n\n Done."),
+            ],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": null}</tool_call>'
+            '<tool_call>{"arguments": null, "name": "g"}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": "null" }</tool_call>',
+            [*call(0, "f", "{}"), *call(1, "g", "{}"), *call(2, "g", "{}")],
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 12}</tool_call>', call(0, "f", "12")),
+        (
+            "hermes",
             '<tool_call>{"arguments": { "a":1 }, "name": "f"}</tool_call> Done.',
             [*call(0, "f", '{ "a":1 }'), Content("Done.")],
         ),

@@ -80,9 +80,10 @@ def choose(logits: list[float], params: SamplingParams, prompt: list[int], outpu
         total = sum(weights[n] for n in order)
         kept, mass = [], 0.0
         for n in order:
-            margin = min(margin, abs(mass / total - params.top_p))
-            if mass >= params.top_p * total:
-                break
+            if kept:  # the first stays, whatever top_p is
+                margin = min(margin, abs(mass / total - params.top_p))
+                if mass >= params.top_p * total:
+                    break
             kept.append(n)
             mass += weights[n]
         order = kept

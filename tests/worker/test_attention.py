@@ -1,6 +1,7 @@
 """The attention call's border, and the reference backend against the plainest possible attention."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,42 @@ def test_one_index_called_twice_is_an_error() -> None:
             call()
 
 
+def window_and_chunk(config: dict[str, object], **kwargs: object) -> tuple[int | None, int | None]:
+    """What a module with this configuration, called this way, lets its tokens see."""
+    module, noting = AttentionModule(), NotingAttention()
+    module.config = SimpleNamespace(**config)
+    with active(noting):
+        call(module, **kwargs)
+    return noting.reach
+
+
+class NotingAttention(ProbeAttention):
+    def attend(self, layer_idx, query, key, value, options):
+        self.reach = tuple(options.reach)
+        return super().attend(layer_idx, query, key, value, options)
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "expected"),
+    [("chunked_attention", (None, 8)), ("sliding_attention", (5, None)), ("full_attention", (None, None))],
+)
+def test_what_a_layer_does_not_tell_is_read_from_its_configuration(layer_type, expected) -> None:
+    config = {"layer_types": [layer_type], "attention_chunk_size": 8, "sliding_window": 5}
+    assert window_and_chunk(config) == expected
+
+
+def test_what_a_layer_tells_comes_first() -> None:
+    config = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+    assert window_and_chunk(config, sliding_window=3) == (3, None)
+    assert window_and_chunk(config, sliding_window=None) == (None, None)
+
+
+def test_a_window_of_which_nobody_says_where_it_holds_is_an_error_unless_it_holds_nothing_back() -> None:
+    with pytest.raises(UnsupportedAttention, match="do not tell of"):
+        window_and_chunk({"sliding_window": 5, "max_position_embeddings": 64})
+    assert window_and_chunk({"sliding_window": 64, "max_position_embeddings": 64}) == (None, None)
+
+
 def test_a_call_outside_of_a_step_is_an_error() -> None:
     with pytest.raises(UnsupportedAttention, match="outside"):
         call()
@@ -79,6 +116,7 @@ class Case:
 
     shares: list[tuple[int, int]]
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
     value_dim: int = KEY_DIM
@@ -94,6 +132,9 @@ CASES = {
     "window": Case(DECODES + CHUNKS, window=5),
     "window of one block": Case(DECODES + CHUNKS, window=4),
     "window of one token": Case(DECODES + CHUNKS, window=1),
+    "chunks of five tokens": Case(DECODES + CHUNKS, chunk=5),
+    "chunks of two blocks": Case(DECODES + CHUNKS, chunk=8),
+    "chunks of one token": Case(DECODES + CHUNKS, chunk=1),
     "softcap": Case(DECODES + CHUNKS, softcap=2.0),
     "sinks and window": Case(DECODES + CHUNKS, has_sinks=True, window=6),
     "small values": Case(DECODES + CHUNKS, value_dim=4),
@@ -118,6 +159,7 @@ def test_paged_attention_is_plain_attention(name: str, tiles: str, monkeypatch: 
         sliding_window=case.window,
         softcap=case.softcap,
         sinks=torch.randn(HEADS * GROUPS, generator=generator) if case.has_sinks else None,
+        chunk_size=case.chunk,
     )
     sequences = [
         tuple(
@@ -153,8 +195,8 @@ def run_paged(
         if not chosen:
             continue
         spans = [spans[index] for index in chosen]
-        if case.window is not None:
-            forget_passed(tables, chosen, spans, case.window)
+        if options.reach.most_tokens is not None:
+            forget_passed(tables, chosen, spans, options.reach.most_tokens)
         backend.begin_step(make_metadata(spans, tables[chosen].astype(np.int32)))
         query, key, value = (
             torch.cat(
@@ -199,6 +241,8 @@ def attend_plainly(
         kv_head = head // GROUPS
         for position in range(num_tokens):
             first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+            if options.chunk_size is not None:
+                first = position - position % options.chunk_size
             scores = key[kv_head, first : position + 1] @ query[head, position] * options.scaling
             if options.softcap is not None:
                 scores = options.softcap * torch.tanh(scores / options.softcap)

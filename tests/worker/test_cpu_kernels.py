@@ -12,7 +12,7 @@ from worker.attention.ref import RefAttention
 from worker.config import WorkerConfig
 from worker.cpu.attention import CpuAttention
 from worker.cpu.build import CannotBuild, build_library, find_library
-from worker.cpu.native import Activation, CNorm, Kernels, pack, pack_gate_up, pointer
+from worker.cpu.native import Activation, CNorm, Kernels, Numbers, pack, pack_gate_up, pointer
 from worker.device import open_device
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
@@ -53,6 +53,29 @@ def test_a_product_is_torchs(kernels, dtype, num_rows, num_outputs):
     assert_close(kernels.multiply(x, pack(weight)), expected, dtype)
     assert_close(kernels.multiply(x, pack(weight, bias)), expected + bias.double(), dtype)
     assert_close(kernels.multiply_to_float(x, pack(weight)), expected, torch.float32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 13])
+@pytest.mark.parametrize("num_outputs", [64, 77])
+def test_a_quantized_product_is_that_of_the_rounded_numbers(kernels, dtype, num_rows, num_outputs):
+    x, weight = numbers(num_rows, 96, dtype=dtype), numbers(num_outputs, 96, dtype=dtype, seed=1)
+    bias = numbers(num_outputs, seed=2)
+    rounded = [
+        (each.double() / (scale := each.double().abs().amax(1, keepdim=True) / 127)).round() * scale
+        for each in (x, weight)
+    ]
+    found = kernels.multiply(x, pack(weight, bias, numbers=Numbers.INT8))
+    # One number in many is rounded to the other side, where it lies in the middle.
+    assert_close(found, rounded[0] @ rounded[1].T + bias.double(), torch.bfloat16)
+
+
+def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so_when_quantized(kernels, dtype):
+    x, weight = numbers(3, 32, dtype=dtype), numbers(32, 32, dtype=dtype, seed=1)
+    x[0], x[1, 5] = 0, torch.nan
+    found = kernels.multiply(x, pack(weight, numbers=Numbers.INT8))
+    assert not found[0].any()
+    assert bool(found[1].isnan().all())
+    assert bool(found[2].isfinite().all())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """A layer is replaced where the kernels compute the same, and nowhere else."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from tests.families import Family
 from tests.worker.conftest import MakeCheckpoint, load_worker
+from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import ATTENTION_NAME
 from worker.config import WorkerConfig
@@ -15,6 +20,7 @@ from worker.cpu.fused_layer import FusedLayer
 from worker.cpu.native import Kernels
 from worker.cpu.surgery import PackedEmbedding, PackedLinear, put_kernels_under
 from worker.device import open_device
+from worker.errors import StartupError
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ FUSED = ["llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_
 @pytest.mark.parametrize("family", FUSED)
 def test_families_made_as_most_are_have_all_their_layers_fused(kernels, device, checkpoints, family):
     model = build(checkpoints, family)
-    done = put_kernels_under(model, kernels, device)
+    done = put_kernels_under(model, kernels, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
     assert "3 of 3 layers fused" in done.describe()
@@ -49,8 +55,36 @@ def test_families_made_as_most_are_have_all_their_layers_fused(kernels, device, 
 
 def test_weights_that_were_packed_are_not_kept_twice(kernels, device, checkpoints):
     model = build(checkpoints, "llama")
-    put_kernels_under(model, kernels, device)
-    assert not list(model.model.layers.parameters())
+    old = [weakref.ref(parameter) for parameter in model.model.layers.parameters()]
+    put_kernels_under(model, kernels, device, max_model_len=512)
+    gc.collect()
+    assert not any(each() is not None for each in old)
+
+
+def test_queries_weighed_by_position_are_noticed_where_they_are(kernels, device):
+    """As in Ministral 3, from the 65th token on: a trial of the first tokens would not see it."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": 0.1,
+    }
+    config = tiny_config(Family(model_type="ministral3", settings={"rope_parameters": rope}))
+    for max_model_len, num_fused in ((64, 3), (512, 0)):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+        done = put_kernels_under(model, kernels, device, max_model_len=max_model_len)
+        assert done.num_fused == num_fused
+
+
+def test_a_layer_that_attends_in_chunks_stays_as_it_is(kernels, device):
+    """Its chunks are longer than the trial, which would find nothing."""
+    settings = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8192}
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(Family(model_type="llama", settings=settings)), attn_implementation=ATTENTION_NAME
+    )
+    done = put_kernels_under(model.eval(), kernels, device, max_model_len=512)
+    assert dict(done.reasons) == {"it attends in chunks": 3}
 
 
 class ScaledLayer(LlamaDecoderLayer):
@@ -63,7 +97,7 @@ class ScaledLayer(LlamaDecoderLayer):
 def test_a_layer_that_computes_something_else_stays_as_it_is(kernels, device, checkpoints):
     model = build(checkpoints, "llama")
     model.model.layers[1].__class__ = ScaledLayer
-    done = put_kernels_under(model, kernels, device)
+    done = put_kernels_under(model, kernels, device, max_model_len=512)
     assert done.num_fused == 2
     assert isinstance(model.model.layers[1], ScaledLayer)
     assert "computes something else" in done.describe()
@@ -80,7 +114,7 @@ def test_a_wrong_epsilon_is_noticed(kernels, device, checkpoints):
     model = build(checkpoints, "llama")
     norm = model.model.layers[1].input_layernorm
     norm.__class__ = MisleadingNorm
-    done = put_kernels_under(model, kernels, device)
+    done = put_kernels_under(model, kernels, device, max_model_len=512)
     assert done.num_fused == 2
     assert "computes something else" in done.describe()
 
@@ -90,7 +124,7 @@ def test_an_embedding_tied_to_the_output_reads_the_same_memory(kernels, device, 
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.model.embed_tokens.weight
     expected = model.model.embed_tokens(torch.tensor([[3, 300]])).clone()
-    put_kernels_under(model, kernels, device)
+    put_kernels_under(model, kernels, device, max_model_len=512)
     assert isinstance(model.get_output_embeddings(), PackedLinear)
     assert isinstance(model.get_input_embeddings(), PackedEmbedding)
     assert torch.equal(model.get_input_embeddings()(torch.tensor([[3, 300]])), expected)
@@ -107,3 +141,33 @@ def test_with_and_without_kernels_the_tokens_agree(kernels, checkpoints, family)
         driver.generate([sequence], 20)
         logits.append(np.array(driver.generated(sequence)))
     assert np.array_equal(*logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_layers_answer_nearly_the_same_in_steps_of_every_size(kernels, checkpoints, dtype):
+    """Nearly: that the load did not refuse it. Exactly: however its steps are cut."""
+    worker, _ = load_worker(checkpoints("llama"), dtype=dtype, quantization="int8")
+    prompt = [(7 * index + 3) % 300 for index in range(29)]
+    generated = []
+    for cut in ((29,), (20, 8, 1), (1, 28)):
+        driver = PlanDriver(worker, 4)
+        sequence = driver.add(prompt)
+        for num_tokens in cut[:-1]:
+            driver.step({sequence: num_tokens})
+        driver.generate([sequence], 20)
+        generated.append(driver.generated(sequence))
+        driver.release_all()
+    assert generated[0] == generated[1] == generated[2]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("llama", {"cpu_kernels": "off"}, "--cpu-kernels is off"),
+        ("llama", {"dtype": "float16"}, "none for torch.float16"),
+        ("gpt2", {}, "no effect on this model"),
+    ],
+)
+def test_quantization_that_would_do_nothing_is_refused(kernels, checkpoints, family, options, said):
+    with pytest.raises(StartupError, match=said):
+        load_worker(checkpoints(family), quantization="int8", **options)

@@ -26,7 +26,7 @@ def test_default_sampling_is_what_the_file_really_sets(tmp_path: Path) -> None:
 
 def test_a_request_that_asks_for_the_ends_of_the_ranges_may_have_them_as_defaults(tmp_path: Path) -> None:
     for said in (
-        {"temperature": 0, "top_p": 1e-9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 0.01},
+        {"temperature": 0, "top_p": 0.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 0.01},
         {"temperature": 2.0, "top_p": 1, "top_k": 2**31 - 1, "min_p": 1, "repetition_penalty": 10},
     ):
         assert default_sampling(write(tmp_path, do_sample=True, **said)) == said
@@ -40,7 +40,7 @@ def test_a_request_that_asks_for_the_ends_of_the_ranges_may_have_them_as_default
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("temperature", float("nan")),
-        ("top_p", 0.0),
+        ("top_p", -0.01),
         ("top_p", 1.01),
         ("top_p", [0.9]),
         ("top_k", -2),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.host import available_memory_bytes, usable_cores
+from worker.host import available_memory_bytes, memory_use, usable_cores
 
 MIB = 1 << 20
 
@@ -83,3 +83,20 @@ def test_hyper_threads_are_one_core_and_a_quota_cuts(
     assert usable_cores(machine.root) == 1
     machine.write("sys/fs/cgroup/cpu.max", "max 100000")
     assert usable_cores(machine.root) == 4
+
+
+def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(machine: Machine) -> None:
+    machine.write("proc/meminfo", "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 400 kB\n")
+    assert memory_use(machine.root) == pytest.approx(0.6)
+    machine.write("proc/self/cgroup", "0::/pod/container")
+    machine.write("sys/fs/cgroup/pod/memory.max", 100 * MIB)
+    machine.write("sys/fs/cgroup/pod/memory.current", 90 * MIB)
+    assert memory_use(machine.root) == pytest.approx(0.9)
+    machine.write("sys/fs/cgroup/pod/memory.stat", f"inactive_file {10 * MIB}\nactive_file {30 * MIB}")
+    assert memory_use(machine.root) == pytest.approx(0.6)
+    machine.write("sys/fs/cgroup/pod/container/memory.max", "max")
+    assert memory_use(machine.root) == pytest.approx(0.6)
+
+
+def test_memory_use_of_a_machine_that_tells_nothing_is_none(tmp_path: Path) -> None:
+    assert memory_use(tmp_path) == 0.0

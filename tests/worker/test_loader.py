@@ -150,7 +150,6 @@ def test_weights_of_another_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("llama4_text", "chunked_attention"),
         ("lfm2", "layers of type conv"),
         ("bloom", "attention of its own"),
     ],

@@ -31,7 +31,7 @@ histories = st.tuples(st.lists(tokens, min_size=1, max_size=8), st.lists(tokens,
 def sampling_params(pick: Callable) -> SamplingParams:
     return SamplingParams(
         temperature=pick(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0])),
-        top_p=pick(st.sampled_from([1.0, 0.95, 0.7, 0.3, 0.001])),
+        top_p=pick(st.sampled_from([1.0, 0.95, 0.7, 0.3, 0.001, 0.0])),
         top_k=pick(st.sampled_from([0, 1, 2, 5, VOCAB, 50])),
         min_p=pick(st.sampled_from([0.0, 0.05, 0.3, 1.0])),
         repetition_penalty=pick(st.sampled_from([1.0, 0.5, 2.0, 4.0])),
@@ -141,6 +141,12 @@ def test_min_p_of_one_keeps_the_equals_of_the_best() -> None:
 
 
 @pytest.mark.parametrize("num_possible", [100, 1100])
+@pytest.mark.parametrize("num_equal", [1, 3, 200])
+def test_a_top_p_of_zero_keeps_one_token_also_of_many_equals(num_equal: int) -> None:
+    row = [0.0] * 100 + [1.0] * num_equal + [0.5] * 200
+    assert {sample_once(SamplingParams(seed=seed, top_p=0.0), row) for seed in range(20)} == {100}
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9999])
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(top_p: float, num_possible: int) -> None:
     logits = torch.full((2, 4 * BLOCK), -math.inf)

@@ -14,7 +14,7 @@ Hq and Hk query and KV heads, D key size, V value size.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from worker.errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
+FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER = "full_attention", "sliding_attention", "chunked_attention"
+"""What transformers calls layers in `layer_types`."""
 
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout"})
 # Arguments that say nothing new here: what they describe comes with the step's metadata, or belongs
@@ -37,6 +39,29 @@ _MEANINGLESS = frozenset(
 )
 
 
+_Positions = TypeVar("_Positions", int, Tensor, NDArray[np.int64])
+
+
+class Reach(NamedTuple):
+    """How far back the tokens of a layer see: to the beginning, through a window, or into their chunk."""
+
+    sliding_window: int | None
+    chunk_size: int | None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens one sees at most, itself included; None: all before it."""
+        return self.sliding_window if self.chunk_size is None else self.chunk_size
+
+    def first_seen(self, positions: _Positions) -> _Positions:
+        """The first position that a token at each position sees; below 0 where the window reaches further."""
+        if self.chunk_size is not None:
+            return positions // self.chunk_size * self.chunk_size
+        if self.sliding_window is not None:
+            return positions - self.sliding_window + 1
+        return positions * 0
+
+
 class AttentionOptions(NamedTuple):
     """How one layer attends."""
 
@@ -47,6 +72,12 @@ class AttentionOptions(NamedTuple):
     """Scores are squeezed into (-softcap, softcap) by tanh."""
     sinks: Tensor | None
     """[Hq]: one more score per head that takes its part of the softmax and has no value."""
+    chunk_size: int | None = None
+    """A token sees itself and those before it in its chunk, which begins at a multiple of chunk_size."""
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.sliding_window, self.chunk_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +119,7 @@ class AttentionBackend(LayerExecutor, Protocol):
 
 
 _active: LayerExecutor | None = None
+_num_layers_begun = 0
 
 
 @contextmanager
@@ -102,8 +134,15 @@ def active(executor: LayerExecutor) -> Iterator[None]:
 
 
 def active_executor() -> LayerExecutor | None:
-    """Whoever attends now; None outside of a step."""
+    """Whoever attends now; None outside of a step. Each layer asks once in a step."""
+    global _num_layers_begun
+    _num_layers_begun += 1
     return _active
+
+
+def num_layers_begun() -> int:
+    """Since the start of the process: it grows within a step. Any thread may ask."""
+    return _num_layers_begun
 
 
 def attention_forward(
@@ -119,15 +158,16 @@ def attention_forward(
     query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, V]; returns [1, T, Hq, V] and no weights.
     Raises UnsupportedAttention for an argument that would change the result and is not known here.
     """
-    if _active is None:
+    executor = active_executor()
+    if executor is None:
         raise UnsupportedAttention(f"{ATTENTION_NAME} attention was called outside of a step")
     if attention_mask is not None:
         raise UnsupportedAttention("attention over a mask of the model's own making")
-    options = _read_options(module, query, kwargs)
     layer_idx = getattr(module, "layer_idx", None)
     if not isinstance(layer_idx, int):
         raise UnsupportedAttention(f"attention module {type(module).__name__} without a layer_idx")
-    return _active.attend(layer_idx, query[0], key[0], value[0], options).unsqueeze(0), None
+    options = _read_options(module, query, kwargs)
+    return executor.attend(layer_idx, query[0], key[0], value[0], options).unsqueeze(0), None
 
 
 def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionOptions:
@@ -140,12 +180,35 @@ def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise UnsupportedAttention("attention to later tokens, as an encoder does")
     scaling = kwargs.get("scaling")
+    reach = _read_reach(module, kwargs)
     return AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=kwargs.get("sliding_window"),
+        sliding_window=reach.sliding_window,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
+        chunk_size=reach.chunk_size,
     )
+
+
+def _read_reach(module: Any, kwargs: Mapping[str, Any]) -> Reach:
+    """Take what the layer says; where it says nothing, what its configuration does.
+
+    A model by itself makes masks from its configuration: chunks are never an argument, and some families
+    (qwen2_moe) do not hand on their window. Raises UnsupportedAttention where it stays open.
+    """
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    layer_type = layer_types[module.layer_idx] if layer_types else None
+    if layer_type == CHUNKED_LAYER:
+        return Reach(None, getattr(config, "attention_chunk_size", None))
+    if "sliding_window" in kwargs:
+        return Reach(kwargs["sliding_window"], None)
+    window = getattr(config, "sliding_window", None)
+    if layer_type == SLIDING_LAYER:
+        return Reach(window, None)
+    if layer_type is None and window and window < getattr(config, "max_position_embeddings", window):
+        raise UnsupportedAttention("a sliding window that its layers do not tell of")
+    return Reach(None, None)
 
 
 def is_plain(options: AttentionOptions) -> bool:

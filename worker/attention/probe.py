@@ -25,6 +25,6 @@ class ProbeAttention:
         if layer_idx in self.shapes:
             raise UnsupportedAttention(f"attention called twice for layer {layer_idx}")
         num_heads, num_tokens, key_dim = key.shape
-        self.shapes[layer_idx] = LayerShape(num_heads, key_dim, value.shape[-1], options.sliding_window)
+        self.shapes[layer_idx] = LayerShape(num_heads, key_dim, value.shape[-1], options.reach.most_tokens)
         queries_HGND = query.reshape(num_heads, -1, num_tokens, key_dim)
         return attend_densely(queries_HGND, key, value, options)

@@ -6,7 +6,7 @@ together. Prefill chunks go one by one through dense.py.
 Never: decides what is computed (inputs.py).
 
 Decodes are grouped by length, so that a short sequence is not padded to the longest one's length.
-Index tensors depend on the step, the window and the layer's shape; they are made once and shared by
+Index tensors depend on the step, the layer's reach and its shape; they are made once and shared by
 all layers alike.
 
 Shapes: T tokens, R sequences of a group, B blocks of its longest, S block size, K = B * S keys,
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.dense import attend_densely
-from worker.attention.interface import AttentionMetadata, AttentionOptions, softmax_with_sinks
+from worker.attention.interface import AttentionMetadata, AttentionOptions, Reach, softmax_with_sinks
 from worker.device import Device
 from worker.kv_cache import KVCache, PagedTensor
 
@@ -36,14 +36,14 @@ _MOST_IN_GROUP = 1 << 22
 class _DecodeGroup:
     """Decodes that are computed together."""
 
-    name: tuple[int | None, int]
-    """The window and a number: names the group within its step."""
+    name: tuple[Reach, int]
+    """How far back its layers see, and a number: names the group within its step."""
     decodes: Tensor | slice
     """[R]: which of the step's decodes."""
     blocks_RB: NDArray[np.int64]
     """Padded with block 0."""
     hidden_R11K: Tensor
-    """True for gathered places that hold no key of the sequence, or one outside of the window."""
+    """True for gathered places that hold no key of the sequence, or one that is not seen."""
     unwritten: NDArray[np.int64]
     """Flat indices r * K + k of places in a sequence's last block that it has not reached."""
 
@@ -56,7 +56,7 @@ class RefAttention:
         self._device = device
         self._metadata: AttentionMetadata
         self._buffers: dict[str, Tensor] = {}
-        self._groups: dict[int | None, list[_DecodeGroup]] = {}
+        self._groups: dict[Reach, list[_DecodeGroup]] = {}
         self._indices: dict[Hashable, Tensor] = {}
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -98,11 +98,9 @@ class RefAttention:
     def _attend_decodes(
         self, layer_idx: int, query_HTD: Tensor, options: AttentionOptions, out_THV: Tensor
     ) -> None:
-        groups = self._groups.get(options.sliding_window)
+        groups = self._groups.get(options.reach)
         if groups is None:
-            groups = self._groups[options.sliding_window] = self._group_decodes(
-                layer_idx, options.sliding_window
-            )
+            groups = self._groups[options.reach] = self._group_decodes(layer_idx, options.reach)
         queries_THD = query_HTD[:, : self._metadata.num_decodes].transpose(0, 1)
         decodes_out_THV = out_THV[: self._metadata.num_decodes]
         for group in groups:
@@ -133,19 +131,18 @@ class RefAttention:
     def _attend_chunk(
         self, layer_idx: int, index: int, query_HND: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend for one prefill chunk over all of its sequence that the window reaches; [N, Hq, V]."""
+        """Attend for one prefill chunk over all of its sequence that it sees; [N, Hq, V]."""
         block_size = self._cache.layout.block_size
         num_queries = query_HND.shape[1]
         seq_len = int(self._metadata.seq_lens[index])
-        first = 0
-        if options.sliding_window is not None:
-            first = max(0, seq_len - num_queries - options.sliding_window + 1) // block_size
+        first_seen = max(0, options.reach.first_seen(seq_len - num_queries))
+        first = first_seen // block_size
         name = ("chunk", index, first)
         blocks_1B = self._metadata.block_tables[index : index + 1, first : -(-seq_len // block_size)]
         cache = self._cache.layers[layer_idx]
-        num_keys = seq_len - first * block_size
-        keys_HKD = self._gather("keys", cache.keys, name, blocks_1B)[:, :num_keys]
-        values_HKV = self._gather("values", cache.values, name, blocks_1B)[:, :num_keys]
+        seen = slice(first_seen - first * block_size, seq_len - first * block_size)
+        keys_HKD = self._gather("keys", cache.keys, name, blocks_1B)[:, seen]
+        values_HKV = self._gather("values", cache.values, name, blocks_1B)[:, seen]
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
         return attend_densely(queries_HGND, keys_HKD, values_HKV, options)
 
@@ -187,22 +184,22 @@ class RefAttention:
             )
         return buffer[:numel]
 
-    def _group_decodes(self, layer_idx: int, window: int | None) -> list[_DecodeGroup]:
+    def _group_decodes(self, layer_idx: int, reach: Reach) -> list[_DecodeGroup]:
         block_size = self._cache.layout.block_size
         seq_lens = self._metadata.seq_lens[: self._metadata.num_decodes]
-        firsts = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0) // block_size
+        firsts = np.maximum(reach.first_seen(seq_lens - 1), 0) // block_size
         num_blocks = -(-seq_lens // block_size) - firsts
         shape = self._cache.layout.layers[layer_idx]
         block_numel = shape.num_heads * block_size * max(shape.key_dim, shape.value_dim)
         cuts = _cut_by_length(num_blocks, max_blocks=_MOST_IN_GROUP // block_numel)
         return [
-            self._make_group((window, number), chosen, firsts[chosen], num_blocks[chosen])
+            self._make_group((reach, number), chosen, firsts[chosen], num_blocks[chosen])
             for number, chosen in enumerate(cuts)
         ]
 
     def _make_group(
         self,
-        name: tuple[int | None, int],
+        name: tuple[Reach, int],
         chosen: NDArray[np.int64],
         firsts: NDArray[np.int64],
         num_blocks: NDArray[np.int64],
@@ -216,9 +213,7 @@ class RefAttention:
         seq_lens = self._metadata.seq_lens[chosen]
         keys_RK = (firsts * block_size)[:, None] + np.arange(longest * block_size)
         beyond_RK = keys_RK >= seq_lens[:, None]
-        hidden_RK = beyond_RK
-        if name[0] is not None:
-            hidden_RK = beyond_RK | (keys_RK < (seq_lens - name[0])[:, None])
+        hidden_RK = beyond_RK | (keys_RK < name[0].first_seen(seq_lens - 1)[:, None])
         in_own_block_RK = np.arange(longest * block_size) < (num_blocks * block_size)[:, None]
         is_everyone = len(chosen) == self._metadata.num_decodes
         return _DecodeGroup(

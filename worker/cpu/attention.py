@@ -1,7 +1,7 @@
 """Paged attention by the CPU's kernels: an AttentionBackend, and the door for whole fused layers.
 
 Owns: a step and the layers' caches in the kernels' own form.
-Never: computes. What the kernels cannot (head sizes that are no multiple of a vector), ref.py does.
+Never: computes. What the kernels cannot (head sizes that are no multiple of a vector, chunks), ref.py does.
 
 Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head.
 """
@@ -76,7 +76,7 @@ class CpuAttention:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See LayerExecutor.attend."""
-        if not self._has_kernel[layer_idx]:
+        if not self._has_kernel[layer_idx] or options.chunk_size is not None:
             return self._ref.attend(layer_idx, query, key, value, options)
         self._ref.write(layer_idx, key, value)
         num_query_heads, num_tokens, key_dim = query.shape

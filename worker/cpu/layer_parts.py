@@ -21,8 +21,19 @@ _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _SPLIT_ROWS, _MERGED_ROWS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
 _SPLIT_MLP, _MERGED_MLP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
-_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+# In the order in which they act. Four: before and behind attention, before and behind the MLP.
+_NORM_NAMES = (
+    ("input_layernorm", "post_attention_layernorm"),
+    ("input_layernorm", "pre_feedforward_layernorm"),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+)
 
 
 class Unrecognised(Exception):
@@ -65,8 +76,8 @@ class LayerParts:
 def find_parts(layer: nn.Module) -> LayerParts:
     """Take a layer apart without changing it. Raises Unrecognised."""
     children = _children(layer)
-    names = set(children) - {"self_attn", "mlp"}
-    if not {"self_attn", "mlp"} <= set(children) or names not in ({*_TWO_NORMS}, {*_FOUR_NORMS}):
+    norm_names = next((each for each in _NORM_NAMES if {*each, "self_attn", "mlp"} == set(children)), None)
+    if norm_names is None:
         raise Unrecognised(f"it consists of {', '.join(children) or 'nothing'}")
     attention, mlp = _children(children["self_attn"]), _children(children["mlp"])
     rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
@@ -79,8 +90,8 @@ def find_parts(layer: nn.Module) -> LayerParts:
     gate_NK, up_NK = gates_and_ups.weight_NK.chunk(2)
     if len(gate_NK) % WIDEST_VECTOR:
         raise Unrecognised(f"its MLP has {len(gate_NK)} gates")
-    norms = [_rms_norm(children[name]) for name in _FOUR_NORMS if name in children]
-    is_sandwich = len(norms) == len(_FOUR_NORMS)
+    norms = [_rms_norm(children[name]) for name in norm_names]
+    is_sandwich = len(norms) == 4
     return LayerParts(
         attention_norm=norms[0],
         query_key_value=_merged([_projection(attention, name) for name in rows]),

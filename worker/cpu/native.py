@@ -11,7 +11,7 @@ import ctypes
 import weakref
 from ctypes import Structure, byref, c_char_p, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ COLUMNS = 32
 """Outputs of a packed weight that stand together."""
 WIDEST_VECTOR = 16
 """Every size that the kernels step through must be a multiple of it."""
+_HIGHEST_BYTE = 127
+_ZERO_OF_INPUTS = 128
+"""Added to whole inputs, which the processor's products want without a sign."""
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
 
@@ -41,6 +44,9 @@ class CPackedWeight(Structure):
         ("num_inputs", c_int64),
         ("num_outputs", c_int64),
         ("activation", c_int),
+        ("bytes", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
     )
 
 
@@ -52,6 +58,8 @@ class CProduct(Structure):
         ("residual", c_void_p),
         ("output", c_void_p),
         ("float_output", c_void_p),
+        ("bytes", c_void_p),
+        ("scales", c_void_p),
     )
 
 
@@ -144,10 +152,10 @@ class PackedWeight:
     """A weight in the order in which the kernels read it, and its struct, whose pointers it keeps alive."""
 
     data: Tensor
-    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32."""
-    bias: Tensor | None
-    """[B * 32] float32."""
+    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32, [B, K / 4, 32, 4] for int8."""
     c: CPackedWeight
+    kept: tuple[Tensor | None, ...]
+    """Bias, scales and the like, for each of B * 32 outputs."""
 
     @property
     def num_outputs(self) -> int:
@@ -165,35 +173,65 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype in DTYPES and weight.dim() == 2 and weight.shape[1] % WIDEST_VECTOR == 0
 
 
-def pack(weight_NK: Tensor, bias_N: Tensor | None = None) -> PackedWeight:
+class Numbers(Enum):
+    """What packed weights consist of."""
+
+    AS_THEY_ARE = "as they are"
+    INT8 = "int8"
+
+
+def pack(
+    weight_NK: Tensor, bias_N: Tensor | None = None, *, numbers: Numbers = Numbers.AS_THEY_ARE
+) -> PackedWeight:
     """Copy a weight and its bias into the kernels' order."""
-    return _pack(weight_NK, bias_N, Activation.NONE)
+    return _pack(weight_NK, bias_N, Activation.NONE, numbers)
 
 
-def pack_gate_up(gate_NK: Tensor, up_NK: Tensor, activation: Activation) -> PackedWeight:
+def pack_gate_up(
+    gate_NK: Tensor, up_NK: Tensor, activation: Activation, *, numbers: Numbers = Numbers.AS_THEY_ARE
+) -> PackedWeight:
     """Merge two weights of one shape: 16 gates, the 16 ups that they weigh, and so on."""
     num_outputs, num_inputs = gate_NK.shape
     groups = (num_outputs // WIDEST_VECTOR, WIDEST_VECTOR, num_inputs)
     merged = torch.stack((gate_NK.view(groups), up_NK.view(groups)), dim=1)
-    return _pack(merged.view(2 * num_outputs, num_inputs), None, activation)
+    return _pack(merged.view(2 * num_outputs, num_inputs), None, activation, numbers)
 
 
-def _pack(weight_NK: Tensor, bias_N: Tensor | None, activation: Activation) -> PackedWeight:
+def _pack(weight_NK: Tensor, bias_N: Tensor | None, activation: Activation, numbers: Numbers) -> PackedWeight:
+    num_outputs, num_inputs = weight_NK.shape
+    bias = None if bias_N is None else _padded(bias_N.float())
+    c = CPackedWeight(None, pointer(bias), num_inputs, num_outputs, activation)
+    if numbers is Numbers.AS_THEY_ARE:
+        data = _in_blocks(weight_NK, step=2 if weight_NK.dtype is torch.bfloat16 else 1)
+        c.data = pointer(data)
+        return PackedWeight(data, c, (bias,))
+    weight_NK = weight_NK.float()
+    scales_N = weight_NK.abs().amax(dim=1) / _HIGHEST_BYTE
+    whole_NK = (weight_NK / scales_N.clamp_min(1e-30)[:, None]).round().to(torch.int8)
+    offsets = _padded(_ZERO_OF_INPUTS * whole_NK.sum(dim=1, dtype=torch.int32))
+    data, scales = _in_blocks(whole_NK, step=4), _padded(scales_N)
+    c.bytes, c.scales, c.offsets = pointer(data), pointer(scales), pointer(offsets)
+    return PackedWeight(data, c, (bias, scales, offsets))
+
+
+def _padded(values_N: Tensor) -> Tensor:
+    """Zeros to the next whole block of outputs."""
+    padded = values_N.new_zeros(-(-len(values_N) // COLUMNS) * COLUMNS)
+    padded[: len(values_N)] = values_N
+    return padded
+
+
+def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
+    """To [B, K / step, 32, step]."""
     num_outputs, num_inputs = weight_NK.shape
     num_blocks = -(-num_outputs // COLUMNS)
-    step = 2 if weight_NK.dtype is torch.bfloat16 else 1
     whole = num_outputs // COLUMNS
     data = weight_NK.new_zeros((num_blocks, num_inputs // step, COLUMNS, step))
     data[:whole] = weight_NK[: whole * COLUMNS].view(whole, COLUMNS, num_inputs // step, step).transpose(1, 2)
     if whole < num_blocks:
         rest = weight_NK[whole * COLUMNS :]
         data[whole, :, : len(rest)] = rest.view(len(rest), num_inputs // step, step).transpose(0, 1)
-    bias = None
-    if bias_N is not None:
-        bias = torch.zeros(num_blocks * COLUMNS)
-        bias[:num_outputs] = bias_N.float()
-    c = CPackedWeight(pointer(data), pointer(bias), num_inputs, num_outputs, activation)
-    return PackedWeight(data, bias, c)
+    return data
 
 
 class Kernels:
@@ -227,7 +265,7 @@ class Kernels:
     def _multiply(
         self, x_TK: Tensor, weight: PackedWeight, *, output: int | None, float_output: int | None
     ) -> None:
-        assert x_TK.dtype is weight.data.dtype
+        assert weight.data.dtype in (x_TK.dtype, torch.int8)
         assert x_TK.shape[1] == weight.c.num_inputs
         product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output)
         self._call("multiply", x_TK.dtype, byref(product))

@@ -8,7 +8,6 @@ Shapes: T tokens, H numbers of a hidden state.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from worker.attention.dense import attend_densely
 from worker.attention.interface import AttentionMetadata, AttentionOptions, active
 from worker.cpu.attention import CpuAttention
-from worker.cpu.fused_layer import FusedLayer, LayerCall
+from worker.cpu.fused_layer import FusedLayer, LayerCall, Pairing, Turning
 from worker.cpu.layer_parts import Unrecognised, find_parts
-from worker.cpu.native import Kernels, PackedWeight, can_pack, pack
+from worker.cpu.native import Kernels, Numbers, PackedWeight, can_pack, pack
 from worker.device import Device
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
@@ -39,13 +38,15 @@ class Surgery:
     """What was replaced, and what was not and why."""
 
     instruction_set: str
+    numbers: Numbers = Numbers.AS_THEY_ARE
     num_layers: int = 0
     num_fused: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
     def describe(self) -> str:
         """One line for a person."""
-        said = f"{self.instruction_set} kernels: {self.num_fused} of {self.num_layers} layers fused"
+        how = "fused" if self.numbers is Numbers.AS_THEY_ARE else f"fused, their weights {self.numbers.value}"
+        said = f"{self.instruction_set} kernels: {self.num_fused} of {self.num_layers} layers {how}"
         reasons = "; ".join(f"{reason} ({count})" for reason, count in self.reasons.items())
         return f"{said}; as they were: {reasons}" if reasons else said
 
@@ -54,8 +55,8 @@ class Surgery:
 class _Call:
     """One layer's call, as it was recorded."""
 
-    layer: nn.Module
     kwargs: dict[str, Any]
+    hidden_size: int
     layer_idx: int | None = None
     shape: LayerShape | None = None
     options: AttentionOptions | None = None
@@ -105,58 +106,76 @@ class _Recorder:
         return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
 
 
-def put_kernels_under(model: Any, kernels: Kernels, device: Device) -> Surgery:
-    """Replace what can be replaced. Weights move: each layer's old ones are freed before the next."""
-    done = Surgery(kernels.instruction_set)
+def put_kernels_under(
+    model: Any,
+    kernels: Kernels,
+    device: Device,
+    *,
+    max_model_len: int,
+    numbers: Numbers = Numbers.AS_THEY_ARE,
+) -> Surgery:
+    """Replace what can be replaced. Weights move: each layer's old ones are freed before the next.
+
+    What is replaced computes the same up to `max_model_len` tokens.
+    `numbers` holds for the layers that are fused; the output layer keeps its own.
+    """
+    done = Surgery(kernels.instruction_set, numbers)
     verdicts: dict[object, str | LayerCall] = {}
-    for calls in _record(model):
-        for name, call in calls.items():
-            done.num_layers += 1
-            kind = _kind_of(call)
-            if kind not in verdicts:
-                verdicts[kind] = _try(call, kernels, device)
-            verdict = verdicts[kind]
-            if isinstance(verdict, str):
-                done.reasons[verdict] += 1
-                continue
-            assert call.layer_idx is not None
-            assert call.options is not None
-            own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
-            _replace_layer(model, name, FusedLayer(find_parts(call.layer), own))
-            done.num_fused += 1
+    for name, call in _record(model, max_model_len - 1).items():
+        done.num_layers += 1
+        layer = model.get_submodule(name)
+        kind = _kind_of(layer, call)
+        if kind not in verdicts:
+            verdicts[kind] = _try(layer, call, kernels, device)
+        verdict = verdicts[kind]
+        if isinstance(verdict, str):
+            done.reasons[verdict] += 1
+            continue
+        assert call.layer_idx is not None
+        assert call.options is not None
+        own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
+        _replace_layer(model, name, FusedLayer(find_parts(layer), own, numbers=numbers))
+        done.num_fused += 1
     _pack_output(model, kernels)
     return done
 
 
-def _record(model: Any) -> Iterator[dict[str, _Call]]:
-    """Call the model once and see how its layers are called: those that hold one attention module."""
+def _record(model: Any, last_position: int) -> dict[str, _Call]:
+    """Call the model once and see how its layers are called: those that hold one attention module.
+
+    At the last positions: some families weigh queries by position, from some thousand tokens on.
+
+    The layers themselves are not kept: their weights are to be freed as soon as they are replaced.
+    """
     recorder, calls, hooks = _Recorder(), {}, []
 
-    def before(name: str, layer: nn.Module, kwargs: dict[str, Any]) -> None:
-        recorder.current = calls[name] = _Call(layer, kwargs)
+    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        recorder.current = calls[name] = _Call(kwargs, hidden.shape[-1])
 
     for name, module in model.named_modules():
         if "self_attn" in dict(module.named_children()):
             hook = module.register_forward_pre_hook(
-                lambda layer, _, kwargs, name=name: before(name, layer, kwargs), with_kwargs=True
+                lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
             )
             hooks.append(hook)
     try:
         with torch.inference_mode(), active(recorder):
+            positions = torch.arange(_NUM_TOKENS) + max(0, last_position - _NUM_TOKENS + 1)
             token_ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.long)
-            model(input_ids=token_ids, position_ids=torch.arange(_NUM_TOKENS)[None], use_cache=False)
+            model(input_ids=token_ids, position_ids=positions[None], use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    yield calls
+    return calls
 
 
-def _kind_of(call: _Call) -> object:
+def _kind_of(layer: nn.Module, call: _Call) -> object:
     """Layers of one kind differ in their weights alone: one trial speaks for all."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in call.layer.named_parameters())
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     settings = tuple(
         (name, type(module), key, value)
-        for name, module in call.layer.named_modules()
+        for name, module in layer.named_modules()
         for key, value in sorted(vars(module).items())
         if key != "layer_idx" and isinstance(value, str | int | float | bool)
     )
@@ -165,50 +184,56 @@ def _kind_of(call: _Call) -> object:
     return shapes, settings, call.shape, options, rotated
 
 
-def _try(call: _Call, kernels: Kernels, device: Device) -> str | LayerCall:
+def _try(layer: nn.Module, call: _Call, kernels: Kernels, device: Device) -> str | LayerCall:
     """Compute one layer both ways; a text says why it must stay."""
     if call.layer_idx is None or call.shape is None or call.options is None:
         return "it did not call attention"
+    if call.options.chunk_size is not None:
+        return "it attends in chunks"
     if call.shape.key_dim % 16 or call.shape.value_dim % 16:
         return f"its heads have {call.shape.key_dim} numbers"
-    rotation = call.kwargs.get("position_embeddings")
-    dims = {0} if rotation is None else {0, int(rotation[0].shape[-1])}
+    options = call.options._replace(sinks=None if call.options.sinks is None else call.options.sinks.float())
     error = float("inf")
     try:
-        for rotated_dim in sorted(dims, reverse=True):
-            guess = LayerCall(
-                layer_idx=call.layer_idx, shape=call.shape, options=call.options, rotated_dim=rotated_dim
-            )
-            error = min(error, _error_of(call, guess, kernels, device))
+        find_parts(layer)  # before the copy: a mixture of experts is large
+        layer = deepcopy(layer).float()
+        for turning in _possible_turnings(call):
+            guess = LayerCall(layer_idx=call.layer_idx, shape=call.shape, options=options, turning=turning)
+            fused = FusedLayer(find_parts(layer), guess)
+            error = min(error, _error_of(fused, layer, call, _private_backend(guess, kernels, device)))
             if error <= _TOLERANCE:
                 return guess
     except Unrecognised as unusual:
         return str(unusual)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error_alone:
+        return f"it cannot be computed alone ({type(error_alone).__name__})"
     return f"it computes something else (error {error:.1e})"
 
 
-def _error_of(call: _Call, guess: LayerCall, kernels: Kernels, device: Device) -> float:
-    """The largest error of any token over its size, between the layer and its fused twin in float32."""
-    layer = deepcopy(call.layer).float()
-    if guess.options.sinks is not None:
-        guess = replace(guess, options=guess.options._replace(sinks=guess.options.sinks.float()))
-    fused = FusedLayer(find_parts(layer), guess)
-    kwargs = {name: _as_float(value) for name, value in call.kwargs.items()}
-    kwargs.pop("hidden_states", None)
+def _possible_turnings(call: _Call) -> list[Turning | None]:
+    rotation = call.kwargs.get("position_embeddings")
+    if not isinstance(rotation, tuple):
+        return [None]
+    rotated_dim = int(rotation[0].shape[-1])
+    return [*(Turning(rotated_dim, pairing) for pairing in Pairing), None]
+
+
+def _error_of(fused: FusedLayer, layer: nn.Module, call: _Call, backend: CpuAttention) -> float:
+    """The largest error of any token, over the size of what the layer adds. Both compute in float32."""
+    kwargs = {name: _as_float(value) for name, value in call.kwargs.items() if name != "hidden_states"}
     generator = torch.Generator().manual_seed(_SEED)
-    size = next(layer.parameters()).shape[-1]
     worst = 0.0
     for scale in _SIZES:
-        hidden_1TH = torch.randn((1, _NUM_TOKENS, size), generator=generator) * scale
+        hidden_1TH = torch.randn((1, _NUM_TOKENS, call.hidden_size), generator=generator) * scale
         with torch.inference_mode():
             with active(_Recorder()):
                 expected = layer(hidden_1TH.clone(), **kwargs)
             if not isinstance(expected, Tensor):
                 raise Unrecognised(f"it returns a {type(expected).__name__}")
-            with active(_private_backend(guess, kernels, device)):
+            with active(backend):
                 found = fused(hidden_1TH.clone(), **kwargs)
-        change = (found - expected).norm(dim=-1) / (expected - hidden_1TH).norm(dim=-1)
-        worst = max(worst, float(change.max().nan_to_num(torch.inf)))
+        errors = (found - expected).norm(dim=-1) / (expected - hidden_1TH).norm(dim=-1)
+        worst = max(worst, float(errors.max().nan_to_num(torch.inf)))
     return worst
 
 

@@ -30,6 +30,11 @@ struct PackedWeight {
   int64_t num_inputs;
   int64_t num_outputs;
   Activation activation;
+  // Instead of `data`, whole numbers [N / 32][K / 4][32][4], each column's scale, and 128 times its sum: inputs
+  // are whole numbers too, shifted by 128 so that they are not negative. Null: the weight is not quantized.
+  const int8_t* bytes;
+  const float* scales;
+  const int32_t* offsets;
 
   int64_t num_blocks() const { return (num_outputs + kColumns - 1) / kColumns; }
 };
@@ -44,6 +49,9 @@ struct Product {
   const T* residual;    // [T, N], added; or null. May be the output itself
   T* output;            // [T, N], or [T, N / 2] with an activation; or null
   float* float_output;  // [T, N], where the output is not to be rounded; or null
+  // The input as `quantize` makes it; read if the weight is quantized.
+  const uint8_t* bytes;  // [T, K]
+  const float* scales;   // [T]
 };
 
 // x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension.
@@ -144,6 +152,8 @@ int64_t attention_scratch_size(const Attention<T>& attention) {
 
 template <typename T>
 struct Kernels {
+  // Rows [begin, end) of x [T, K] as whole numbers from 1 to 255, 128 standing for 0, times a scale for each row.
+  void (*quantize)(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end);
   // Blocks [begin, end) of 32 columns.
   void (*multiply)(const Product<T>&, int64_t begin, int64_t end);
   // Rows [begin, end) of x [T, H]; `out` may be `x`.

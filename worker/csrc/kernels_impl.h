@@ -63,6 +63,53 @@ inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight,
 }
 #endif
 
+// The same for whole numbers: exact, so that no order matters.
+template <int M>
+inline void multiply_tile(const uint8_t* x, int64_t num_inputs, const int8_t* weight, Ints (*sums)[kParts]) {
+  Ints total[M][kParts] = {};
+  for (int64_t k = 0; k < num_inputs; k += 4, weight += 4 * kColumns) {
+    for (int part = 0; part < kParts; ++part) {
+      Ints columns;
+      __builtin_memcpy(&columns, weight + part * 4 * kV, sizeof columns);
+      for (int m = 0; m < M; ++m) {
+#if defined(TOKENYARD_BYTE_DOT)
+        int32_t four;
+        __builtin_memcpy(&four, x + m * num_inputs + k, sizeof four);
+        total[m][part] = (Ints)_mm512_dpbusd_epi32((__m512i)total[m][part], _mm512_set1_epi32(four), (__m512i)columns);
+#else
+        const uint8_t* four = x + m * num_inputs + k;
+        for (int i = 0; i < 4; ++i) total[m][part] += (columns << (24 - 8 * i) >> 24) * static_cast<int32_t>(four[i]);
+#endif
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+
+template <typename T>
+void quantize(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* from = x + row * size;
+    Floats most = {}, poison = {};  // 0, or not a number if one of the row is not finite
+    for (int64_t i = 0; i < size; i += kV) {
+      const Floats value = load(from + i);
+      most = larger(value < 0 ? -value : value, most);
+      poison += value * 0.0f;
+    }
+    const float highest = largest(most);
+    scales[row] = highest / 127 + sum(poison);
+    const float inverse = highest > 0 ? 127 / highest : 0;
+    for (int64_t i = 0; i < size; i += kV) {
+      const Floats shift = splat(12582912.0f);  // as in `exponential`: rounds to the nearest whole number
+      const Floats whole = (load(from + i) * inverse + shift) - shift + 128;
+      const Ints values = __builtin_convertvector(whole, Ints);
+      for (int lane = 0; lane < kV; ++lane) bytes[row * size + i + lane] = static_cast<uint8_t>(values[lane]);
+    }
+  }
+}
+
 inline Floats activate(Floats gate, Activation activation) {
   if (activation == Activation::kSilu) return gate * sigmoid(gate);
   const Floats inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
@@ -113,8 +160,22 @@ template <typename T, int M>
 inline void multiply_rows(const Product<T>& product, int64_t row, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   Floats sums[M][kParts];
-  multiply_tile<M>(product.input + row * weight.num_inputs, weight.num_inputs,
-                   weight.data + block * weight.num_inputs * kColumns, sums);
+  const int64_t input = row * weight.num_inputs, data = block * weight.num_inputs * kColumns;
+  if (weight.bytes == nullptr) {
+    multiply_tile<M>(product.input + input, weight.num_inputs, weight.data + data, sums);
+  } else {
+    Ints totals[M][kParts];
+    multiply_tile<M>(product.bytes + input, weight.num_inputs, weight.bytes + data, totals);
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t column = block * kColumns + part * kV;
+      Ints offset;
+      __builtin_memcpy(&offset, weight.offsets + column, sizeof offset);
+      for (int m = 0; m < M; ++m) {
+        const Floats total = __builtin_convertvector(totals[m][part] - offset, Floats);
+        sums[m][part] = total * (load(weight.scales + column) * product.scales[row + m]);
+      }
+    }
+  }
   for (int m = 0; m < M; ++m) finish_row(product, row + m, block, sums[m]);
 }
 
@@ -365,5 +426,5 @@ void attend(const Attention<T>& attention, const AttentionTile& tile, float* scr
 
 template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {multiply<T>, normalize<T>, add_normalized<T>, rotate_and_write<T>, attend<T>};
+  return {quantize<T>, multiply<T>, normalize<T>, add_normalized<T>, rotate_and_write<T>, attend<T>};
 }

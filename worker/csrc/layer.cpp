@@ -13,14 +13,37 @@ const Kernels<float>& Engine::kernels<float>() const {
 }
 
 template <typename T>
-Phase Engine::multiplying(const Product<T>& product) const {
-  return {product.weight.num_blocks(),
-          [&](int64_t begin, int64_t end, int) { kernels<T>().multiply(product, begin, end); }};
+void Engine::reserve_bytes(const Layer<T>& layer, int64_t num_tokens) {
+  int64_t most = 0;
+  for (const PackedWeight<T>* weight : {&layer.query_key_value, &layer.attention_output, &layer.gate_up, &layer.down}) {
+    if (weight->bytes != nullptr && weight->num_inputs > most) most = weight->num_inputs;
+  }
+  bytes_.of<uint8_t>(num_tokens * most);
 }
 
 template <typename T>
-void Engine::multiply(const Product<T>& product) {
-  team_.run({multiplying(product)});
+void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
+  const PackedWeight<T>& weight = product.weight;
+  if (weight.bytes != nullptr) {
+    // One pair of buffers for all products: each is read to its end before the next is written.
+    uint8_t* bytes = bytes_.of<uint8_t>(product.num_rows * weight.num_inputs);
+    float* scales = scales_.of<float>(product.num_rows);
+    product.bytes = bytes;
+    product.scales = scales;
+    phases.push_back({product.num_rows, [this, &product, bytes, scales](int64_t begin, int64_t end, int) {
+                        kernels<T>().quantize(product.input, bytes, scales, product.weight.num_inputs, begin, end);
+                      }});
+  }
+  phases.push_back({weight.num_blocks(), [this, &product](int64_t begin, int64_t end, int) {
+                      kernels<T>().multiply(product, begin, end);
+                    }});
+}
+
+template <typename T>
+void Engine::multiply(Product<T> product) {
+  std::vector<Phase> phases;
+  add_product(phases, product);
+  team_.run(phases);
 }
 
 template <typename T>
@@ -75,36 +98,37 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
   float* added = adds_normed_attention || adds_normed_mlp ? added_.of<float>(num_tokens * size) : nullptr;
 
   const Attention<T> attention = {heads, layer.attention, step, cache, rows, heads.row_size(), attended};
-  const Product<T> to_rows = {normed, num_tokens, layer.query_key_value, nullptr, nullptr, rows};
-  const Product<T> from_attention =
+  Product<T> to_rows = {normed, num_tokens, layer.query_key_value, nullptr, nullptr, rows, nullptr, nullptr};
+  Product<T> from_attention =
       adds_normed_attention
-          ? Product<T>{attended, num_tokens, layer.attention_output, nullptr, nullptr, added}
-          : Product<T>{attended, num_tokens, layer.attention_output, hidden, hidden, nullptr};
-  const Product<T> to_mlp = {normed, num_tokens, layer.gate_up, nullptr, activated, nullptr};
-  const Product<T> from_mlp = adds_normed_mlp
-                                  ? Product<T>{activated, num_tokens, layer.down, nullptr, nullptr, added}
-                                  : Product<T>{activated, num_tokens, layer.down, hidden, hidden, nullptr};
+          ? Product<T>{attended, num_tokens, layer.attention_output, nullptr, nullptr, added, nullptr, nullptr}
+          : Product<T>{attended, num_tokens, layer.attention_output, hidden, hidden, nullptr, nullptr, nullptr};
+  Product<T> to_mlp = {normed, num_tokens, layer.gate_up, nullptr, activated, nullptr, nullptr, nullptr};
+  Product<T> from_mlp = adds_normed_mlp
+                                  ? Product<T>{activated, num_tokens, layer.down, nullptr, nullptr, added, nullptr, nullptr}
+                                  : Product<T>{activated, num_tokens, layer.down, hidden, hidden, nullptr, nullptr, nullptr};
   const int64_t num_heads = num_tokens * (heads.num_query_heads + 2 * heads.num_kv_heads);
 
+  reserve_bytes(layer, num_tokens);
   std::vector<Phase> phases;
   phases.reserve(Team::kMostPhases);
   phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
                       kernel.normalize(hidden, normed, layer.attention_norm, size, begin, end);
                     }});
-  phases.push_back(multiplying(to_rows));
+  add_product(phases, to_rows);
   phases.push_back({num_heads, [&](int64_t begin, int64_t end, int) {
                       kernel.rotate_and_write(rows, attention, rotation, begin, end);
                     }});
   phases.push_back(attending(attention));
-  phases.push_back(multiplying(from_attention));
+  add_product(phases, from_attention);
   phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
                       if (adds_normed_attention) {
                         kernel.add_normalized(added, hidden, layer.after_attention_norm, size, begin, end);
                       }
                       kernel.normalize(hidden, normed, layer.mlp_norm, size, begin, end);
                     }});
-  phases.push_back(multiplying(to_mlp));
-  phases.push_back(multiplying(from_mlp));
+  add_product(phases, to_mlp);
+  add_product(phases, from_mlp);
   if (adds_normed_mlp) {
     phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
                         kernel.add_normalized(added, hidden, layer.after_mlp_norm, size, begin, end);
@@ -113,8 +137,8 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
   team_.run(phases);
 }
 
-template void Engine::multiply(const Product<Bf16>&);
-template void Engine::multiply(const Product<float>&);
+template void Engine::multiply(Product<Bf16>);
+template void Engine::multiply(Product<float>);
 template void Engine::normalize(const Bf16*, Bf16*, const Norm&, int64_t, int64_t);
 template void Engine::normalize(const float*, float*, const Norm&, int64_t, int64_t);
 template void Engine::attend(const Attention<Bf16>&);

@@ -61,7 +61,7 @@ class Engine {
   const char* name() const { return kernels_.name; }
 
   template <typename T>
-  void multiply(const Product<T>& product);
+  void multiply(Product<T> product);
 
   template <typename T>
   void normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t num_rows);
@@ -78,8 +78,13 @@ class Engine {
   template <typename T>
   const Kernels<T>& kernels() const;
 
+  // Room for the quantized inputs of every product of a layer: it must not move between them.
   template <typename T>
-  Phase multiplying(const Product<T>& product) const;
+  void reserve_bytes(const Layer<T>& layer, int64_t num_tokens);
+
+  // Appends what a product consists of. It must outlive the phases, and it is completed here.
+  template <typename T>
+  void add_product(std::vector<Phase>& phases, Product<T>& product);
 
   template <typename T>
   Phase attending(const Attention<T>& attention);
@@ -87,7 +92,7 @@ class Engine {
   const AllKernels& kernels_;
   Team team_;
   std::vector<AttentionTile> tiles_;
-  Buffer normed_, rows_, attended_, activated_, added_, scratch_;
+  Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_;
 };
 
 }  // namespace tokenyard

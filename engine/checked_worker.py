@@ -1,0 +1,36 @@
+"""A worker whose tokens are looked at before anybody believes them.
+
+Owns: the bounds of the vocabulary. A token outside of it would fail the next step of everybody in the batch,
+at the embedding on CPU and for good on a GPU; so its sequence fails alone, now.
+Never: computes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engine.loop import Executor
+from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
+
+
+class CheckedWorker:
+    """Does what `worker` does."""
+
+    def __init__(self, worker: Executor, *, vocab_size: int) -> None:
+        self._worker = worker
+        self._vocab_size = vocab_size
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        output = self._worker.execute(plan)
+        impossible = self._impossible(output.token_ids)
+        if not impossible:
+            return output
+        kept = {key: value for key, value in output.token_ids.items() if key not in impossible}
+        return replace(output, token_ids=kept, failures={**output.failures, **impossible})
+
+    def _impossible(self, drawn: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, str]:
+        """Why each of these fails; empty nearly always."""
+        return {
+            sequence_id: f"the model drew a token that is none of its {self._vocab_size}"
+            for sequence_id, token_ids in drawn.items()
+            if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self._vocab_size
+        }

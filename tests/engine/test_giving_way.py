@@ -1,0 +1,217 @@
+"""A full queue under the priority policy: who gives up a place for whom, and how they are told."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.config import resolve
+from engine.errors import Overloaded
+from engine.in_flight import InFlight
+from engine.messages import AddRequest, EndSequences
+from engine.metrics import EngineMetrics
+from engine.options import Options
+from engine.tokenizer import Tokenizer
+from engine.types import GenerationRequest, SamplingParams, ServiceTerms
+from engine.waiting_calls import WaitingCalls
+from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
+from tests.e2e.serving import running_server
+
+
+class Door:
+    """InFlight with a queue of four sequences, and everything that it sends."""
+
+    def __init__(self, folder: Path, **options) -> None:
+        asked = replace(Options(), model=str(folder), max_queued_requests=4, **options)
+        config, _ = resolve(asked, environment={})
+        self.metrics = EngineMetrics("tiny")
+        self.sent: list = []
+        self.in_flight = InFlight(config, Tokenizer.load(folder), self.metrics, self.sent.append)
+
+    def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
+        """Raises Overloaded."""
+        requests = [
+            GenerationRequest(
+                request_id=each,
+                prompt_token_ids=(5,) * num_tokens,
+                params=SamplingParams(max_tokens=5),
+                n=n,
+                terms=ServiceTerms(priority=priority),
+            )
+            for each in (name, *others)
+        ]
+        return self.in_flight.admit(requests, asyncio.Event())
+
+    def begin(self, live, place: int = 0) -> None:
+        """The engine process has begun with one of its sequences."""
+        sequence_id = tuple(live.choices)[place]
+        output = SequenceOutput(
+            sequence_id, (7,), None, start=SequenceStart(queue_s=0.0, num_cached_tokens=0)
+        )
+        self.in_flight.take_output(output, (), 0.0)
+
+    def waiting(self) -> set[str]:
+        return {name for name in "abcdefgh" if self.in_flight.find(name)}
+
+    def num_refused(self, reason: str) -> float:
+        value = self.metrics.registry.get_sample_value(
+            "tokenyard:admission_rejections_total", {"reason": reason}
+        )
+        assert value is not None
+        return value
+
+
+@pytest.fixture
+def door(tiny_model: Path) -> Door:
+    return Door(tiny_model, scheduling_policy="priority")
+
+
+async def test_the_last_of_the_least_urgent_gives_way_and_is_told_when_to_come_back(door) -> None:
+    lives = {name: door.ask(name, priority)[0] for name, priority in zip("abcd", (5, 9, 9, 0), strict=True)}
+    door.ask("e", 1)
+    assert door.waiting() == {"a", "b", "d", "e"}
+    with pytest.raises(Overloaded, match="more urgent") as told:
+        lives["c"].take()
+    assert told.value.retry_after_s >= 1
+    assert EndSequences(sequence_ids=tuple(lives["c"].choices), reason=FinishReason.ABORTED) in door.sent
+    assert door.num_refused("displaced") == 1
+    finished = door.metrics.registry.get_sample_value(
+        "tokenyard:request_success_total", {"finished_reason": "rejected"}
+    )
+    assert finished == 1
+
+
+async def test_equals_do_not_give_way_to_each_other(door) -> None:
+    for name in "abcd":
+        door.ask(name, 3)
+    for priority in (3, 4):
+        with pytest.raises(Overloaded, match="have not started"):
+            door.ask("e", priority)
+    assert door.waiting() == set("abcd")
+    assert door.num_refused("displaced") == 0
+    assert door.num_refused("requests") == 2
+
+
+async def test_whoever_has_begun_keeps_its_place_with_all_that_came_with_it(door) -> None:
+    first, second = door.ask("a", 9, others=("b",))
+    (choices,) = door.ask("c", 9, n=2)
+    door.begin(first)
+    door.begin(choices, place=1)  # two of four wait
+    door.ask("d", 9, n=2)
+    door.ask("e", 0, n=2)
+    assert door.waiting() == {"a", "b", "c", "e"}
+    with pytest.raises(Overloaded):
+        door.ask("f", -1, n=3)
+    assert second.error is None
+
+
+async def test_a_call_gives_way_whole(door) -> None:
+    calls = door.ask("a", 9, others=("b", "c"))
+    door.ask("d", 1)
+    door.ask("e", 0)
+    assert door.waiting() == {"d", "e"}
+    assert all(isinstance(live.error, Overloaded) for live in calls)
+    assert door.num_refused("displaced") == 1
+
+
+async def test_nobody_gives_way_to_one_that_would_not_fit_even_so(door) -> None:
+    door.ask("a", 0, n=3)
+    door.ask("b", 9)
+    with pytest.raises(Overloaded):
+        door.ask("c", 5, n=2)
+    assert door.waiting() == {"a", "b"}
+
+
+async def test_one_that_has_left_frees_nothing_more(door) -> None:
+    for name in "abcd":
+        door.ask(name, 9)
+    door.in_flight.leave(door.in_flight.find("d"))
+    door.ask("e", 0)
+    with pytest.raises(Overloaded):
+        door.ask("f", 5, n=4)
+    assert door.waiting() == {"a", "b", "c", "e"}
+
+
+async def test_tokens_make_a_queue_full_too(tiny_model) -> None:
+    door = Door(tiny_model, scheduling_policy="priority", max_queued_tokens=100)
+    door.ask("a", 9, num_tokens=60)
+    door.ask("b", 9, num_tokens=30)
+    door.ask("c", 0, num_tokens=50)
+    assert door.waiting() == {"c"}
+    door.ask("d", 9, num_tokens=40)
+    with pytest.raises(Overloaded):
+        door.ask("e", 9, num_tokens=20)
+
+
+async def test_a_place_is_free_again_after_a_displaced_request_has_gone(door) -> None:
+    for name in "abcd":
+        door.ask(name, 9)
+    door.ask("e", 0)
+    door.in_flight.leave(door.in_flight.find("e"))
+    door.ask("f", 9)
+    for name in "abcf":
+        door.in_flight.leave(door.in_flight.find(name))
+    assert not len(door.in_flight)
+    assert door.in_flight.is_empty.is_set()
+    assert sum(isinstance(message, AddRequest) for message in door.sent) == 6
+
+
+async def test_in_order_of_arrival_there_is_nobody_more_urgent(tiny_model) -> None:
+    door = Door(tiny_model)
+    for name in "abcd":
+        door.ask(name, 9)
+    with pytest.raises(Overloaded):
+        door.ask("e", 0)
+    assert door.waiting() == set("abcd")
+
+
+class Item:
+    def __init__(self, first_id: int) -> None:
+        self.first_id, self.num_unstarted, self.num_prompt_tokens = first_id, 1, 10
+
+
+def test_waiting_makes_up_for_priority_as_it_does_in_the_scheduler() -> None:
+    calls: WaitingCalls[Item] = WaitingCalls(aging_s=10.0)
+    items = [Item(number) for number in range(3)]
+    for item, (priority, arrived_s) in zip(items, [(3, 0.0), (1, 25.0), (3, 6.0)], strict=True):
+        calls.add([item], priority, arrived_s=arrived_s)  # ranks 30, 35, 36
+    assert [call.lives[0] for call in calls.worse_than(-inf)] == [items[2], items[1], items[0]]
+    newcomer = calls.rank(0, arrived_s=35.5)
+    assert [call.lives[0] for call in calls.worse_than(newcomer)] == [items[2]]
+    for item in items:
+        calls.discard(item)
+        calls.discard(item)
+    assert len(calls) == 0
+
+
+async def test_over_http_the_displaced_gets_its_own_429_and_the_urgent_is_served(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    options = ("--scheduling-policy", "priority", "--no-enable-displacement")
+    limits = ("--max-num-seqs", "1", "--max-queued-requests", "2")
+    with running_server(tmp_path, str(tiny_model), *options, *limits) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+
+            async def ask(priority: int, max_tokens: int) -> httpx.Response:
+                body = {"prompt": "Once", "max_tokens": max_tokens, "priority": priority, "ignore_eos": True}
+                return await client.post("/v1/completions", json=body)
+
+            assert (await ask(0, 4)).status_code == 200
+            os.kill(server.engine_pid, signal.SIGSTOP)  # nothing begins until we let it
+            waiting = [asyncio.create_task(ask(9, 4)) for _ in range(2)]
+            while server.metric("tokenyard:request_prompt_tokens_count") < 3:
+                await asyncio.sleep(0.02)
+            urgent = asyncio.create_task(ask(-1, 4))
+            (displaced,), _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(server.engine_pid, signal.SIGCONT)
+            (served,) = set(waiting) - {displaced}
+            assert [(await served).status_code, (await urgent).status_code] == [200, 200]
+    refused = displaced.result()
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "server_overloaded"
+    assert int(refused.headers["retry-after"]) >= 1

@@ -1,0 +1,223 @@
+"""One family served by the worker from memory, and what came of it.
+
+Owns: building a family tiny (from transformers' own configuration class, with random weights), the steps
+that two sequences are computed in, and the comparison with the model's own forward over each sequence alone.
+Never: a checkpoint on disk, or what is expected of a family (docs/models.md has that).
+
+Shapes: T tokens, V tokens of the vocabulary.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from scheduler.messages import (
+    BlockId,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceId,
+)
+from tests.checkpoints import vary_constants
+from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
+from tests.worker.family_traits import find_traits
+from worker.attention.interface import ATTENTION_NAME
+from worker.config import WorkerConfig
+from worker.cpu.surgery import Surgery
+from worker.device import Device, open_device
+from worker.errors import FamilyRefused
+from worker.inputs import build_inputs
+from worker.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
+from worker.model_runner import ModelRunner
+from worker.progress import LoadStage
+from worker.rows import RowTable
+from worker.startup import ReadyModel, start_loaded
+
+FIRST, SECOND = SequenceId(0), SequenceId(1)
+# Longer than the families' windows of 12 tokens, and than their chunks of 8.
+LENGTHS = {FIRST: 24, SECOND: 19}
+# Alone; beside a later chunk; a decode beside a chunk; decodes.
+STEPS = ({FIRST: 9}, {FIRST: 11, SECOND: 6}, {SECOND: 10, FIRST: 1}, *({FIRST: 1, SECOND: 1},) * 3)
+CONFIG = WorkerConfig(
+    model_path="",
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    block_size=4,
+    num_blocks=40,
+    max_model_len=64,
+    max_num_seqs=2,
+    max_num_batched_tokens=32,
+)
+_SEED = 20260101
+# Large enough that a wrong mask, norm or rotation moves logits by more than rounding could.
+_WEIGHT_SCALE = 0.2
+
+
+class UnknownFamily(Exception):
+    """The installed transformers does not have it."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What came of one family."""
+
+    family: Family
+    refused: str | None = None
+    """Why it is not served; None if it is."""
+    traits: tuple[str, ...] = ()
+    """What the tiny model asks of attention and of its layers."""
+    error: float = 0.0
+    """The largest error of a logit over the size of the largest logit."""
+    surgery: Surgery | None = None
+    """None: there were no kernels."""
+
+
+def try_family(family: Family) -> Found:
+    """Build, serve, compare. Raises UnknownFamily."""
+    config = tiny_config(family)
+    device = open_device(CONFIG)
+    try:
+        refuse_layers(config.get_text_config(decoder=True))
+        model = _build(config)
+        reference = copy.deepcopy(model)
+        ready = _start(model, device)
+    except FamilyRefused as refused:
+        return Found(family=family, refused=refused.what)
+    traits = find_traits(reference)
+    reference.set_attn_implementation("eager")
+    generator = np.random.default_rng(_SEED)
+    token_ids = {
+        each: generator.integers(3, ready.facts.vocab_size, length) for each, length in LENGTHS.items()
+    }
+    ours = _serve(ready, device, token_ids)
+    found = Found(family=family, surgery=ready.surgery, traits=traits)
+    for each, ids in token_ids.items():
+        with torch.inference_mode():
+            expected_TV = reference(input_ids=torch.from_numpy(ids[None]), use_cache=False).logits[0]
+        expected_TV = expected_TV[:, : ours[each].shape[1]]
+        error = (ours[each] - expected_TV).abs().max() / expected_TV.abs().max()
+        found.error = max(found.error, float(error.nan_to_num(torch.inf)))
+    return found
+
+
+def tiny_config(family: Family) -> Any:
+    """Raises UnknownFamily."""
+    try:
+        of_family = CONFIG_MAPPING[family.model_type]
+    except KeyError as unknown:
+        raise UnknownFamily(f"the installed transformers does not know {family.model_type}") from unknown
+    if family.text_part:
+        text_config = tiny_config(Family(model_type=family.text_part, settings=family.settings)).to_dict()
+        others = {key: value for key, value in OTHER_PARTS.items() if hasattr(of_family(), key)}
+        return of_family(text_config=text_config, **others)
+    defaults = of_family().to_dict()
+    known = {*defaults, *of_family.attribute_map}
+    settings = {key: value for key, value in TINY.items() if key in known}
+    if "layer_types" in known:
+        # A list made for the default number of layers would not fit.
+        attends = set() < {*(defaults.get("layer_types") or ())} <= {*ALTERNATING}
+        settings["layer_types"] = ALTERNATING if attends else None
+    settings |= family.settings
+    return of_family(**{key: value for key, value in settings.items() if value is not None})
+
+
+def _build(config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+            )
+        except KeyError as error:
+            if ATTENTION_NAME in error.args:
+                raise FamilyRefused(f"{config.model_type} {NO_PAGED_ATTENTION}") from error
+            raise
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, _WEIGHT_SCALE)
+        vary_constants(model, torch)
+    return model.eval()
+
+
+def _start(model: Any, device: Device) -> ReadyModel[ModelRunner]:
+    text_config = model.config.get_text_config(decoder=True)
+    vocab_size = TINY["vocab_size"]
+    loaded = LoadedModel(
+        model=model,
+        dtype=model.dtype,
+        model_type=model.config.model_type,
+        text_config=text_config,
+        num_parameters=0,
+        weight_bytes=0,
+        vocab_size=vocab_size,
+        checkpoint_len=context_window(text_config),
+        eos_token_ids=(),
+        default_sampling={},
+    )
+    return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, vocab_size))
+
+
+def _serve(
+    ready: ReadyModel[ModelRunner], device: Device, token_ids: dict[SequenceId, Any]
+) -> dict[SequenceId, Tensor]:
+    """Compute both sequences in STEPS; returns the logits [T, V] of all tokens of each."""
+    facts = ready.facts
+    rows = RowTable(
+        max_num_seqs=CONFIG.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+    )
+    num_blocks = -(-max(LENGTHS.values()) // facts.block_size)
+    for each, ids in token_ids.items():
+        rows.add(
+            NewSequence(
+                sequence_id=each,
+                token_ids=tuple(ids.tolist()),
+                num_prompt_tokens=len(ids),
+                params=SamplingParams(),
+                # One has the even blocks and the other the odd ones.
+                block_ids=tuple(BlockId(1 + each + 2 * index) for index in range(num_blocks)),
+            )
+        )
+    num_computed = dict.fromkeys(token_ids, 0)
+    logits: dict[SequenceId, list[Tensor]] = {each: [] for each in token_ids}
+    for step in STEPS:
+        shares = tuple(
+            ScheduledSequence(each, num_computed[each], count, samples=False) for each, count in step.items()
+        )
+        for each, rows_TV in _compute(ready, device, rows, shares).items():
+            logits[each].append(rows_TV)
+            num_computed[each] += len(rows_TV)
+    return {each: torch.cat(parts) for each, parts in logits.items()}
+
+
+def _compute(
+    ready: ReadyModel[ModelRunner], device: Device, rows: RowTable, shares: tuple[ScheduledSequence, ...]
+) -> dict[SequenceId, Tensor]:
+    num_tokens = sum(share.num_tokens for share in shares)
+    plan = SchedulerOutput(
+        step=0,
+        released=(),
+        new_sequences=(),
+        new_blocks={},
+        scheduled=shares,
+        num_scheduled_tokens=num_tokens,
+    )
+    failures: dict[SequenceId, str] = {}
+    inputs = build_inputs(plan, rows, device, failures)
+    assert inputs is not None
+    assert not failures
+    ready.backend.begin_step(inputs.metadata)
+    everything = device.tensor(np.arange(num_tokens))
+    logits_TV = ready.runner.forward(inputs.input_ids_1T, inputs.position_ids_1T, everything, ready.backend)
+    parts = logits_TV.split([share.num_tokens for share in inputs.shares])
+    return {share.sequence_id: part for share, part in zip(inputs.shares, parts, strict=True)}

@@ -1,0 +1,44 @@
+"""Every family that transformers has computes what it computes by itself, or is refused with the reason."""
+
+import re
+
+import pytest
+import transformers
+
+from scripts.write_families_page import BEGIN, END, PAGE, render_row
+from tests.families import MATRIX, Family
+from tests.worker.family_trial import UnknownFamily, try_family
+
+# In float32. Wrong computation gives about 1.
+TOLERANCE = 2e-5
+
+
+def table() -> str:
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+
+
+def version_of_table() -> list[str]:
+    """Its first two numbers: what a release refuses or renames, another may not."""
+    found = re.search(r"With transformers (\d+)\.(\d+)", table())
+    assert found is not None
+    return list(found.groups())
+
+
+# Older releases of transformers script a function of gpt_bigcode, which newer ones of torch find old.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("family", MATRIX, ids=lambda family: family.name)
+def test_a_family_in_a_mixed_batch_computes_what_it_computes_alone(family: Family) -> None:
+    """Two sequences, in chunks and decodes, through the paged cache and the CPU's kernels."""
+    try:
+        found = try_family(family)
+    except UnknownFamily as unknown:
+        pytest.skip(str(unknown))
+    assert found.error <= TOLERANCE
+    has_verdict = found.refused is not None or found.surgery is not None
+    if has_verdict and transformers.__version__.split(".")[:2] == version_of_table():
+        row = next(line for line in table().splitlines() if line.startswith(f"| `{family.name}` |"))
+        assert row == render_row(found), "run: python scripts/write_families_page.py"
+
+
+def test_the_table_of_families_has_a_row_for_each() -> None:
+    assert re.findall(r"^\| `([^`]*)` \|", table(), flags=re.MULTILINE) == [each.name for each in MATRIX]
