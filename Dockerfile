@@ -38,10 +38,11 @@ COPY engine engine
 COPY scheduler scheduler
 COPY server server
 COPY worker worker
+# -P: beside the modules that were installed, not in this folder, which the final stage does not get.
 RUN pip wheel --no-deps --wheel-dir /wheels . \
     && pip install --no-deps /wheels/tokenyard-*.whl \
     && tokenyard --version \
-    && python -m worker.cpu.build --in-place
+    && python -P -m worker.cpu.build --in-place
 
 
 FROM ${PYTHON_IMAGE}

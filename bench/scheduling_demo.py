@@ -76,9 +76,9 @@ async def _patient_under_load(client: Client) -> list[float]:
 
     async def keep_sending() -> None:
         while time.monotonic() < ends_s:
-            await client.complete(10, 200, priority=0)
+            await client.complete(10, 150, priority=0)
 
-    others = [asyncio.create_task(keep_sending()) for _ in range(24)]
+    others = [asyncio.create_task(keep_sending()) for _ in range(12)]
     await asyncio.sleep(0.2)
     patient = await client.complete(10, 8, priority=5)
     await asyncio.gather(*others)

@@ -66,13 +66,13 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
         mailbox.send(StartFailed(what=error.what, fix=error.fix))
         return EXIT_START_FAILED
     log.info("loaded in %.1f s", time.monotonic() - started_s)
+    keep_what_is_loaded()
     mailbox.send(Ready(facts))
     scheduler = Scheduler(scheduler_config(config, facts))
     checked = CheckedWorker(worker, vocab_size=facts.vocab_size)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
     pulse = StepPulse(directory, num_layers_begun)
     pulse.start()
-    keep_what_is_loaded()
     try:
         loop.run()
     except WorkerBroken as error:

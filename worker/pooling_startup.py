@@ -154,6 +154,11 @@ def _refuse_useless_options(config: WorkerConfig) -> None:
     ):
         if value:
             raise StartupError(f"{flag}: an encoder has no KV cache", fix="leave it out")
+    if config.quantization != "none":
+        raise StartupError(
+            f"--quantization {config.quantization}: the layers of encoders are not quantized",
+            fix="leave it out",
+        )
 
 
 def _shortened(loaded: LoadedModel, length: int | None) -> LoadedModel:

@@ -17,12 +17,13 @@ import transformers
 
 from worker.checkpoint import WeightFile, find_weights
 from worker.config import WorkerConfig
+from worker.cpu.opening import foresee_kernels
 from worker.device import Device, open_device
 from worker.errors import StartupError
 from worker.findings import Finding, Verdict
 from worker.forecast import CannotTell, Forecast, forecast, weight_bytes
 from worker.host import available_memory_bytes
-from worker.loader import ModelKind, find_kind
+from worker.loader import ModelKind, dtype_name, find_kind
 from worker.task import Task
 
 
@@ -39,6 +40,9 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         topic = "weights"
         files = find_weights(kind.folder)
         yield _fine(topic, _describe_files(files))
+        if not kind.is_encoder and (device.torch_device.type == "cpu" or config.quantization != "none"):
+            topic = "CPU kernels"
+            yield foresee_kernels(config, device, _dtype(config, kind))
         topic = "memory"
         yield _look_at_memory(config, kind, device)
     except StartupError as error:
@@ -58,6 +62,11 @@ def _describe_files(files: list[WeightFile]) -> str:
     return (
         f"{_gib(num_bytes)} of {', '.join(dtypes)} in {len(files)} safetensors, each as long as it promises"
     )
+
+
+def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
+    named: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    return named
 
 
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:

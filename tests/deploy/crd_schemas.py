@@ -88,7 +88,12 @@ POD_MONITOR = _resource(
             "podMetricsEndpoints": _list(
                 _object(
                     {"port": {"type": "string"}, "path": {"type": "string"}},
-                    {"interval": _DURATION, "scrapeTimeout": _DURATION},
+                    {
+                        "interval": _DURATION,
+                        "scrapeTimeout": _DURATION,
+                        "scheme": {"enum": ["http", "https", "HTTP", "HTTPS"]},
+                        "tlsConfig": _object({"insecureSkipVerify": {"type": "boolean"}}),
+                    },
                 )
             ),
         },

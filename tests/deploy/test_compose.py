@@ -52,6 +52,12 @@ def test_the_server_is_locked_in_and_has_time_to_drain() -> None:
     assert int(SERVER["stop_grace_period"].removesuffix("s")) >= drain_s.shutdown_timeout + 10
 
 
+def test_the_health_checks_port_is_not_published() -> None:
+    port = SERVER["environment"]["TOKENYARD_HEALTH_PORT"]
+    assert read_options({}, {"TOKENYARD_HEALTH_PORT": port}).health_port == int(port)
+    assert not any(published.endswith(f":{port}") for published in SERVER["ports"])
+
+
 def test_prometheus_scrapes_the_server_and_grafana_asks_prometheus() -> None:
     prometheus = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yaml").read_text())
     (job,) = prometheus["scrape_configs"]

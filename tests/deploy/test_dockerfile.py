@@ -88,6 +88,13 @@ def test_the_final_stage_adds_only_what_the_build_stage_made() -> None:
     assert all(text.startswith("--from=build ") for text in texts(FINAL, "COPY"))
 
 
+def test_the_kernels_are_built_among_the_modules_that_the_final_stage_gets() -> None:
+    """`python -m` alone looks into the working directory first, which holds the sources and stays behind."""
+    run = next(text for text in texts(BUILD, "RUN") if "worker.cpu.build" in text)
+    assert "python -P -m worker.cpu.build --in-place" in run
+    assert run.index("pip install") < run.index("worker.cpu.build")
+
+
 def test_no_secret_and_no_floating_tag_is_in_it() -> None:
     text = DOCKERFILE.read_text()
     assert ":latest" not in text

@@ -98,6 +98,7 @@ async def crowd(server: RunningServer, num: int) -> AsyncIterator[None]:
 @pytest.mark.parametrize("engine", ["tokenyard", "vllm"])
 async def test_a_picker_learns_the_load_from_one_scrape(server: RunningServer, engine: str) -> None:
     specification = specifications()[engine]
+    server.wait_until_idle(within_s=5)
     async with crowd(server, 12), httpx.AsyncClient() as client:
         page = (await client.get(f"{server.url}/metrics")).text
     load = extract(page, specification)

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from engine.option_schema import file_schema
+from engine.option_sources import read_options
+from engine.options import DECLARATIONS
 from tests.deploy import promql
 from tests.deploy.exported import faults
 from tests.deploy.helm_subset import render
@@ -39,6 +41,7 @@ def all_on() -> dict[str, Any]:
     values["model"]["claimName"] = "models"
     values["nodeSelector"] = {"disk": "fast"}
     values["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    values["keysFile"]["secretName"], values["tls"]["secretName"] = "more-keys", "certificate"
     values["monitoring"]["enabled"] = values["autoscaling"]["enabled"] = True
     return values
 
@@ -46,6 +49,7 @@ def all_on() -> dict[str, Any]:
 def all_off() -> dict[str, Any]:
     values = copy.deepcopy(VALUES)
     values["networkPolicy"] = {"enabled": False}
+    values["apiKeys"]["secretName"], values["keysFile"]["secretName"] = "", "more-keys"
     return values
 
 
@@ -88,6 +92,50 @@ def test_the_deployment_is_that_of_the_kustomize_base() -> None:
     assert without(chart, *differ) == without(base, *differ)
 
 
+def test_files_of_secrets_are_mounted_where_the_variables_say_for_the_server_alone() -> None:
+    (container,) = the_only(objects(all_on()), "Deployment")["spec"]["template"]["spec"]["containers"]
+    volumes = the_only(objects(all_on()), "Deployment")["spec"]["template"]["spec"]["volumes"]
+    files = {each["name"]: each.get("value", "") for each in container["env"]}
+    places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert files["TOKENYARD_API_KEYS_FILE"] == f"{places['keys-file']}/{VALUES['keysFile']['secretKey']}"
+    assert files["TOKENYARD_TLS_CERT"] == f"{places['tls']}/tls.crt"
+    assert files["TOKENYARD_TLS_KEY"] == f"{places['tls']}/tls.key"
+    secrets = {each["name"]: each["secret"] for each in volumes if "secret" in each}
+    assert {name: secret["secretName"] for name, secret in secrets.items()} == {
+        "keys-file": "more-keys",
+        "tls": "certificate",
+    }
+    assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
+    assert {name.removeprefix("TOKENYARD_").lower() for name in files if name != "TMPDIR"} <= {
+        *DECLARATIONS,
+        "config",
+    }
+
+
+def test_with_tls_prometheus_asks_by_https_and_probes_need_none() -> None:
+    made = objects(all_on())
+    (scraped,) = the_only(made, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert scraped["scheme"] == "https"
+    (container,) = the_only(made, "Deployment")["spec"]["template"]["spec"]["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[name]["httpGet"]["port"] == "health"
+
+
+def test_a_chart_without_any_key_is_refused() -> None:
+    wrong = all_off()
+    wrong["keysFile"]["secretName"] = ""
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, SCHEMA)
+
+
+def test_there_is_time_to_drain_before_the_kill(tmp_path: Path) -> None:
+    file = tmp_path / "tokenyard.yaml"
+    file.write_text(yaml.safe_dump(VALUES["options"]))
+    options = read_options({"config": str(file)}, {})
+    assert options.drain_delay >= 10
+    assert VALUES["terminationGracePeriodSeconds"] >= options.drain_delay + options.shutdown_timeout + 15
+
+
 def test_the_options_are_options_of_the_server() -> None:
     (options,) = [item["data"]["tokenyard.yaml"] for item in objects(VALUES) if item["kind"] == "ConfigMap"]
     assert yaml.safe_load(options) == VALUES["options"]
@@ -118,6 +166,8 @@ def test_keda_reads_what_is_exported_and_decides_the_number_alone() -> None:
         (("replicas",), 0),
         (("options", "api-key"), "secret"),
         (("options", "host"), "0.0.0.0"),
+        (("options", "health-port"), 9000),
+        (("keysFile", "secretKey"), "../keys.yaml"),
         (("networkPolicy", "fromNamespaces"), []),
         (("replica",), 1),
         (("autoscaling", "maxReplicas"), "8"),

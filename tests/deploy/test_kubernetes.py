@@ -1,6 +1,7 @@
 """The Kubernetes manifests: valid, consistent with the server's options, and safe to roll."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from engine.option_schema import file_schema
 from engine.option_sources import read_options
 from engine.options import DECLARATIONS, Options
+from server import health_listener
 from server.auth import OPEN_PATHS
 from tests.deploy import promql
 from tests.deploy.exported import faults, series
@@ -161,6 +163,28 @@ def test_a_model_from_a_volume_is_named_by_a_variable_of_ours_and_lies_where_it_
     assert "model" in DECLARATIONS
 
 
+@needs_kustomize
+def test_a_keys_file_comes_from_a_secret_that_only_the_server_may_read(tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    shown = {
+        "resources": [os.path.relpath(KUBERNETES / "overlays" / "cpu", overlay)],
+        "components": [os.path.relpath(KUBERNETES / "components" / "keys-file", overlay)],
+    }
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(shown))
+    deployment = the_only(build(overlay), "Deployment")
+    check(deployment, KUBERNETES_VERSIONS[-1])
+    container, pod = container_of(deployment), deployment["spec"]["template"]["spec"]
+    (file,) = [each["value"] for each in container["env"] if each["name"] == "TOKENYARD_API_KEYS_FILE"]
+    (mount,) = [each for each in container["volumeMounts"] if each["name"] == "keys-file"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "keys-file"]
+    assert file.startswith(f"{mount['mountPath']}/")
+    assert "subPath" not in mount, "it would never change"
+    assert volume["secret"]["defaultMode"] == 0o440
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    assert "api_keys_file" in DECLARATIONS
+
+
 def test_the_key_comes_from_a_secret_and_from_nowhere_else(deployment) -> None:
     (key,) = [each for each in container_of(deployment)["env"] if each["name"] == "TOKENYARD_API_KEY"]
     assert "secretKeyRef" in key["valueFrom"]
@@ -171,12 +195,17 @@ def test_the_key_comes_from_a_secret_and_from_nowhere_else(deployment) -> None:
 
 
 def test_all_speak_of_the_same_port(deployment) -> None:
-    (port,) = container_of(deployment)["ports"]
-    assert port == {"name": "http", "containerPort": Options().port}
+    ports = {port["name"]: port["containerPort"] for port in container_of(deployment)["ports"]}
+    (health_port,) = [
+        each["value"] for each in container_of(deployment)["env"] if each["name"] == "TOKENYARD_HEALTH_PORT"
+    ]
+    assert ports == {"http": Options().port, "health": int(health_port)}
     (service,) = read_file(KUBERNETES / "base" / "service.yaml")
     assert [each["targetPort"] for each in service["spec"]["ports"]] == ["http"]
     (policy,) = read_file(KUBERNETES / "base" / "networkpolicy.yaml")
-    assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]
+    clients, probes = policy["spec"]["ingress"]
+    assert clients["ports"] == [{"port": "http"}]
+    assert probes == {"ports": [{"port": "health"}]}, "from anywhere: no label names the node"
     (pool,) = read_file(KUBERNETES / "overlays" / "gateway" / "inferencepool.yaml")
     assert pool["spec"]["targetPorts"] == [{"number": Options().port}]
     (monitor,) = read_file(KUBERNETES / "components" / "monitoring" / "podmonitor.yaml")
@@ -184,6 +213,14 @@ def test_all_speak_of_the_same_port(deployment) -> None:
 
 
 # Probes and the drain.
+
+
+def test_probes_ask_the_port_that_no_load_can_delay(deployment) -> None:
+    container = container_of(deployment)
+    probes = [container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert [probe["port"] for probe in probes] == ["health"] * 3
+    assert {probe["path"].encode() for probe in probes} <= health_listener._QUESTIONS.keys()
+    assert not any("scheme" in probe for probe in probes), "it speaks no TLS"
 
 
 def test_probes_ask_pages_that_need_no_key(deployment) -> None:
@@ -207,22 +244,18 @@ def test_nobody_is_killed_while_it_still_loads(deployment) -> None:
     assert deployment["spec"]["progressDeadlineSeconds"] > patience_s
 
 
-def shutdown_timeout_s(path: Path) -> float:
-    return read_options({"config": str(path)}, {}).shutdown_timeout
-
-
 @pytest.mark.parametrize("path", OPTION_FILES, ids=name_of)
 def test_there_is_time_to_drain_before_the_kill(path: Path, deployment) -> None:
-    command = container_of(deployment)["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[0] == "/bin/sleep"
-    needed_s = int(command[1]) + shutdown_timeout_s(path) + GOODBYE_S
+    options = read_options({"config": str(path)}, {})
+    needed_s = options.drain_delay + options.shutdown_timeout + GOODBYE_S
     assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= needed_s + 10
 
 
-def test_it_serves_on_until_every_proxy_has_noticed(deployment) -> None:
+@pytest.mark.parametrize("path", OPTION_FILES, ids=name_of)
+def test_it_serves_on_until_every_proxy_has_noticed(path: Path, deployment) -> None:
     probe = container_of(deployment)["readinessProbe"]
-    command = container_of(deployment)["lifecycle"]["preStop"]["exec"]["command"]
-    assert int(command[1]) >= probe["periodSeconds"] * probe["failureThreshold"]
+    delay_s = read_options({"config": str(path)}, {}).drain_delay
+    assert delay_s >= probe["periodSeconds"] * probe["failureThreshold"]
 
 
 @needs_kustomize

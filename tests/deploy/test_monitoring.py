@@ -201,6 +201,7 @@ def test_the_dashboard_answers_each_question_of_an_operator() -> None:
         "Scheduler",
         "KV and prefix cache",
         "Priorities, and how requests end",
+        "Engine processes",
         "HTTP",
     ]
     read = {selector.metric for _, query in QUERIES for selector in promql.read(query).selectors}

@@ -4,6 +4,7 @@ import json
 
 from server.app import build_app
 from server.auth import OPEN_PATHS
+from server.reply_models import LiveRequest
 from tests.server.conftest import Settings, connect
 
 
@@ -33,6 +34,12 @@ async def test_every_reference_leads_somewhere(client):
     references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
     assert references
     assert references <= set(document["components"]["schemas"])
+
+
+def test_a_rank_may_hold_a_time_limit_that_is_not_set():
+    """Infinity, which JSON does not have, is written as null."""
+    ranks = LiveRequest.model_json_schema()["properties"]["rank"]["items"]
+    assert {"type": "null"} in ranks.get("anyOf", [])
 
 
 async def test_a_guarded_server_documents_its_key(engine):

@@ -260,7 +260,8 @@ async def test_a_long_conversation_is_cut_without_holding_up_others(engine):
     items = [{"role": "user", "content": f"{place % 10}"} for place in range(4000)]
     app = build_app(engine, Settings(max_body_bytes=2**20))
     async with connect(app) as client:
-        longest_s, last_s = 0.0, time.perf_counter()
+        begin_s = last_s = time.perf_counter()
+        longest_s = 0.0
         asking = asyncio.create_task(create(client, input=items, truncation="auto", max_output_tokens=100))
         while not asking.done():
             await asyncio.sleep(0)
@@ -268,7 +269,8 @@ async def test_a_long_conversation_is_cut_without_holding_up_others(engine):
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
     assert len(engine.chats[-1][0]) == 28
     assert (await asking)["usage"]["input_tokens"] == 28
-    assert longest_s < 1.0  # measured 0.1; building every shorter conversation at once took 5
+    # Building every shorter conversation at once takes nearly all of the time, in one piece.
+    assert longest_s < 0.6 * (last_s - begin_s)
 
 
 async def test_without_truncation_too_long_is_an_error(client):

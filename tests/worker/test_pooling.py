@@ -402,3 +402,8 @@ def test_hidden_states_that_are_not_finite_fail_their_sequence_alone(
     output = pools.step([(healthy, 0, 29), (sick, 0, 29)])
     assert "not finite" in output.failures[sick.sequence_id]
     assert_close(vector(output, healthy), torch.from_numpy(expected.copy()))
+
+
+def test_an_encoder_refuses_to_be_quantized(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="--quantization int8"):
+        load_worker(make_checkpoint("bert", tmp_path / "encoder"), quantization="int8")

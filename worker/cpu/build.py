@@ -33,15 +33,26 @@ class CannotBuild(Exception):
 
 def find_library() -> Path | None:
     """The library, if it was built before for just these sources."""
-    paths = (folder / _library_name() for folder in (_PACKAGE, _cache()))
-    return next((path for path in paths if _is_ours(path)), None)
+    name = _library_name()
+    in_place = _PACKAGE / name
+    if _is_ours(in_place):
+        return in_place
+    cached = _cache() / name
+    return cached if _is_ours(cached) else None
+
+
+def foresee_build() -> Path:
+    """The compiler that `build_library` would use. Raises CannotBuild where it would not get to compile."""
+    compiler, folder = _find_compiler(), _cache()
+    there = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise CannotBuild(f"{folder} cannot be written")
+    return compiler
 
 
 def build_library(folder: Path | None = None) -> Path:
     """Compile into `folder`, or into the user's cache; return where the library lies. Raises CannotBuild."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise CannotBuild("there is no C++ compiler (g++)")
+    compiler = str(_find_compiler())
     path = (folder or _cache()) / _library_name()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -53,8 +64,21 @@ def build_library(folder: Path | None = None) -> Path:
     return path
 
 
+def _find_compiler() -> Path:
+    named = os.environ.get("CXX")
+    found = shutil.which(named) if named else shutil.which("g++") or shutil.which("c++")
+    if found is None:
+        raise CannotBuild(
+            f"CXX is {named}, which is no program" if named else "there is no C++ compiler (g++)"
+        )
+    return Path(found)
+
+
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenyard"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenyard"
+    except RuntimeError as error:  # a user id without an entry in /etc/passwd, and no HOME
+        raise CannotBuild("this user has no home folder to keep the library in") from error
 
 
 def _library_name() -> str:
