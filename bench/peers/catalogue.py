@@ -106,6 +106,8 @@ def _transformers(site: Site) -> Launch:
         command=(
             *(str(site.python.with_name("transformers")), "serve", str(site.model), "--host", "127.0.0.1"),
             *("--port", str(site.port), "--dtype", "bfloat16", "--device", "cpu", "--continuous-batching"),
+            # Else its KV cache takes most of the machine's memory. These are 16,384 tokens, enough for all.
+            *("--cb-block-size", "32", "--cb-num-blocks", "512"),
         ),
         variables={**_PASSIVE, "OMP_NUM_THREADS": str(site.num_threads), "HF_HUB_OFFLINE": "1"},
         folder=site.model,
@@ -120,6 +122,8 @@ def _llama_cpp(site: Site) -> Launch:
             *(str(site.python), "-m", "llama_cpp.server", "--model", str(site.gguf), "--host", "127.0.0.1"),
             *("--port", str(site.port), "--n_ctx", str(MAX_MODEL_LEN), "--model_alias", "model"),
             *("--n_threads", threads, "--n_threads_batch", threads),
+            # It computes one request at a time; by default the next one would cut off the one before.
+            *("--interrupt_requests", "false"),
         ),
         variables=_PASSIVE,
         folder=site.model,

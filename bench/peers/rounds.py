@@ -81,7 +81,7 @@ def _obstacle(peer: Peer, comparison: Comparison) -> str:
     if python_of(peer.name, comparison.environments) is None:
         return f"not installed: give --env {peer.name}=FOLDER, or run bench/peers/install {peer.name}"
     if peer.needs_gguf and comparison.gguf is None:
-        return "not comparable: needs GGUF; give --gguf FILE, the same weights in that format"
+        return "not comparable: needs GGUF; scripts/write_gguf.py makes it, give --gguf FILE"
     return ""
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from tests.e2e.serving import RunningServer, running_server
+from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.pooling_checkpoints import make_embedder, make_scorer, write_pooling_files
 
 TEXTS = ["hello world", "the train is in time", "Once upon a time that you token it", "a"]
@@ -190,7 +190,8 @@ def test_a_shared_prefix_is_taken_from_the_cache(decoder: RunningServer, decoder
         reply = embed(decoder, [*shared, last])
         expected = expected_last(decoder_folder, [*shared, last])
         np.testing.assert_allclose(reply.data[0].embedding, expected, atol=2e-5)
-    assert decoder.metric("tokenyard:prefix_cache_hits_total") == hits + 32
+    # The engine tells its counters a few times a second.
+    wait_for(lambda: decoder.metric("tokenyard:prefix_cache_hits_total") == hits + 32, within_s=5.0)
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind(decoder: RunningServer) -> None:

@@ -2,7 +2,7 @@
 
 import httpx
 
-from tests.e2e.serving import RunningServer
+from tests.e2e.serving import RunningServer, wait_for
 
 PROMPT = [(7 * index + 5) % 90 + 10 for index in range(41)]  # five blocks of eight, and one token
 STRANGER = [(11 * index + 3) % 90 + 10 for index in range(180)]  # 23 of the 24 blocks
@@ -23,5 +23,6 @@ def test_what_the_device_gave_up_is_found_on_the_host(swapping_server: RunningSe
         complete(STRANGER, 1)
         assert complete(PROMPT, 20) == (text, 40)
     swapping_server.wait_until_idle(within_s=2)
-    assert swapping_server.metric("tokenyard:prefix_cache_host_hits_total") - before >= 24
+    hits = "tokenyard:prefix_cache_host_hits_total"
+    wait_for(lambda: swapping_server.metric(hits) - before >= 24, within_s=5.0)
     assert swapping_server.metric("tokenyard:prefix_cache_host_stores_total") > 0
