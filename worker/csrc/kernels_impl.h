@@ -304,51 +304,51 @@ inline void convert_page(const T* page, int64_t num_keys, int64_t padded, int64_
   for (int64_t i = num_keys * dim; i < padded * dim; i += kV) store(to + i, Floats{});
 }
 
-// Scores of one query with a vector's number of keys.
-inline Floats score(const float* query, const float* keys, int64_t dim) {
-  Floats parts[kV] = {};
-  for (int64_t d = 0; d < dim; d += kV) {
-    const Floats value = load(query + d);
-    for (int s = 0; s < kV; ++s) parts[s] += value * load(keys + s * dim + d);
-  }
-  return sums_of_rows(parts);
-}
-
-// total * shrink + the weighed sum of values [first, last), for M vectors of a row's numbers at once: each sum
-// waits for its own last addition only.
+// Scores of M queries with all keys of a page. The more queries share the load of a key, the better; each score
+// is summed in the same order for any M.
 template <int M>
-inline void add_some_values(float* total, float shrink, const float* weights, const float* values, int64_t dim,
-                            int64_t first, int64_t last) {
-  Floats sums[M];
-  for (int i = 0; i < M; ++i) sums[i] = load(total + i * kV) * shrink;
-  for (int64_t s = first; s < last; ++s) {
-    const Floats weight = splat(weights[s]);
-    for (int i = 0; i < M; ++i) sums[i] += weight * load(values + s * dim + i * kV);
+inline void score_rows(const float* const* queries, const float* keys, int64_t dim, int64_t num_keys,
+                       float* const* scores) {
+  constexpr int kKeys = kV / M;
+  for (int64_t s = 0; s < num_keys; s += kKeys) {
+    Floats parts[kV] = {};
+    for (int64_t d = 0; d < dim; d += kV) {
+      Floats values[M];
+      for (int m = 0; m < M; ++m) values[m] = load(queries[m] + d);
+      for (int k = 0; k < kKeys; ++k) {
+        const Floats key = load(keys + (s + k) * dim + d);
+        for (int m = 0; m < M; ++m) parts[m * kKeys + k] += values[m] * key;
+      }
+    }
+    float sums[kV];
+    store(sums, sums_of_rows(parts));
+    for (int m = 0; m < M; ++m) __builtin_memcpy(scores[m] + s, sums + m * kKeys, kKeys * sizeof(float));
   }
-  for (int i = 0; i < M; ++i) store(total + i * kV, sums[i]);
 }
 
-inline void add_values(float* total, float shrink, const float* weights, const float* values, int64_t dim,
-                       int64_t first, int64_t last) {
-  constexpr int kMany = kV == 4 ? 8 : 4;
-  int64_t d = 0;
-  for (; d + kMany * kV <= dim; d += kMany * kV) {
-    add_some_values<kMany>(total + d, shrink, weights, values + d, dim, first, last);
-  }
-  for (; d < dim; d += kV) add_some_values<1>(total + d, shrink, weights, values + d, dim, first, last);
-}
+// The part of a page that one row sees: keys [first, last).
+struct Sight {
+  int64_t first;
+  int64_t last;
+  bool is_empty() const { return first >= last; }
+};
 
-// Takes one page into one row's running softmax. `first` to `last`: the keys of the page that the row sees.
-inline void take_page(const TileState& state, int64_t row, const float* query, const HeadShape& heads,
-                      const AttentionOptions& options, int64_t padded, int64_t first, int64_t last) {
+// Turns one row's scores with a page into weights, and returns by how much what it summed before shrinks.
+inline float weigh(const TileState& state, int64_t row, const AttentionOptions& options, int64_t num_keys,
+                   Sight sight) {
   const Floats hidden = splat(-__builtin_inff());
-  float* weights = state.weights + row * padded;
+  float* weights = state.weights + row * num_keys;
+  if (sight.is_empty()) {
+    for (int64_t s = 0; s < num_keys; s += kV) store(weights + s, Floats{});
+    return 1;
+  }
   Floats best = hidden;
-  for (int64_t s = 0; s < padded; s += kV) {
-    Floats scores = score(query, state.keys + s * heads.key_dim, heads.key_dim) * options.scaling;
+  for (int64_t s = 0; s < num_keys; s += kV) {
+    Floats scores = load(weights + s) * options.scaling;
     if (options.softcap != 0) scores = options.softcap * hyperbolic_tangent(scores / options.softcap);
     const Ints place = kLanes + static_cast<int32_t>(s);
-    const Ints is_seen = (place >= static_cast<int32_t>(first)) & (place < static_cast<int32_t>(last));
+    const Ints is_seen =
+        (place >= static_cast<int32_t>(sight.first)) & (place < static_cast<int32_t>(sight.last));
     scores = is_seen ? scores : hidden;
     best = larger(scores, best);
     store(weights + s, scores);
@@ -357,14 +357,65 @@ inline void take_page(const TileState& state, int64_t row, const float* query, c
   const float top = now > highest || now != now ? now : highest;
   const float shrink = highest == top ? 1.0f : exponential(splat(highest - top))[0];
   Floats total = {};
-  for (int64_t s = 0; s < padded; s += kV) {
+  for (int64_t s = 0; s < num_keys; s += kV) {
     const Floats weight = exponential(load(weights + s) - top);
     total += weight;
     store(weights + s, weight);
   }
   state.sums[row] = state.sums[row] * shrink + sum(total);
   state.highest[row] = top;
-  add_values(state.totals + row * heads.value_dim, shrink, weights, state.values, heads.value_dim, first, last);
+  return shrink;
+}
+
+// totals * shrinks + the weighed sums of values [first, last), for M rows and N vectors of their numbers. A row
+// that sees fewer of them has weights of 0 there.
+template <int M, int N>
+inline void add_some_values(float* const* totals, const float* shrinks, const float* const* weights,
+                            const float* values, int64_t dim, Sight sight) {
+  Floats sums[M][N];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) sums[m][n] = load(totals[m] + n * kV) * shrinks[m];
+  }
+  for (int64_t s = sight.first; s < sight.last; ++s) {
+    Floats value[N];
+    for (int n = 0; n < N; ++n) value[n] = load(values + s * dim + n * kV);
+    for (int m = 0; m < M; ++m) {
+      const Floats weight = splat(weights[m][s]);
+      for (int n = 0; n < N; ++n) sums[m][n] += weight * value[n];
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) store(totals[m] + n * kV, sums[m][n]);
+  }
+}
+
+// Takes one page into the running softmax of rows [row, row + M), of which at least one sees some of it.
+template <int M>
+inline void take_page(const TileState& state, int64_t row, const float* const* queries, const HeadShape& heads,
+                      const AttentionOptions& options, int64_t num_keys, const Sight* sights) {
+  constexpr int kMany = kV == 16 ? 4 : M == 1 ? 8 : 2;
+  float *weights[M], *totals[M], shrinks[M];
+  Sight all = {num_keys, 0};
+  for (int m = 0; m < M; ++m) {
+    weights[m] = state.weights + (row + m) * num_keys;
+    totals[m] = state.totals + (row + m) * heads.value_dim;
+  }
+  score_rows<M>(queries, state.keys, heads.key_dim, num_keys, weights);
+  for (int m = 0; m < M; ++m) {
+    shrinks[m] = weigh(state, row + m, options, num_keys, sights[m]);
+    if (sights[m].is_empty()) continue;
+    all.first = sights[m].first < all.first ? sights[m].first : all.first;
+    all.last = sights[m].last > all.last ? sights[m].last : all.last;
+  }
+  int64_t d = 0;
+  for (; d + kMany * kV <= heads.value_dim; d += kMany * kV) {
+    add_some_values<M, kMany>(totals, shrinks, weights, state.values + d, heads.value_dim, all);
+    for (int m = 0; m < M; ++m) totals[m] += kMany * kV;
+  }
+  for (; d < heads.value_dim; d += kV) {
+    add_some_values<M, 1>(totals, shrinks, weights, state.values + d, heads.value_dim, all);
+    for (int m = 0; m < M; ++m) totals[m] += kV;
+  }
 }
 
 template <typename T>
@@ -396,16 +447,34 @@ void attend(const Attention<T>& attention, const AttentionTile& tile, float* scr
                  num_keys, padded, heads.key_dim, state.keys);
     convert_page(attention.cache.values.data + block * attention.cache.values.block_stride + tile.kv_head * step.block_size * heads.value_dim,
                  num_keys, padded, heads.value_dim, state.values);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const int64_t token = row / group, position = first_position + token;
+    const auto sight_of = [&](int64_t row) {
+      const int64_t position = first_position + row / group;
       const int64_t last = position + 1 - start < num_keys ? position + 1 - start : num_keys;
       const int64_t left = options.window ? position - options.window + 1 - start : 0;
-      const int64_t first = left > 0 ? left : 0;
-      if (first >= last) continue;
-      const float* query = attention.queries + (tile.first_token + token) * attention.query_stride +
-                           (tile.kv_head * group + row % group) * heads.key_dim;
-      take_page(state, row, query, heads, options, padded, first, last);
+      return Sight{left > 0 ? left : 0, last};
+    };
+    const auto query_of = [&](int64_t row) {
+      return attention.queries + (tile.first_token + row / group) * attention.query_stride +
+             (tile.kv_head * group + row % group) * heads.key_dim;
+    };
+    const auto take = [&]<int M>(int64_t row) {
+      const float* queries[M];
+      Sight sights[M];
+      bool is_seen = false;
+      for (int m = 0; m < M; ++m) {
+        queries[m] = query_of(row + m);
+        sights[m] = sight_of(row + m);
+        is_seen |= !sights[m].is_empty();
+      }
+      if (is_seen) take_page<M>(state, row, queries, heads, options, padded, sights);
+    };
+    int64_t row = 0;
+    for (; row + 4 <= num_rows; row += 4) take.template operator()<4>(row);
+    if (row + 2 <= num_rows) {
+      take.template operator()<2>(row);
+      row += 2;
     }
+    if (row < num_rows) take.template operator()<1>(row);
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t head = tile.kv_head * group + row % group;

@@ -57,15 +57,13 @@ inline float load_one(const Bf16* from) {
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float sum(Floats a) {
-  float total = 0;
-  for (int i = 0; i < kV; ++i) total += a[i];
-  return total;
+  for (int width = kV / 2; width > 0; width /= 2) a += __builtin_shuffle(a, (kLanes + width) & (kV - 1));
+  return a[0];
 }
 
 inline float largest(Floats a) {
-  float found = a[0];
-  for (int i = 1; i < kV; ++i) found = found > a[i] ? found : a[i];
-  return found;
+  for (int width = kV / 2; width > 0; width /= 2) a = larger(a, __builtin_shuffle(a, (kLanes + width) & (kV - 1)));
+  return a[0];
 }
 
 // Lane i of the result is the sum of rows[i]: a tree of pairwise sums.
