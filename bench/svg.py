@@ -19,10 +19,10 @@ Points = Sequence[tuple[float, float]]
 
 
 class Canvas:
-    """Elements in the order in which they are painted."""
+    """Elements in the order in which they are painted. The title is for those who hear a page."""
 
-    def __init__(self, width: float, height: float) -> None:
-        self.width, self.height = width, height
+    def __init__(self, width: float, height: float, *, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
         self._elements: list[str] = []
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str) -> None:
@@ -50,7 +50,8 @@ class Canvas:
             f'fill="{INK}">'
         )
         background = f'<rect width="{_n(self.width)}" height="{_n(self.height)}" fill="#ffffff"/>'
-        return "\n".join([head, background, *self._elements, "</svg>", ""])
+        title = f"<title>{escape(self.title)}</title>"
+        return "\n".join([head, title, background, *self._elements, "</svg>", ""])
 
 
 def _n(number: float) -> str:
@@ -109,7 +110,9 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]]
     """Named lines in one frame, with a legend at the right."""
     longest = max((len(name) for name, _ in lines), default=0)
     frame_width, frame_height = 640, 320
-    canvas = Canvas(_LEFT + frame_width + _RIGHT + 30 + 7 * min(longest, 40), _TOP + frame_height + _BOTTOM)
+    canvas = Canvas(
+        _LEFT + frame_width + _RIGHT + 30 + 7 * min(longest, 40), _TOP + frame_height + _BOTTOM, title=title
+    )
     canvas.text(_LEFT, 24, title)
     for value in x.ticks():
         at = _LEFT + x.place(value) * frame_width

@@ -160,7 +160,11 @@ class Timeline:
         seen = [(sequence_id, runs) for sequence_id, runs in clipped.items() if runs]
         shown = seen[:max_rows]
         column_width = min(24.0, _WIDTH / len(numbers))
-        canvas = Canvas(max(720, _LEFT + column_width * len(numbers) + 40), _TOP + _ROW * len(shown) + 50)
+        canvas = Canvas(
+            max(720, _LEFT + column_width * len(numbers) + 40),
+            _TOP + _ROW * len(shown) + 50,
+            title="Steps of the scheduler",
+        )
         more = f"; {len(seen) - len(shown)} more are not drawn" if len(seen) > len(shown) else ""
         canvas.text(_LEFT, 22, f"Steps {numbers[0]} to {numbers[-1]}, {len(shown)} sequences{more}")
         _draw_legend(canvas)

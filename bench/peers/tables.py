@@ -98,7 +98,7 @@ def draw(setting: Setting, workloads: Sequence[Workload], rows: Sequence[Row]) -
     groups = [(workload, of_workload) for workload, of_workload in groups if of_workload]
     height = _TOP + sum(len(of_workload) * _BAR + _GAP for _, of_workload in groups)
     peers = list(dict.fromkeys(row.peer for row in rows))
-    canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height)
+    canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height, title="Output tokens per second of each server")
     canvas.text(_LEFT, 20, f"Output tokens/s, {setting.model}; dark line: bytes over bandwidth")
     top = _TOP
     for workload, of_workload in groups:
