@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.e2e.serving import ROOT, RunningServer, running_server
 
 
@@ -20,13 +21,15 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def priority_server(
-    tiny_model: Path, trace_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
-    """Two places only, so that a third request has to wait, or to send somebody away."""
+def priority_server(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Two places only, so that a third request has to wait, or to send somebody away.
+
+    With so many layers, however tiny, 400 tokens take long enough to be seen on the way.
+    """
+    model = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=24)
     options = ("--max-num-seqs", "2", "--scheduling-policy", "priority", "--fairness", "tenant")
     more = ("--enable-admin", "--trace-steps", str(trace_file), "--no-enable-prefix-caching")
-    with running_server(tmp_path_factory.mktemp("priority"), str(tiny_model), *options, *more) as server:
+    with running_server(tmp_path_factory.mktemp("priority"), str(model), *options, *more) as server:
         yield server
 
 
@@ -38,11 +41,17 @@ async def complete(
         return await client.post(f"{server.url}/v1/completions", json=body, headers=headers)
 
 
+async def until(server: RunningServer, state: str, num: int, *tasks: "asyncio.Task[httpx.Response]") -> None:
+    """So many sequences are in that state. Raises AssertionError if a task ends before."""
+    while server.metric(f"tokenyard:num_requests_{state}") < num:
+        assert not any(task.done() for task in tasks), "they end too soon"
+        await asyncio.sleep(0.01)
+
+
 async def both_places_taken(server: RunningServer, **fields: object) -> list["asyncio.Task[httpx.Response]"]:
     before = server.metric("tokenyard:prompt_tokens_total")
     tasks = [asyncio.create_task(complete(server, 400, priority=9, **fields)) for _ in range(2)]
-    while server.metric("tokenyard:num_requests_running") < 2:
-        await asyncio.sleep(0.01)
+    await until(server, "running", 2, *tasks)
     assert server.metric("tokenyard:prompt_tokens_total") > before
     return tasks
 
@@ -80,8 +89,7 @@ async def test_one_that_waits_too_long_gets_504_and_one_that_runs_too_long_what_
 async def test_the_admin_page_tells_who_runs_and_why_the_others_wait(priority_server: RunningServer) -> None:
     slow = await both_places_taken(priority_server, user="acme")
     waiting = asyncio.create_task(complete(priority_server, 5, priority=20))
-    while priority_server.metric("tokenyard:num_requests_waiting") < 1:
-        await asyncio.sleep(0.01)
+    await until(priority_server, "waiting", 1, *slow)
     async with httpx.AsyncClient() as client:
         answer = await client.get(f"{priority_server.url}/admin/requests")
     live = answer.json()["requests"]
@@ -98,8 +106,7 @@ async def test_a_flood_of_one_tenant_delays_the_other_by_one_turn_only(
     priority_server: RunningServer,
 ) -> None:
     flood = [asyncio.create_task(complete(priority_server, 60, user="flood")) for _ in range(24)]
-    while priority_server.metric("tokenyard:num_requests_waiting") < 10:
-        await asyncio.sleep(0.01)
+    await until(priority_server, "waiting", 10)
     await complete(priority_server, 5, headers={"x-tokenyard-tenant": "quiet"})
     num_done = sum(task.done() for task in flood)
     assert num_done < 12, "it did not wait for the whole flood"
