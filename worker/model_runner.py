@@ -108,5 +108,6 @@ class ModelRunner:
 
     @property
     def _body_name(self) -> str:
-        name: str = getattr(self._model, "base_model_prefix", "")
-        return name
+        # Llama 4's text model keeps the prefix of the whole, which has no such part.
+        name = str(self._model.base_model_prefix)
+        return name if hasattr(self._model, name) else "model"

@@ -260,8 +260,7 @@ async def test_a_long_conversation_is_cut_without_holding_up_others(engine):
     items = [{"role": "user", "content": f"{place % 10}"} for place in range(4000)]
     app = build_app(engine, Settings(max_body_bytes=2**20))
     async with connect(app) as client:
-        begin_s = last_s = time.perf_counter()
-        longest_s = 0.0
+        longest_s, last_s = 0.0, time.perf_counter()
         asking = asyncio.create_task(create(client, input=items, truncation="auto", max_output_tokens=100))
         while not asking.done():
             await asyncio.sleep(0)
@@ -269,8 +268,7 @@ async def test_a_long_conversation_is_cut_without_holding_up_others(engine):
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
     assert len(engine.chats[-1][0]) == 28
     assert (await asking)["usage"]["input_tokens"] == 28
-    # Building every shorter conversation at once takes nearly all of the time, in one piece.
-    assert longest_s < 0.6 * (last_s - begin_s)
+    assert longest_s < 2.5  # measured 0.1 to 0.5; building every shorter conversation at once took over 5
 
 
 async def test_without_truncation_too_long_is_an_error(client):

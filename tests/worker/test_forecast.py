@@ -43,9 +43,10 @@ def test_all_is_well_with_a_model_that_fits(tiny_model: Path) -> None:
         ("device", "ok"),
         ("model", "ok"),
         ("weights", "ok"),
+        ("CPU kernels", findings[4].verdict),  # as there is a compiler, or not
         ("memory", "ok"),
     ]
-    assert not any(each.fix for each in findings)
+    assert not any(each.fix for each in findings if each.topic != "CPU kernels")
 
 
 @pytest.mark.parametrize(
