@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
 
-from server.protocol import MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, Name, Prompt, Seconds, as_prompts, wrong_shape
+from server.protocol import MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, Prompt, ServiceFields, as_prompts, wrong_shape
 from server.wire_model import WireModel
 
 MAX_INPUTS = 2048
@@ -86,25 +86,11 @@ Documents = Annotated[
 ]
 
 
-class PoolingFields(WireModel):
+class PoolingFields(ServiceFields):
     """What all these endpoints understand."""
 
-    model: Name | None = None
-    """A served name; absent: the first one."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
     """Cut texts at their end to so many tokens, special ones included; -1: to what the model can read."""
-    priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
-    """Lower is more urgent, as in nice(1); read under the priority policy."""
-    timeout: Seconds | None = None
-    """In all, in seconds; then it is answered with 504."""
-    queue_timeout: Seconds | None = None
-    """To its first step, in seconds; then it is answered with 504."""
-    first_token_timeout: Seconds | None = None
-    """As `timeout`: nothing comes before the whole."""
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
-    user: Annotated[str, StringConstraints(max_length=512)] | None = None
-    """The tenant, if tenants are treated fairly and neither a key nor a header names it."""
 
 
 class EmbeddingRequest(PoolingFields):

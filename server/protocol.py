@@ -152,53 +152,15 @@ class StreamOptions(WireModel):
     """The usage so far in every chunk, unless include_usage is false."""
 
 
-class GenerationFields(WireModel):
-    """What both endpoints understand."""
+class ServiceFields(WireModel):
+    """By which model, and on what terms; every endpoint that computes understands them."""
 
     model: Name | None = None
     """A served name; absent: the first one."""
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: NumTokens | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
-    """0 keeps the most likely token alone."""
-    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
-    """0 and -1 keep all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    """Token ids, as strings, to what is added to their logits."""
-    bad_words: BadWords | None = None
-    """Never generated, at the beginning of a text or after a space."""
-    allowed_token_ids: AllowedTokenIds | None = None
-    """Only these are drawn."""
-    response_format: ResponseFormat | None = None
-    """Text, any JSON object, or JSON that matches a schema."""
-    structured_outputs: StructuredOutputsField | None = None
-    """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
-    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as leave room for max_tokens."""
-    prompt_logprobs: NumLogprobs | None = None
-    """That many alternatives for each token of the prompt."""
-    return_token_ids: bool | None = None
-    """Tell the token ids of prompt and reply."""
-    return_tokens_as_token_ids: bool | None = None
-    """Name tokens `token_id:123` in logprobs, instead of by their text."""
     priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
     """Lower is more urgent, as in nice(1); read under the priority policy."""
     timeout: Seconds | None = None
-    """In all, in seconds; then the request ends with what it has and finish reason `timeout`."""
+    """In all, in seconds; then what was generated is the reply, for the reason `timeout`, or it is a 504."""
     queue_timeout: Seconds | None = None
     """To its first step, in seconds; then it is answered with 504."""
     first_token_timeout: Seconds | None = None
@@ -209,12 +171,60 @@ class GenerationFields(WireModel):
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     """The tenant, if tenants are treated fairly and neither a key nor a header names it."""
 
+
+class SamplingFields(ServiceFields):
+    """How tokens are drawn; every endpoint that generates understands them."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: TopP | None = None
+    """0 keeps the most likely token alone."""
+    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
+
     # Accepted without effect, since nothing in a reply depends on them here (refusals.py lists them too).
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerationFields(SamplingFields):
+    """What completions and chat completions understand."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: NumTokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: LogitBias | None = None
+    """Token ids, as strings, to what is added to their logits."""
+    bad_words: BadWords | None = None
+    """Never generated, at the beginning of a text or after a space."""
+    allowed_token_ids: AllowedTokenIds | None = None
+    """Only these are drawn."""
+    response_format: ResponseFormat | None = None
+    """Text, any JSON object, or JSON that matches a schema."""
+    structured_outputs: StructuredOutputsField | None = None
+    """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    """Keep the last so many tokens of the prompt; -1: as many as leave room for max_tokens."""
+    prompt_logprobs: NumLogprobs | None = None
+    """That many alternatives for each token of the prompt."""
+    return_token_ids: bool | None = None
+    """Tell the token ids of prompt and reply."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens `token_id:123` in logprobs, instead of by their text."""
 
 
 class CompletionRequest(GenerationFields):

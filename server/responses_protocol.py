@@ -15,13 +15,9 @@ from server.protocol import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TEXT_CHARS,
-    Metadata,
-    Name,
     NumTokens,
-    Penalty,
     ReasoningEffort,
-    Seconds,
-    TopP,
+    SamplingFields,
     WireModel,
 )
 
@@ -186,11 +182,9 @@ ToolChoice = Annotated[
 ]
 
 
-class ResponsesRequest(WireModel):
-    """The body of POST /v1/responses."""
+class ResponsesRequest(SamplingFields):
+    """The body of POST /v1/responses. Its metadata is returned with the response."""
 
-    model: Name | None = None
-    """A served name; absent: the first one."""
     input: Input
     """A text, or the items of a conversation."""
     instructions: _Text | None = None
@@ -213,32 +207,6 @@ class ResponsesRequest(WireModel):
     """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives to each token; asks for logprobs by itself."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
-    """0 keeps the most likely token alone."""
-    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
-    """0 and -1 keep all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
-    priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
-    """Lower is more urgent; read under the priority policy."""
-    timeout: Seconds | None = None
-    """In all, in seconds; then the response is incomplete, for the reason `timeout`."""
-    queue_timeout: Seconds | None = None
-    first_token_timeout: Seconds | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
-    user: Annotated[str, StringConstraints(max_length=512)] | None = None
-    metadata: Metadata | None = None
-    """Returned with the response."""
-
-    # Accepted without effect, as by the other endpoints.
-    safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
 
 PASSED_ON: Final = (

@@ -21,12 +21,12 @@ from engine.types import (
 )
 from server.chat_messages import num_chars, template_messages
 from server.errors import ModelNotFound, NotPermitted
-from server.pooling_protocol import PoolingFields
 from server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
     Prompt,
+    ServiceFields,
 )
 
 MAX_CHOICES = 1024
@@ -399,7 +399,7 @@ def _generation_request(
     )
 
 
-def service_terms(body: GenerationFields | PoolingFields, origin: Origin) -> ServiceTerms:
+def service_terms(body: ServiceFields, origin: Origin) -> ServiceTerms:
     """On what terms a request is served; a null is no limit."""
     salt = body.cache_salt or ""
     return ServiceTerms(
@@ -415,7 +415,7 @@ def service_terms(body: GenerationFields | PoolingFields, origin: Origin) -> Ser
     )
 
 
-def _priority(body: GenerationFields | PoolingFields, key: ApiKey | None) -> int:
+def _priority(body: ServiceFields, key: ApiKey | None) -> int:
     """Raises NotPermitted for one that is more urgent than the key may ask for."""
     ceiling = key.most_urgent_priority if key else None
     if ceiling is None:

@@ -12,7 +12,7 @@ from worker.attention.ref import RefAttention
 from worker.config import WorkerConfig
 from worker.cpu.attention import CpuAttention
 from worker.cpu.build import CannotBuild, build_library, find_library
-from worker.cpu.native import Activation, CNorm, Kernels, Numbers, pack, pack_gate_up, pointer
+from worker.cpu.native import Activation, Kernels, Numbers, pack, pack_gate_up
 from worker.device import open_device
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
@@ -113,13 +113,6 @@ def test_packed_rows_are_the_weights_own(dtype):
     weight = numbers(77, 32, dtype=dtype)
     indices = torch.tensor([[0, 31, 32], [76, 64, 1]])
     assert torch.equal(pack(weight).rows(indices), weight[indices])
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_a_norm_is_torchs(kernels, dtype, scale):
-    x, weight = numbers(3, 80, dtype=dtype) * scale, numbers(80, seed=1)
-    expected = functional.rms_norm(x.double(), (80,), weight.double(), eps=1e-5)
-    assert_close(kernels.normalize(x, CNorm(pointer(weight), 1e-5)), expected, dtype)
 
 
 class Scene:

@@ -270,13 +270,6 @@ class Kernels:
         product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output)
         self._call("multiply", x_TK.dtype, byref(product))
 
-    def normalize(self, x_TH: Tensor, norm: CNorm) -> Tensor:
-        """Root-mean-square norm of each row: [T, H] to [T, H]."""
-        out_TH = torch.empty_like(x_TH)
-        num_rows, size = x_TH.shape
-        self._call("normalize", x_TH.dtype, pointer(x_TH), pointer(out_TH), byref(norm), size, num_rows)
-        return out_TH
-
     def attend(self, attention: CAttention, dtype: torch.dtype) -> None:
         """Attend over a cache that holds the step's keys and values already."""
         self._call("attend", dtype, byref(attention))
@@ -300,7 +293,5 @@ class Kernels:
         library.tokenyard_name.argtypes, library.tokenyard_name.restype = (c_void_p,), c_char_p
         for suffix in _SUFFIXES.values():
             getattr(library, f"tokenyard_multiply_{suffix}").argtypes = (c_void_p,) * 2
-            normalize = getattr(library, f"tokenyard_normalize_{suffix}")
-            normalize.argtypes = (*(c_void_p,) * 4, c_int64, c_int64)
             getattr(library, f"tokenyard_attend_{suffix}").argtypes = (c_void_p,) * 2
             getattr(library, f"tokenyard_run_{suffix}").argtypes = (c_void_p,) * 6

@@ -44,10 +44,6 @@ const char* tokenyard_name(const Engine* engine) { return engine->name(); }
   int tokenyard_multiply_##suffix(Engine* engine, const Product<T>* product) {                                \
     return guarded([&] { engine->multiply(*product); });                                                      \
   }                                                                                                           \
-  int tokenyard_normalize_##suffix(Engine* engine, const T* x, T* out, const Norm* norm, int64_t size,        \
-                                   int64_t num_rows) {                                                        \
-    return guarded([&] { engine->normalize(x, out, *norm, size, num_rows); });                                \
-  }                                                                                                           \
   int tokenyard_attend_##suffix(Engine* engine, const Attention<T>* attention) {                              \
     return guarded([&] { engine->attend(*attention); });                                                      \
   }                                                                                                           \

@@ -47,13 +47,6 @@ void Engine::multiply(Product<T> product) {
 }
 
 template <typename T>
-void Engine::normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t num_rows) {
-  team_.run({{num_rows, [&](int64_t begin, int64_t end, int) {
-                kernels<T>().normalize(x, out, norm, size, begin, end);
-              }}});
-}
-
-template <typename T>
 Phase Engine::attending(const Attention<T>& attention) {
   const Step& step = attention.step;
   tiles_.clear();
@@ -139,8 +132,6 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
 
 template void Engine::multiply(Product<Bf16>);
 template void Engine::multiply(Product<float>);
-template void Engine::normalize(const Bf16*, Bf16*, const Norm&, int64_t, int64_t);
-template void Engine::normalize(const float*, float*, const Norm&, int64_t, int64_t);
 template void Engine::attend(const Attention<Bf16>&);
 template void Engine::attend(const Attention<float>&);
 template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*);

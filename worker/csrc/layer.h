@@ -63,9 +63,6 @@ class Engine {
   template <typename T>
   void multiply(Product<T> product);
 
-  template <typename T>
-  void normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t num_rows);
-
   // Over queries as they are; the cache is written already.
   template <typename T>
   void attend(const Attention<T>& attention);
