@@ -16,7 +16,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.checkpoints import make_checkpoint
 from tests.e2e.serving import RunningServer, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +67,7 @@ def extract(page: str, specification: dict[str, str]) -> Load:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
-    # With so many layers, however tiny, requests last long enough to be seen.
-    model = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=24)
+def server(deep_model: Path, tmp_path_factory: pytest.TempPathFactory):
     options = (
         "--num-gpu-blocks-override",
         str(NUM_BLOCKS),
@@ -79,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
         "--max-num-seqs",
         "4",
     )
-    with running_server(tmp_path_factory.mktemp("picked"), str(model), *options) as server:
+    with running_server(tmp_path_factory.mktemp("picked"), str(deep_model), *options) as server:
         yield server
 
 

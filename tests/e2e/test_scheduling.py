@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.e2e.serving import ROOT, RunningServer, running_server
 
 
@@ -21,15 +20,13 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def priority_server(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Two places only, so that a third request has to wait, or to send somebody away.
-
-    With so many layers, however tiny, 400 tokens take long enough to be seen on the way.
-    """
-    model = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=24)
+def priority_server(
+    deep_model: Path, trace_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """Two places only, so that a third request has to wait, or to send somebody away."""
     options = ("--max-num-seqs", "2", "--scheduling-policy", "priority", "--fairness", "tenant")
     more = ("--enable-admin", "--trace-steps", str(trace_file), "--no-enable-prefix-caching")
-    with running_server(tmp_path_factory.mktemp("priority"), str(model), *options, *more) as server:
+    with running_server(tmp_path_factory.mktemp("priority"), str(deep_model), *options, *more) as server:
         yield server
 
 

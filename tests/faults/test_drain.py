@@ -18,7 +18,7 @@ async def stream(server: RunningServer, max_tokens: int) -> int:
     num_tokens = 0
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = await client.completions.create(
-            model="tiny",
+            model="deep",
             prompt="Once",
             max_tokens=max_tokens,
             stream=True,
@@ -32,10 +32,10 @@ async def stream(server: RunningServer, max_tokens: int) -> int:
 
 
 async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
-    tiny_model: Path,
+    deep_model: Path,
     tmp_path: Path,
 ) -> None:
-    with running_server(tmp_path, str(tiny_model)) as server:
+    with running_server(tmp_path, str(deep_model)) as server:
         accepted = [asyncio.create_task(stream(server, 400)) for _ in range(8)]
         await server.until_in_flight(8, *accepted)
         server.send(signal.SIGTERM)
@@ -53,11 +53,11 @@ async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
 
 
 async def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
-    tiny_model: Path,
+    deep_model: Path,
     tmp_path: Path,
 ) -> None:
     options = ("--shutdown-timeout", "0.2", "--max-num-batched-tokens", "64", "--max-num-seqs", "64")
-    with running_server(tmp_path, str(tiny_model), *options) as server:
+    with running_server(tmp_path, str(deep_model), *options) as server:
         streams = [asyncio.create_task(stream(server, 480)) for _ in range(32)]
         await server.until_in_flight(8, *streams)
         server.send(signal.SIGTERM)
@@ -83,7 +83,7 @@ async def ask_on(server: RunningServer, until: asyncio.Event) -> Counter[str]:
         while not until.is_set():
             try:
                 answer = await client.completions.create(
-                    model="tiny", prompt="Once", max_tokens=20, extra_body={"ignore_eos": True}
+                    model="deep", prompt="Once", max_tokens=20, extra_body={"ignore_eos": True}
                 )
             except APIStatusError as error:
                 ends["refused" if is_clean(error) else repr(error)] += 1
@@ -99,11 +99,11 @@ async def ask_on(server: RunningServer, until: asyncio.Event) -> Counter[str]:
 
 
 async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
-    tiny_model: Path,
+    deep_model: Path,
     tmp_path: Path,
 ) -> None:
     options = ("--drain-delay", "1", "--health-port", "0")
-    with running_server(tmp_path, str(tiny_model), *options) as server:
+    with running_server(tmp_path, str(deep_model), *options) as server:
         (probes,) = re.findall(r"probes are answered at (\S+) too", server.text())
         is_gone = asyncio.Event()
         clients = [asyncio.create_task(ask_on(server, is_gone)) for _ in range(4)]
@@ -129,8 +129,8 @@ async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
         assert time.monotonic() - told_s > 1
 
 
-async def test_a_second_signal_ends_the_drain_delay_too(tiny_model: Path, tmp_path: Path) -> None:
-    with running_server(tmp_path, str(tiny_model), "--drain-delay", "30") as server:
+async def test_a_second_signal_ends_the_drain_delay_too(deep_model: Path, tmp_path: Path) -> None:
+    with running_server(tmp_path, str(deep_model), "--drain-delay", "30") as server:
         server.send(signal.SIGTERM)
         await asyncio.sleep(0.2)
         insisted_s = time.monotonic()
@@ -139,8 +139,8 @@ async def test_a_second_signal_ends_the_drain_delay_too(tiny_model: Path, tmp_pa
         assert time.monotonic() - insisted_s < 4
 
 
-async def test_a_second_signal_ends_at_once(tiny_model: Path, tmp_path: Path) -> None:
-    with running_server(tmp_path, str(tiny_model)) as server:
+async def test_a_second_signal_ends_at_once(deep_model: Path, tmp_path: Path) -> None:
+    with running_server(tmp_path, str(deep_model)) as server:
         streams = [asyncio.create_task(stream(server, 480)) for _ in range(32)]
         await server.until_in_flight(8, *streams)
         server.send(signal.SIGINT)

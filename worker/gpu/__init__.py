@@ -1,0 +1,1 @@
+"""A GPU: its kernels, and how a step is launched on it."""

@@ -1,0 +1,58 @@
+"""One step as the device sees it: tensors at fixed addresses, so that a captured graph finds them again.
+
+Owns: the shapes and the meaning of padding.
+Never: fills them (step_buffers.py).
+
+A step may be padded to the sizes of a captured graph. Tokens behind the last have slot -1 and write nothing;
+sequences behind the last have no tokens and a length of 0, and get no attention.
+
+Shapes: T tokens, R sequences (decodes first), B blocks of the longest table, N logits wanted, with padding.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AttentionBatch(NamedTuple):
+    """What attention reads. Counts on the host are fixed for a captured graph; bounds may be too high."""
+
+    num_decodes: int
+    """The first so many sequences have one query token each, or are padding."""
+    max_query_len: int
+    """No sequence has more tokens in this step."""
+    max_seq_len: int
+    """No sequence is longer after this step."""
+    query_starts_R: Tensor
+    """[R + 1] int32: the tokens of sequence r are query_starts[r] to query_starts[r + 1]."""
+    seq_lens_R: Tensor
+    """[R] int32, after this step."""
+    block_tables_RB: Tensor
+    """[R, B] int32; rows have a fixed stride, the last dimension has none. Entries behind a sequence's last
+    block, or before its window, must not be read."""
+    slots_T: Tensor
+    """[T] int64: block * block_size + offset, where each token's key and value go; -1 writes nothing."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.seq_lens_R.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slots_T.shape[0]
+
+
+class DeviceBatch(NamedTuple):
+    """All that one step reads."""
+
+    attention: AttentionBatch
+    input_ids_1T: Tensor
+    """int64; -1 stands for a token that the host does not know yet: the last one drawn for its row."""
+    position_ids_1T: Tensor
+    """int64; 0 for padding."""
+    rows_T: Tensor
+    """int32: whose token it is, where input_ids_1T is -1."""
+    logits_indices_N: Tensor
+    """int64; padding points to token 0."""
+    rows_N: Tensor
+    """int32: for whom a token is drawn; padding has the one row that belongs to nobody, max_num_seqs."""
