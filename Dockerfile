@@ -19,7 +19,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/tokenyard
 ENV PATH=/opt/tokenyard/bin:$PATH
 WORKDIR /src
-# For the CPU kernels only; the final stage has no compiler.
+# For the CPU kernels; the final stage has a compiler only where Triton needs one.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 # First what changes seldom: the dependencies are gigabytes, our own code is not.
@@ -49,6 +49,13 @@ FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Tokenyard" \
       org.opencontainers.image.description="An OpenAI-compatible inference server for language models." \
       org.opencontainers.image.licenses="Apache-2.0"
+
+# Triton builds the launcher of its kernels with a C compiler, at the first start on a GPU.
+ARG DEVICE=cpu
+RUN if [ "$DEVICE" = cuda ]; then \
+      apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi
 
 COPY --from=build /opt/tokenyard /opt/tokenyard
 

@@ -8,6 +8,7 @@ Never: a word about a family that was not found by trying it.
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import transformers
@@ -21,7 +22,7 @@ HEADER = (
     "| Family | Computed by | What its tiny model has | Why not by kernels, or not at all |",
     "|---|---|---|---|",
 )
-KERNELS, LAYERS, REFUSED = "kernels", "own layers", "refused"
+KERNELS, LAYERS, ALONE, REFUSED = "kernels", "own layers", "alone", "refused"
 _MEASURED = re.compile(r" \(error [^)]*\)")
 # What is the same for every family stands above the table.
 _SAID_ABOVE = re.compile(r", which this worker .*| that a paged KV cache cannot be put under")
@@ -29,12 +30,12 @@ _SAID_ABOVE = re.compile(r", which this worker .*| that a paged KV cache cannot 
 
 def render(found: list[Found]) -> str:
     rows = [render_row(each) for each in found]
-    served = [each for each in found if each.refused is None]
-    fused = [each for each in served if _computed_by(each) == KERNELS]
-    num_other, num_refused = len(served) - len(fused), len(found) - len(served)
+    num = Counter(_computed_by(each).partition(",")[0] for each in found)
+    num_fused = sum(_computed_by(each) == KERNELS for each in found)
+    num_other = len(found) - num_fused - num[ALONE] - num[REFUSED]
     summary = (
-        f"With transformers {transformers.__version__}, of {len(found)} tried: {len(fused)} by kernels, "
-        f"{num_other} by their own layers, wholly or in part, {num_refused} refused."
+        f"With transformers {transformers.__version__}, of {len(found)} tried: {num_fused} by kernels, "
+        f"{num_other} by their own layers, wholly or in part, {num[ALONE]} alone, {num[REFUSED]} refused."
     )
     return "\n".join([summary, "", *HEADER, *rows])
 
@@ -54,6 +55,8 @@ def insert(page: str, table: str) -> str:
 
 
 def _computed_by(found: Found) -> str:
+    if found.way is not None:
+        return f"{ALONE}, {found.way.value}"
     if found.refused is not None:
         return REFUSED
     assert found.surgery is not None, "without kernels there is no telling what they could compute"

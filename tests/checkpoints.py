@@ -179,7 +179,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 0, 1],
         },
     ),
-    # Families that the worker must refuse, each for another reason.
+    # Families that no paged cache can be put under; the last one cannot be served at all.
     "lfm2": (
         "lfm2",
         {
@@ -190,8 +190,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bloom": ("bloom", {"head_dim": None, "n_layer": 2, "n_head": 4}),
+    "qwen3_next": (
+        "qwen3_next",
+        {**_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "mamba": ("mamba", {"head_dim": None, "max_position_embeddings": None}),
+    "recurrent_gemma": ("recurrent_gemma", {"head_dim": None, "attention_window_size": 12}),
     "bert": ("bert", {"head_dim": None}),
 }
+
+ALONE_FAMILIES = ("lfm2", "bloom", "qwen3_next", "mamba", "recurrent_gemma")
+"""Those whose sequences have caches of their own."""
 
 FAMILIES = (
     *("llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"),

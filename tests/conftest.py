@@ -9,7 +9,8 @@ from tests.checkpoints import make_checkpoint
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
 # functions included, so it holds for the whole process.
-os.environ["TRITON_INTERPRET"] = "1"
+# With a GPU to test on (tests/worker/gpu/conftest.py) they are compiled for it.
+os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu" else "1"
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,8 @@ _MLA = {
 _GROUPED_EXPERTS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _AS_DERIVED = {"head_dim": None}
 
+_EVERY_THIRD_ATTENDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
 _MULTIPLIERS = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.4,
@@ -156,6 +158,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoeshared": _MULTIPLIERS,
     "granite_swa": _MULTIPLIERS,
     "granitemoe_swa": _MULTIPLIERS,
+    "axk2": {**_MLA, **_GROUPED_EXPERTS},
+    "deepseek_v32": {**_MLA, **_GROUPED_EXPERTS},
+    "glm_moe_dsa": {**_MLA, **_GROUPED_EXPERTS},
+    "qwen3_next": _EVERY_THIRD_ATTENDS,
+    "qwen3_5_text": _EVERY_THIRD_ATTENDS,
+    "qwen3_5_moe_text": _EVERY_THIRD_ATTENDS,
+    "olmo_hybrid": _EVERY_THIRD_ATTENDS,
+    "minimax": _EVERY_THIRD_ATTENDS,
+    "kimi_linear": {**_MLA, **_EVERY_THIRD_ATTENDS, "mlp_layer_types": None},
+    "bailing_hybrid": {**_MLA, **_GROUPED_EXPERTS, **_EVERY_THIRD_ATTENDS},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MULTIPLIERS, "layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"num_layers": 2, "num_hidden_layers": None, "attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
 }

@@ -11,6 +11,8 @@ class WorkerConfig:
 
     model_path: str
     """A checkpoint folder on this machine."""
+    checksums_file: str | None = None
+    """The list that every file which is read must be in. None: nothing is compared."""
     dtype: str = "auto"
     """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
     task: str = "auto"
@@ -33,6 +35,10 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     cpu_kernels: str = "auto"
     """auto computes with kernels of our own where they can be compiled; off leaves all to torch."""
+    gpu_kernels: str = "auto"
+    """auto computes with Triton kernels of our own on a GPU; off leaves all to torch, one step at a time."""
+    enforce_eager: bool = False
+    """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
     """int8 keeps the layers' weights as whole numbers with a scale for each output. CPU kernels only."""
     num_threads: int | None = None
@@ -89,12 +95,18 @@ class ModelFacts:
     num_blocks: int
     """Blocks that sequences can use, ids 1 to num_blocks; block 0 is the worker's own, for padding."""
     kv_cache_bytes: int
+    is_paged: bool = True
+    """False: each sequence has a cache of the model's own making, and blocks only stand for memory. Nothing
+    can be found in them again, swapped or copied."""
     sliding_window: int | None = None
     """If every layer has a window, the largest of them: blocks before it are never read again."""
     num_host_blocks: int = 0
     """Blocks of the host pool, ids 1 to num_host_blocks."""
     copy_s_per_block: float = 0.0
     """Measured at load: seconds to copy one block between the pools, one way. 0 without a host pool."""
+    runs_ahead: bool = False
+    """A step that was launched is computed while the host goes on: the next one can be launched before its
+    result is known."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
     pooling: PoolingFacts | None = None

@@ -64,14 +64,16 @@ class DecoderPrompts:
         self, plan: SchedulerOutput, table: PromptTable, failures: dict[SequenceId, str]
     ) -> PooledPrompts:
         """See PromptRunner.run."""
-        inputs = build_inputs(plan, table.rows, self._device, failures)
+        inputs = build_inputs(plan, table.rows, failures)
         if inputs is None:
             return NOTHING_POOLED
         backend = self._ready.backend
         backend.begin_step(inputs.metadata)
-        num_tokens = inputs.input_ids_1T.shape[1]
         hidden_TH = self._ready.runner.forward(
-            inputs.input_ids_1T, inputs.position_ids_1T, self._device.tensor(np.arange(num_tokens)), backend
+            self._device.tensor(inputs.input_ids_T[None]),
+            self._device.tensor(inputs.position_ids_T[None]),
+            self._device.tensor(np.arange(len(inputs.input_ids_T))),
+            backend,
         )
         if not inputs.rows:
             return NOTHING_POOLED
@@ -81,6 +83,6 @@ class DecoderPrompts:
 def _spans(inputs: StepInputs) -> list[Span]:
     """Those of the shares that end a prompt, in the order of `inputs.rows`."""
     starts_R = inputs.metadata.query_starts
-    last_N = inputs.logits_indices_N.cpu().numpy()
+    last_N = inputs.logits_indices_N
     shares_N = np.searchsorted(starts_R, last_N, side="right") - 1
     return [Span(int(start), int(last) + 1) for start, last in zip(starts_R[shares_N], last_N, strict=True)]

@@ -1,7 +1,7 @@
 """The device behind one interface, so that nothing else asks whether it is a GPU.
 
 Owns: moving host arrays to the device, allocating the KV pools, copying between them, measuring memory,
-naming the device.
+naming the device, marking points in the order of its work, recording work to be done again.
 Never: what the memory is for (memory.py) or what is computed on it.
 """
 
@@ -23,6 +23,7 @@ from worker.memory import (
     check_weights_fit,
     cpu_budget_bytes,
     cuda_budget_bytes,
+    graph_bytes,
 )
 
 HostArray = np.ndarray[Any, Any]
@@ -33,6 +34,16 @@ class Pools(NamedTuple):
 
     device_NE: Tensor
     host_ME: Tensor
+
+
+class Reserve(NamedTuple):
+    """What a GPU will hold beside weights, KV cache and the step that was measured."""
+
+    num_graphs: int = 0
+    buffer_bytes: int = 0
+
+
+NO_RESERVE = Reserve()
 
 
 class BlockRun(NamedTuple):
@@ -51,20 +62,69 @@ class BlockRun(NamedTuple):
         return slice(self.target, self.target + self.num_blocks)
 
 
+class Event(Protocol):
+    """A point in the order of what was asked of a device."""
+
+    def wait(self) -> None:
+        """Return when everything asked before it is done. The thread sleeps meanwhile."""
+
+
+class Graph(Protocol):
+    """Work of the device that was recorded, kernel by kernel, with the addresses that it read and wrote."""
+
+    def replay(self) -> None:
+        """Ask for all of it again, on what stands at these addresses by then."""
+
+
+class _Done:
+    """An event of a device that has nothing left to do when a call returns."""
+
+    def wait(self) -> None:
+        return
+
+
 class Device(Protocol):
     """What the worker needs of a device."""
 
     torch_device: torch.device
     default_block_size: int
+    is_gpu: bool
+    """What is asked of it is done later, in order, while the host goes on; and Triton compiles for it."""
 
     def describe(self) -> str:
         """Name it for a person."""
+
+    def make_current(self) -> None:
+        """Let what this thread launches go to it; each thread begins with GPU 0."""
 
     def check_weights(self, weights: WeightBytes) -> int:
         """Raise StartupError if they would not fit; returns what loading them leaves of the host's memory."""
 
     def tensor(self, host: HostArray) -> Tensor:
         """Bring a host array to the device. On CPU they share memory: do not write to `host` afterwards."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate flat host memory that is copied from and to while the host goes on (non_blocking=True).
+
+        Nobody may write to it, or read what is to arrive in it, before an event recorded after the copy.
+        """
+
+    def record(self) -> Event:
+        """Mark the present end of what was asked of the device."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` asks of the device. Only for GPUs.
+
+        Does it once before, so that nothing is compiled or set up while recording. Memory that `work` takes
+        and gives back is shared among all graphs: what one leaves in it is good until the next replay.
+        Raises RuntimeError where it waits for the device, and torch.OutOfMemoryError.
+        """
+
+    def release_cached_memory(self) -> None:
+        """Give back what the allocator keeps for later, after it ran out of memory."""
+
+    def free_bytes(self) -> int:
+        """Memory of a GPU that nobody has taken; of the machine for a CPU."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate flat zeroed memory for the life of the process."""
@@ -75,8 +135,10 @@ class Device(Protocol):
         Raises MemoryError, OSError or RuntimeError where the system refuses.
         """
 
-    def kv_cache_budget_bytes(self, run_largest_step: Callable[[], None]) -> int:
-        """Bytes to give to the KV cache, now that the weights are loaded."""
+    def kv_cache_budget_bytes(
+        self, run_largest_step: Callable[[], None], *, reserve: Reserve = NO_RESERVE
+    ) -> int:
+        """Bytes to give to the KV cache, now that the weights are loaded; `reserve` comes after it."""
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
@@ -97,6 +159,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     default_block_size = 32
+    is_gpu = False
 
     def __init__(self, config: WorkerConfig) -> None:
         self._kv_cache_bytes = config.kv_cache_bytes
@@ -107,6 +170,9 @@ class CpuDevice:
         num_threads = torch.get_num_threads()
         return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
 
+    def make_current(self) -> None:
+        """Nothing else could be."""
+
     def check_weights(self, weights: WeightBytes) -> int:
         return check_weights_fit(
             weights.total, available_bytes=available_memory_bytes(), where="this machine"
@@ -115,13 +181,33 @@ class CpuDevice:
     def tensor(self, host: HostArray) -> Tensor:
         return torch.from_numpy(host)
 
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def record(self) -> Event:
+        return _Done()
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        raise NotImplementedError("a CPU records nothing")
+
+    def release_cached_memory(self) -> None:
+        """Nothing is kept."""
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()
+
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return _map_zeros(numel, dtype)
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return _map_zeros(numel, dtype)
 
-    def kv_cache_budget_bytes(self, run_largest_step: Callable[[], None]) -> int:  # noqa: ARG002 - measured on GPUs
+    def kv_cache_budget_bytes(
+        self,
+        run_largest_step: Callable[[], None],  # noqa: ARG002 - measured on GPUs
+        *,
+        reserve: Reserve = NO_RESERVE,  # noqa: ARG002 - what a CPU holds beside its cache is no part of the cache's share
+    ) -> int:
         return cpu_budget_bytes(
             available_memory_bytes(), asked_bytes=self._kv_cache_bytes, swap_bytes=self._swap_space_bytes
         )
@@ -147,11 +233,13 @@ class CudaDevice:
     """One GPU."""
 
     default_block_size = 16
+    is_gpu = True
 
     def __init__(self, config: WorkerConfig, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._graph_pool: Any = None
         self._utilization = config.gpu_memory_utilization
-        torch.cuda.set_device(torch_device)
+        self.make_current()
         new_stream: Any = torch.cuda.Stream  # torch leaves its constructor untyped
         # One per direction, since a GPU has a copy engine for each.
         self._out_stream: torch.cuda.Stream = new_stream(torch_device)
@@ -159,6 +247,9 @@ class CudaDevice:
 
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
+
+    def make_current(self) -> None:
+        torch.cuda.set_device(self.torch_device)
 
     def check_weights(self, weights: WeightBytes) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -168,7 +259,33 @@ class CudaDevice:
         )
 
     def tensor(self, host: HostArray) -> Tensor:
-        return torch.from_numpy(host).to(self.torch_device)
+        # From pageable memory the host would wait until the copy is done, and with it for the step before.
+        # torch gives the pinned memory to nobody else before.
+        return torch.from_numpy(host).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def record(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.torch_device))
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        work()
+        torch.cuda.synchronize(self.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        # What another thread asks of the device meanwhile is neither recorded nor refused.
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free_bytes
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.torch_device)
@@ -186,7 +303,9 @@ class CudaDevice:
         weakref.finalize(memory, cuda_runtime.cudaHostUnregister, address).atexit = False
         return memory
 
-    def kv_cache_budget_bytes(self, run_largest_step: Callable[[], None]) -> int:
+    def kv_cache_budget_bytes(
+        self, run_largest_step: Callable[[], None], *, reserve: Reserve = NO_RESERVE
+    ) -> int:
         weights_bytes = torch.cuda.memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         run_largest_step()
@@ -198,6 +317,8 @@ class CudaDevice:
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             activation_bytes=peak_bytes - weights_bytes,
+            reserved_bytes=reserve.buffer_bytes
+            + graph_bytes(reserve.num_graphs, activation_bytes=peak_bytes - weights_bytes),
             utilization=self._utilization,
         )
 
@@ -224,6 +345,17 @@ class CudaDevice:
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        new_event: Any = torch.cuda.Event  # its constructor is untyped, too
+        # Blocking: a thread that spins would take a core from the API process.
+        self._event = new_event(blocking=True)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 def is_in_the_way(out: Sequence[BlockRun], back: Sequence[BlockRun]) -> bool:

@@ -5,6 +5,9 @@ Never: state; each function is pure but for scratch memory, and one row never se
 Source: inverse transform sampling, L. Devroye, "Non-Uniform Random Variate Generation", 1986, II.2;
 nucleus (top-p), arXiv:1904.09751; min-p, arXiv:2407.01082.
 
+Tokens are truncated heaviest first and equals by id; what is left is always drawn in the order of ids, so
+that a token does not depend on the way by which the others were cut.
+
 One uniform number a row, instead of noise for the whole vocabulary: at 150,000 tokens the noise alone
 costs several times all that is done here.
 
@@ -146,7 +149,7 @@ def _draw_truncated(weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: to
 def _draw_among_heaviest(
     weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: torch.Tensor
 ) -> tuple[list[int], list[bool]]:
-    """Inverse CDF over the heaviest tokens, heaviest first and equals by id.
+    """Inverse CDF over the heaviest tokens, in the order of their ids.
 
     Also says of each row whether the tokens that truncation keeps are all among the candidates.
     """
@@ -162,10 +165,11 @@ def _draw_among_heaviest(
     enough_N1 = share_N1 * left_N.unsqueeze(1)
     kept_NK = (cumulated_NK - mass_NK < enough_N1) & (mass_NK > 0)
     last_N1 = kept_NK.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
+    sorted_ids_NK, order_NK = ids_NK.masked_fill(~kept_NK, _LOW_32).sort(-1)
+    by_id_NK = (mass_NK * kept_NK).gather(1, order_NK).cumsum(-1)
     uniform_N1 = _column([each.uniform for each in draws], like=mass_NK)
-    target_N1 = uniform_N1 * cumulated_NK.gather(1, last_N1)
-    place_N1 = torch.minimum(torch.searchsorted(cumulated_NK, target_N1, right=True), last_N1)
-    tokens: list[int] = ids_NK.gather(1, place_N1).squeeze(1).tolist()
+    place_N1 = torch.searchsorted(by_id_NK, uniform_N1 * by_id_NK[:, -1:], right=True)
+    tokens: list[int] = sorted_ids_NK.gather(1, torch.minimum(place_N1, last_N1)).squeeze(1).tolist()
     # An equal of the last kept token may have been cut off in its stead unless a lighter one is here.
     exact: list[bool] = (weights_NK.gather(1, last_N1).squeeze(1) > weights_NK[:, -1]).tolist()
     return tokens, exact

@@ -4,7 +4,8 @@ WorkerError
 ├── StartupError           the operator's: says what is wrong, and what to do about it
 │   └── FamilyRefused      no option helps: this family cannot be served
 ├── UnsupportedAttention   a model asks attention for something that the backend would get wrong
-└── SequenceRefused        one sequence of a plan cannot be computed; the others can
+├── SequenceRefused        one sequence of a plan cannot be computed; the others can
+└── StepOutOfMemory        a step took more memory than the device has left; a smaller one may not
 """
 
 
@@ -34,3 +35,7 @@ class UnsupportedAttention(WorkerError):
 
 class SequenceRefused(WorkerError):
     """Ends as an entry in ModelRunnerOutput.failures."""
+
+
+class StepOutOfMemory(WorkerError):
+    """Raised by launch or result. Of this plan nothing counts as computed; what was launched before does."""

@@ -9,9 +9,11 @@ Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padd
 import logging
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from scheduler.messages import BlockCopy, BlockId
 from worker.device import BlockRun, Device, Pools
@@ -28,6 +30,10 @@ _MEASURED_MOST_S = 0.05
 _MEASURED_MOST_BYTES = 32 << 20
 
 
+CopyRows = Callable[[Tensor, Tensor, Tensor], None]
+"""Copies rows of a pool [N, E]: P sources to P targets, which differ, and of which none is a source."""
+
+
 class HostPool:
     """The pool of one worker. With no swap space it has no blocks, and every copy is a plan's fault."""
 
@@ -35,6 +41,7 @@ class HostPool:
         """Allocate. Raises StartupError, with numbers, for a swap space that is too large or too small."""
         layout = cache.layout
         self.num_blocks = num_host_blocks(swap_bytes=swap_bytes, block_bytes=layout.block_bytes)
+        self.block_bytes = layout.block_bytes
         self._num_device_blocks = cache.num_blocks
         self._device = device
         memory = torch.empty(0, dtype=layout.dtype)
@@ -52,6 +59,7 @@ class HostPool:
         self._memory = memory  # itself, not only views of it: a device may pin it while this tensor lives
         self._pools = Pools(device_NE=cache.pool_NE, host_ME=memory.view(self.num_blocks, layout.block_numel))
         self._filled: set[BlockId] = set()
+        self._copy_rows: CopyRows = _copy_rows
 
     def swap(
         self, out: Sequence[BlockCopy], back: Sequence[BlockCopy], within: Sequence[BlockCopy] = ()
@@ -96,9 +104,13 @@ class HostPool:
             else:
                 sound.append(copy)
         if sound:
-            pool_NE = self._pools.device_NE
-            sources, targets = torch.tensor(sound, device=pool_NE.device).unbind(dim=1)
-            pool_NE.index_copy_(0, targets, pool_NE.index_select(0, sources))
+            # One row of sources and one of targets, each without gaps.
+            sources, targets = self._device.tensor(np.ascontiguousarray(np.array(sound).T))
+            self._copy_rows(self._pools.device_NE, sources, targets)
+
+    def copy_with(self, copy_rows: CopyRows) -> None:
+        """Let a kernel make the copies within the device's pool from now on."""
+        self._copy_rows = copy_rows
 
     def measure_copy_s(self) -> float:
         """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""
@@ -143,6 +155,10 @@ class HostPool:
         if copy.source not in self._filled and copy.source not in arrived:
             return f"swapped in from host block {copy.source}, where nothing was swapped out to"
         return None
+
+
+def _copy_rows(pool_NE: Tensor, sources_P: Tensor, targets_P: Tensor) -> None:
+    pool_NE.index_copy_(0, targets_P, pool_NE.index_select(0, sources_P))
 
 
 def merge_runs(rows: Iterable[tuple[int, int]]) -> list[BlockRun]:

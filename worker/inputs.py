@@ -1,4 +1,4 @@
-"""A plan and the rows -> the tensors of one step. The only place that builds them.
+"""A plan and the rows -> the arrays of one step, on the host. The only place that builds them.
 
 Owns: the flattened batch (one token after another, sequences side by side, decodes first), and the
 checks that keep a wrong plan from writing outside of its blocks or reading outside of the vocabulary.
@@ -12,11 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
 from worker.attention.interface import AttentionMetadata
-from worker.device import Device
 from worker.errors import SequenceRefused
 from worker.rows import RowTable
 
@@ -25,9 +23,12 @@ from worker.rows import RowTable
 class StepInputs:
     """What one forward pass takes, and whom its logits belong to."""
 
-    input_ids_1T: Tensor
-    position_ids_1T: Tensor
-    logits_indices_N: Tensor
+    input_ids_T: NDArray[np.int64]
+    """UNKNOWN_TOKEN stands for the token that the step before draws for the same row."""
+    position_ids_T: NDArray[np.int64]
+    rows_T: NDArray[np.int64]
+    """Whose token each is."""
+    logits_indices_N: NDArray[np.int64]
     """Which tokens' logits are wanted: the last one of each share that samples."""
     metadata: AttentionMetadata
     sequence_ids: list[SequenceId]
@@ -46,19 +47,17 @@ def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
         raise SequenceRefused(f"{wrong}: the model knows tokens 0 to {vocab_size - 1}")
 
 
-def build_inputs(
-    plan: SchedulerOutput, rows: RowTable, device: Device, failures: dict[SequenceId, str]
-) -> StepInputs | None:
+def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceId, str]) -> StepInputs | None:
     """Build the step; None if nothing is left of it.
 
     A share that the rows do not bear out is left out and explained in `failures`, alone.
     """
-    shares = [share for share in plan.scheduled if _is_sound(share, rows, failures)]
+    shares = [share for share in plan.scheduled if is_sound(share, rows, failures)]
     if not shares:
         return None
     if any(later.num_tokens == 1 < earlier.num_tokens for earlier, later in pairwise(shares)):
         shares.sort(key=lambda share: share.num_tokens > 1)
-    # _is_sound has seen a row for each.
+    # is_sound has seen a row for each.
     row_of_R = np.array([rows.row_of(share.sequence_id) for share in shares], dtype=np.int64)
     starts_R = np.array([share.start for share in shares], dtype=np.int64)
     counts_R = np.array([share.num_tokens for share in shares], dtype=np.int64)
@@ -78,9 +77,10 @@ def build_inputs(
         token_offsets=positions_T % rows.block_size,
     )
     return StepInputs(
-        input_ids_1T=device.tensor(token_ids_T[None]),
-        position_ids_1T=device.tensor(positions_T[None]),
-        logits_indices_N=device.tensor(ends_R[wanted_N] - 1),
+        input_ids_T=token_ids_T,
+        position_ids_T=positions_T,
+        rows_T=rows_T,
+        logits_indices_N=ends_R[wanted_N] - 1,
         metadata=metadata,
         sequence_ids=[shares[index].sequence_id for index in wanted_N],
         rows=row_of_R[wanted_N].tolist(),
@@ -88,7 +88,7 @@ def build_inputs(
     )
 
 
-def _is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId, str]) -> bool:
+def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId, str]) -> bool:
     """Check that the share's tokens are known and have slots. Slots are written unchecked afterwards."""
     row = rows.row_of(share.sequence_id)
     end = share.start + share.num_tokens

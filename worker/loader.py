@@ -5,6 +5,7 @@ refused unread and why, and that the weights are this process's own memory.
 Never: code from the checkpoint (auto_map is not followed), pickled weights, the network.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,15 @@ from worker.attention.interface import (
     SLIDING_LAYER,
     attention_forward,
 )
-from worker.checkpoint import find_checkpoint, find_weights, loaded_bytes, read_json, warm_page_cache
+from worker.checkpoint import (
+    WeightFile,
+    find_checkpoint,
+    find_weights,
+    loaded_bytes,
+    read_json,
+    warm_page_cache,
+)
+from worker.checksums import Checksums
 from worker.config import WorkerConfig
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError
@@ -39,6 +48,8 @@ from worker.generation_config import default_sampling, eos_token_ids
 from worker.memory import WeightBytes
 from worker.progress import LoadStage, Stage
 from worker.task import Task, choose_task, reads_both_ways
+
+log = logging.getLogger(__name__)
 
 _MOST_REASON_CHARS = 200
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -48,6 +59,8 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
 # Where families keep the length of their context window, besides max_position_embeddings.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LEN_WITHOUT_LIMIT = 8192
+"""For models whose configuration gives no context window, unless one is asked for."""
 
 # Encoders bring it for a training task of theirs; nothing here reads its output, and many leave it out.
 _POOLER = "pooler."
@@ -64,6 +77,8 @@ class ModelKind:
     task: Task
     is_encoder: bool
     """Its tokens see later ones: no KV cache, and attention stays the model's own."""
+    keeps_own_cache: bool = False
+    """No paged KV cache can be put under it: attention, or what its layers have instead, stays its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +97,10 @@ class LoadedModel:
 
 
 def find_kind(config: WorkerConfig) -> ModelKind:
-    """Read config.json and nothing else. Raises StartupError for what it alone rules out."""
+    """Read config.json and, to compare them, the other texts. Raises StartupError for what they rule out."""
     folder = find_checkpoint(config.model_path)
+    if config.checksums_file is not None:
+        Checksums.read(Path(config.checksums_file)).check_texts(folder)
     checkpoint_config = read_json(folder / "config.json")
     task = choose_task(config.task, folder, checkpoint_config)
     _refuse_quantized(checkpoint_config)
@@ -104,10 +121,7 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
     files = find_weights(folder)
     weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
     left_bytes = device.check_weights(weights)
-    file_bytes = sum(file.num_bytes for file in files)
-    if file_bytes <= left_bytes:  # else the first pages would be gone again before they are used
-        stage.enter(Stage.READING, total_bytes=file_bytes)
-        warm_page_cache(files, stage.count)
+    _read_weights(config, folder, files, stage, left_bytes)
     with _refusing_out_of_memory(weights, device):
         stage.enter(Stage.BUILDING)
         model = _build(kind, config.dtype)
@@ -124,10 +138,26 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         vocab_size=vocab_size,
-        checkpoint_len=context_window(text_config),
+        checkpoint_len=_checkpoint_len(config, kind, text_config),
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
         default_sampling=sampling,
     )
+
+
+def _read_weights(
+    config: WorkerConfig, folder: Path, files: list[WeightFile], stage: LoadStage, left_bytes: int
+) -> None:
+    """Bring the files into the page cache, and compare them on the way if there is a list."""
+    file_bytes = sum(file.num_bytes for file in files)
+    if config.checksums_file is None and file_bytes > left_bytes:
+        return  # the first pages would be gone again before they are used
+    stage.enter(Stage.READING, total_bytes=file_bytes)
+    if config.checksums_file is not None:
+        checksums = Checksums.read(Path(config.checksums_file))
+        checksums.check_weights(folder, [file.path for file in files], stage.count)
+        log.info("all files are as %s lists them", checksums.path)
+    else:
+        warm_page_cache(files, stage.count)
 
 
 def refuse_layers(text_config: Any) -> None:
@@ -163,16 +193,20 @@ def _class_of(task: Task) -> Any:
 
 def _build(kind: ModelKind, dtype: str) -> Any:
     transformers_logging.disable_progress_bar()
+    # Its lines go where ours go, in the same form.
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
     folder = kind.folder
     try:
         model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not kind.is_encoder:
+        is_paged = not (kind.is_encoder or kind.keeps_own_cache)
+        if is_paged:
             refuse_layers(model_config.get_text_config(decoder=True))
         model, loading = _class_of(kind.task).from_pretrained(
             folder,
             config=model_config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=None if kind.is_encoder else ATTENTION_NAME,
+            attn_implementation=ATTENTION_NAME if is_paged else None,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -250,6 +284,15 @@ def _vocab_size(model: Any) -> int:
     num_read = int(model.get_input_embeddings().weight.shape[0])
     output = model.get_output_embeddings()
     return num_read if output is None else min(num_read, int(output.weight.shape[0]))
+
+
+def _checkpoint_len(config: WorkerConfig, kind: ModelKind, text_config: Any) -> int:
+    try:
+        return context_window(text_config)
+    except FamilyRefused:
+        if not kind.keeps_own_cache:
+            raise
+        return config.max_model_len or _LEN_WITHOUT_LIMIT  # a recurrent model may have none
 
 
 def context_window(text_config: Any) -> int:

@@ -80,22 +80,39 @@ def report_logprobs(
     Tokens of probability zero are left out of the best. Equal tokens share a rank, and are listed by
     id; the chosen one is never cut off by its equals.
     """
-    chosen_N1 = torch.tensor(token_ids, device=logits_NW.device).unsqueeze(1)
+    chosen_N = torch.tensor(token_ids, device=logits_NW.device)
+    measures_NF = measure_logprobs(logits_NW, chosen_N, max(num_top))
+    return write_reports(measures_NF.tolist(), token_ids, num_top)
+
+
+def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: int) -> torch.Tensor:
+    """What `write_reports` needs to know of float32 logits, without waiting for their device.
+
+    [N, 2 + 2K] float64: of the chosen token log-probability and rank, then the K best log-probabilities, then
+    their tokens. K is `num_top`, or all there are.
+    """
     log_sum_N1 = logits_NW.logsumexp(-1, keepdim=True)
-    chosen_logit_N1 = logits_NW.gather(1, chosen_N1)
-    ranks = ((logits_NW > chosen_logit_N1).sum(-1) + 1).tolist()
-    logprobs = (chosen_logit_N1 - log_sum_N1).squeeze(1).tolist()
-    values_NK, ids_NK = logits_NW.topk(min(max(num_top), logits_NW.shape[1]), dim=-1)
-    best = zip((values_NK - log_sum_N1).tolist(), ids_NK.tolist(), strict=True)
+    chosen_logit_N1 = logits_NW.gather(1, chosen_N.unsqueeze(1))
+    ranks_N1 = (logits_NW > chosen_logit_N1).sum(-1, keepdim=True) + 1
+    values_NK, ids_NK = logits_NW.topk(min(num_top, logits_NW.shape[1]), dim=-1)
+    parts = (chosen_logit_N1 - log_sum_N1, ranks_N1, values_NK - log_sum_N1, ids_NK)
+    return torch.cat([part.double() for part in parts], dim=1)
+
+
+def write_reports(
+    measures: Sequence[Sequence[float]], token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Reports of chosen tokens from lines of `measure_logprobs`."""
     report = []
-    for n, (values, ids) in enumerate(best):
+    for n, (logprob, rank, *best) in enumerate(measures):
+        values, ids = best[: len(best) // 2], [int(each) for each in best[len(best) // 2 :]]
         top = dict(zip(ids[: num_top[n]], values[: num_top[n]], strict=True))
-        if top and ranks[n] <= num_top[n] and token_ids[n] not in top:
+        if top and rank <= num_top[n] and token_ids[n] not in top:
             # Its equals took the last places: among equals the chosen one is worth showing.
             top.popitem()
-            top[token_ids[n]] = logprobs[n]
+            top[token_ids[n]] = logprob
         listed = sorted((item for item in top.items() if item[1] != -torch.inf), key=_best_first)
-        report.append(TokenLogprobs(token_ids[n], logprobs[n], ranks[n], tuple(listed)))
+        report.append(TokenLogprobs(token_ids[n], logprob, int(rank), tuple(listed)))
     return report
 
 

@@ -12,6 +12,8 @@ CPU_SHARE_OF_AVAILABLE = 0.25
 """Other processes live here too, and activations and the page cache of the weights need room."""
 CPU_MOST_BYTES = 4 << 30
 """More is rarely reached before compute runs out on a CPU; kv_cache_bytes asks for it."""
+_BYTES_OF_A_GRAPH = 16 << 20
+"""Some hundred kernels with their arguments; the driver takes memory in pieces of 2 MiB. An estimate."""
 _MOST_USEFUL_FILLS = 2
 """Once for every sequence at full length, and as much again for cached prefixes."""
 
@@ -99,14 +101,26 @@ def num_host_blocks(*, swap_bytes: int, block_bytes: int) -> int:
     return swap_bytes // block_bytes
 
 
-def cuda_budget_bytes(*, total_bytes: int, free_bytes: int, activation_bytes: int, utilization: float) -> int:
+def graph_bytes(num_graphs: int, *, activation_bytes: int) -> int:
+    """What so many captured steps will take, by estimate: the cache must be there before they can be.
+
+    One set of a step's own tensors for all of them, apart from that of steps that are not captured, and
+    what the driver keeps of each graph.
+    """
+    return (activation_bytes + num_graphs * _BYTES_OF_A_GRAPH) if num_graphs else 0
+
+
+def cuda_budget_bytes(
+    *, total_bytes: int, free_bytes: int, activation_bytes: int, reserved_bytes: int = 0, utilization: float
+) -> int:
     """Memory for the KV cache on a GPU, once the weights are on it.
 
     `utilization` is the share of the whole device that all of this process and its neighbours on the
-    device may fill; `activation_bytes` is the peak of a step above the weights, measured.
+    device may fill; `activation_bytes` is the peak of a step above the weights, measured; `reserved_bytes`
+    is what will be allocated after the cache.
     """
     used_bytes = total_bytes - free_bytes
-    return max(0, int(total_bytes * utilization) - used_bytes - activation_bytes)
+    return max(0, int(total_bytes * utilization) - used_bytes - activation_bytes - reserved_bytes)
 
 
 def size_cache(request: CacheRequest) -> CacheSize:

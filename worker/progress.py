@@ -29,6 +29,7 @@ class Stage(Enum):
     MEASURING = "measuring memory"
     COMPILING = "compiling CPU kernels, once"
     WARMING_UP = "warming up"
+    CAPTURING = "capturing CUDA graphs"
 
 
 # Of the time that a checkpoint takes which is not in the page cache yet: a bar for a person, no promise.
@@ -39,7 +40,8 @@ _SHARES = {
     Stage.COPYING: 0.1,
     Stage.MEASURING: 0.05,
     Stage.COMPILING: 0.0,
-    Stage.WARMING_UP: 0.15,
+    Stage.WARMING_UP: 0.1,
+    Stage.CAPTURING: 0.05,
 }
 _SHARES_BEFORE = dict(zip(_SHARES, accumulate(_SHARES.values(), initial=0.0), strict=False))
 

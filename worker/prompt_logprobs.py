@@ -12,12 +12,11 @@ Shapes: T tokens of the step, S tokens of a slice, V vocabulary.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from scheduler.messages import NewSequence, ScheduledSequence, SequenceId, TokenLogprobs
-from worker.inputs import StepInputs
 from worker.logits import report_logprobs
-from worker.model_runner import BodyOutputs, ModelRunner
+from worker.model_runner import BodyOutputs, StepRunner
 from worker.rows import RowTable
 
 _SLICE_LOGITS = 1 << 23
@@ -79,17 +78,15 @@ class PromptLogprobs:
         """What this step can tell; empty for nearly every step."""
         return [] if not self._asked else list(self._find(shares, rows))
 
-    def report(
-        self, wanted: list[_Wanted], inputs: StepInputs, body: BodyOutputs, runner: ModelRunner
-    ) -> PromptReport:
-        """One entry for each prompt token after a computed one, in order.
+    def report(self, wanted: list[_Wanted], body: BodyOutputs, steps: StepRunner) -> PromptReport:
+        """One entry for each prompt token after a computed one, in order. Waits for the device.
 
         A sequence whose logits are not finite fails alone.
         """
         found = PromptReport()
         for part in (part for each in wanted for part in each.cut(self._slice_tokens)):
-            indices_S = torch.arange(part.start, part.start + len(part.next_ids))
-            logits_SV = runner.head(inputs, body, indices_S.to(inputs.input_ids_1T.device)).float()
+            indices_S = np.arange(part.start, part.start + len(part.next_ids))
+            logits_SV = steps.head(body, indices_S).float()
             if not bool(logits_SV.amax(-1).isfinite().all()):
                 found.failures[part.sequence_id] = "logits of the prompt are not finite"
                 continue

@@ -1,18 +1,33 @@
 """What the worker remembers of each sequence between steps: its tokens and its block table.
 
 Owns: the row of a sequence, a fixed place below max_num_seqs for as long as the sequence is running.
-Plans bring only what changed; the tokens drawn are appended here and are not sent again.
+Plans bring only what changed; the tokens drawn are appended here and are not sent again. A device that
+works ahead draws them later than the next step is built: until they are read, their places are kept.
 Never: the scheduler's view of a sequence (scheduler/sequence.py), or sampling state (sampling_state.py).
 
 Arrays are indexed by row, so that a step is built from them without a loop over tokens.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.messages import BlockId, NewSequence, SequenceId
 from worker.errors import SequenceRefused
+
+UNKNOWN_TOKEN = -1
+"""Stands for a token that the device draws, or has drawn, and that the host has not read yet."""
+
+
+class ExpectedTokens(NamedTuple):
+    """Places that are kept for the tokens that a step draws. Aligned, one entry for each of N rows."""
+
+    rows_N: NDArray[np.int64]
+    positions_N: NDArray[np.int64]
+    owners_N: NDArray[np.int64]
+    """Sequence ids: a row may belong to another when the tokens are read."""
 
 
 class RowTable:
@@ -39,6 +54,7 @@ class RowTable:
         # Positions below are behind a window: 0 stands in the block table.
         self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[SequenceId, int] = {}
+        self._owner_C = np.zeros(max_num_seqs, dtype=np.int64)  # who had it last, once it is free
         # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -62,6 +78,7 @@ class RowTable:
         row = self._free.pop()
         self.first_position_C[row] = num_passed * self.block_size
         self._row_of[new.sequence_id] = row
+        self._owner_C[row] = new.sequence_id
         self.token_ids_CL[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens_C[row] = len(new.token_ids)
         self.num_blocks_C[row] = 0
@@ -84,6 +101,24 @@ class RowTable:
         """Append one token to each row; the rows are distinct."""
         self.token_ids_CL[rows, self.num_tokens_C[rows]] = token_ids
         self.num_tokens_C[rows] += 1
+
+    def expect_tokens(self, rows: list[int]) -> ExpectedTokens:
+        """Append an unknown token to each row, which is longer from now on; the rows are distinct."""
+        rows_N = np.array(rows, dtype=np.int64)
+        positions_N = self.num_tokens_C[rows_N]
+        self.token_ids_CL[rows_N, positions_N] = UNKNOWN_TOKEN
+        self.num_tokens_C[rows_N] += 1
+        return ExpectedTokens(rows_N, positions_N, self._owner_C[rows_N])
+
+    def learn_tokens(self, expected: ExpectedTokens, token_ids: Sequence[int]) -> None:
+        """Put tokens in their places, where the sequence has its row still, or again.
+
+        What it brought when it came again stays.
+        """
+        rows_N, positions_N, owners_N = expected
+        is_open_N = self._owner_C[rows_N] == owners_N
+        is_open_N &= self.token_ids_CL[rows_N, positions_N] == UNKNOWN_TOKEN
+        self.token_ids_CL[rows_N[is_open_N], positions_N[is_open_N]] = np.array(token_ids)[is_open_N]
 
     def release(self, sequence_id: SequenceId) -> int | None:
         """Free a row and return it; None if there is none, as after a step that failed half-way."""

@@ -8,6 +8,7 @@ Generators", OOPSLA 2014.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,16 @@ def mix64(value: int) -> int:
 def uniform(seed: int, index: int) -> float:
     """Number `index` of the stream of `seed`, in [0, 1) with 53 random bits; it needs no other before it."""
     return (mix64((seed + (index + 1) * _GOLDEN_GAMMA) & _MASK_64) >> 11) * 2.0**-53
+
+
+def uniforms(seeds_N: NDArray[np.uint64], indices_N: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """`uniform` of many at once."""
+    value = seeds_N + (indices_N + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    uniforms_N: NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniforms_N
 
 
 class TokenCounts:
@@ -81,7 +92,10 @@ class SamplingRow:
         self, params: SamplingParams, token_ids: Sequence[int], *, num_prompt_tokens: int, vocab_size: int
     ) -> None:
         self.params = params
+        self._vocab_size = vocab_size
         self.num_generated = len(token_ids) - num_prompt_tokens
+        """With those that are being drawn."""
+        self._num_pending = 0
         # An id outside the vocabulary can never be drawn, so it needs neither bias nor ban.
         bias = [entry for entry in params.logit_bias if 0 <= entry[0] < vocab_size]
         self.bias_ids: TokenIds = np.array([token_id for token_id, _ in bias], np.int64)
@@ -98,8 +112,23 @@ class SamplingRow:
             history = np.asarray(token_ids, np.int64)
             self.counts = TokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
         self.grammar: RowGrammar | None = None
+        # Most rows edit nothing, and are asked so in each step.
+        self._may_edit = bool(
+            bias
+            or params.allowed_token_ids
+            or self.bad_words is not None
+            or self.counts is not None
+            or params.min_tokens > 0
+        )
         # top_k=1 leaves one candidate, whatever the draw: the cheap way comes to the same token.
         self.is_greedy = params.temperature == 0.0 or params.top_k == 1
+
+    @cached_property
+    def allowed_bits(self) -> NDArray[np.int32]:
+        """The tokens that are allowed as bits, the lowest of a word first: for rows that name some."""
+        is_allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        is_allowed[self.allowed_ids] = True
+        return np.packbits(is_allowed, bitorder="little").view(np.int32)
 
     @property
     def must_not_stop(self) -> bool:
@@ -109,13 +138,14 @@ class SamplingRow:
 
     @property
     def edits_logits(self) -> bool:
-        return (
+        if self.grammar is not None and self.grammar.is_active:
+            return True
+        return self._may_edit and (
             len(self.bias_ids) > 0
             or self.counts is not None
             or self.must_not_stop
             or self.bad_words is not None
             or bool(self.params.allowed_token_ids)
-            or (self.grammar is not None and self.grammar.is_active)
         )
 
     def banned_ids(self) -> list[TokenIds]:
@@ -127,11 +157,35 @@ class SamplingRow:
         """The uniform for the token to be drawn now: a function of seed and number generated alone."""
         return uniform(self.params.seed, self.num_generated)
 
-    def record(self, token_id: int) -> None:
+    @property
+    def needs_history(self) -> bool:
+        """Whether what may be drawn now depends on a token that is being drawn, and so is not known yet."""
+        return self._num_pending > 0 and (
+            self.counts is not None or self.bad_words is not None or self.grammar is not None
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why no token could be drawn, for the log; to be asked only where that was so."""
+        failure = self.grammar.failure if self.grammar is not None else ""
+        return failure or "logits are not finite, or no token is left to draw"
+
+    def advance(self) -> None:
+        """A token is being drawn: `record` or `withdraw` follows. A second one may be drawn before that."""
         self.num_generated += 1
+        self._num_pending += 1
+
+    def record(self, token_id: int) -> None:
+        """The oldest token that was being drawn is this one."""
+        self._num_pending -= 1
         if self.counts is not None:
             self.counts.add(token_id)
         if self.bad_words is not None:
             self.bad_words.record(token_id)
         if self.grammar is not None:
             self.grammar.record(token_id)
+
+    def withdraw(self) -> None:
+        """The oldest token that was being drawn could not be: its place in the stream is free again."""
+        self._num_pending -= 1
+        self.num_generated -= 1

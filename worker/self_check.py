@@ -36,7 +36,7 @@ _LONGEST = 12
 _SEED = 7
 # Error over magnitude of a token's logits. Wrong computation gives about 1; rounding in a deep model,
 # in another order of sums, stays well below these.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
 @contextmanager
@@ -97,13 +97,19 @@ class SelfCheck:
     def run_again(
         self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
     ) -> None:
-        """Raise StartupError if it answers differently since the CPU's kernels are under it."""
-        error = replace(self, backend=backend)._error(expected, tolerance)
+        """Raise StartupError if it answers differently since our own kernels are under it."""
+        kind, flag = ("GPU", "--gpu-kernels") if self.device.is_gpu else ("CPU", "--cpu-kernels")
+        fix = f"start with {flag} off, and report it"
+        try:
+            error = replace(self, backend=backend)._error(expected, tolerance)
+        except FamilyRefused as failure:
+            # Not of the family: it has just been computed without them.
+            raise StartupError(f"{failure.what}, with the {kind} kernels", fix=fix) from failure
         if error is not None:
             raise StartupError(
-                f"{self.loaded.model_type} computes other logits with the CPU kernels than without "
+                f"{self.loaded.model_type} computes other logits with the {kind} kernels than without "
                 f"(error {error:.2g} of their size)",
-                fix="start with --cpu-kernels off, and report it",
+                fix=fix,
             )
 
     def _error(self, expected: Tensor, tolerance: float | None = None) -> float | None:
@@ -113,9 +119,9 @@ class SelfCheck:
         with refusing(self.loaded.model_type):
             ours = self._run_paged(self._token_ids().tolist())
         error = max(
-            _relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
+            relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
         )
-        most = _TOLERANCE[self.cache.layout.dtype] if tolerance is None else tolerance
+        most = TOLERANCE[self.cache.layout.dtype] if tolerance is None else tolerance
         return None if error <= most else error  # NaN is an error too
 
     def _token_ids(self) -> np.ndarray[Any, Any]:
@@ -152,12 +158,17 @@ class SelfCheck:
                 scheduled=(ScheduledSequence(sequence_id, start, end - start, samples=False),),
                 num_scheduled_tokens=end - start,
             )
-            inputs = build_inputs(plan, rows, self.device, failures={})
+            inputs = build_inputs(plan, rows, failures={})
             assert inputs is not None
             self.backend.begin_step(inputs.metadata)
             everything = self.device.tensor(np.arange(end - start))
             logits.append(
-                self.runner.forward(inputs.input_ids_1T, inputs.position_ids_1T, everything, self.backend)
+                self.runner.forward(
+                    self.device.tensor(inputs.input_ids_T[None]),
+                    self.device.tensor(inputs.position_ids_T[None]),
+                    everything,
+                    self.backend,
+                )
             )
         return torch.cat(logits).float()
 
@@ -177,7 +188,7 @@ def _chunks(length: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def _relative_error(ours: Tensor, expected: Tensor) -> float:
+def relative_error(ours: Tensor, expected: Tensor) -> float:
     """Take the median over tokens: a mixture of experts may send one token elsewhere for a rounding."""
     errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     return float(errors.median())

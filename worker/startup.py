@@ -7,6 +7,8 @@ Never: runs a plan.
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -17,26 +19,25 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.probe import ProbeAttention
 from worker.attention.ref import RefAttention
 from worker.config import ModelFacts, WorkerConfig
-from worker.cpu.attention import CpuAttention
 from worker.cpu.native import Numbers
 from worker.cpu.opening import open_kernels
-from worker.cpu.surgery import Surgery, put_kernels_under
-from worker.device import Device
+from worker.cpu.toolkit import CpuToolkit
+from worker.device import NO_RESERVE, Device, Reserve
 from worker.errors import FamilyRefused, StartupError
 from worker.host_pool import HostPool
 from worker.kv_cache import BlockLayout, KVCache
-from worker.loader import NO_PAGED_ATTENTION, LoadedModel, ModelKind, load_model
+from worker.loader import NO_PAGED_ATTENTION, LoadedModel
 from worker.memory import CacheRequest, CacheSize, size_cache
-from worker.model_runner import ModelRunner
 from worker.progress import LoadStage, Stage
 from worker.rope import fix_rope, longest_right_len
 from worker.self_check import Runner, SelfCheck, refusing
+from worker.surgery import Surgery, Toolkit, put_kernels_under
 from worker.temperature import fix_temperatures
 
 log = logging.getLogger(__name__)
 
 # Quantized weights answer a little otherwise, by intent; broken ones would answer anything.
-_TOLERANCE_OF_NUMBERS = {Numbers.AS_THEY_ARE: None, Numbers.INT8: 0.3}
+_TOLERANCE_OF_QUANTIZATION = {"int8": 0.3}
 
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
@@ -49,37 +50,32 @@ class ReadyModel(Generic[AnyRunner]):
     runner: AnyRunner
     backend: AttentionBackend
     surgery: Surgery | None
-    """Which layers the CPU's kernels compute; None where torch computes all."""
-
-
-def start(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> ReadyModel[ModelRunner]:
-    """Load, measure, allocate, try. Raises StartupError, with what to do, for all that cannot be served."""
-    loaded = load_model(config, kind, device, stage)
-    return start_loaded(config, device, stage, loaded, ModelRunner(loaded.model, loaded.vocab_size))
+    """Which layers our own kernels compute; None where torch computes all."""
 
 
 def start_loaded(
-    config: WorkerConfig, device: Device, stage: LoadStage, loaded: LoadedModel, runner: AnyRunner
+    config: WorkerConfig,
+    device: Device,
+    stage: LoadStage,
+    loaded: LoadedModel,
+    runner: AnyRunner,
+    *,
+    reserve: Reserve = NO_RESERVE,
 ) -> ReadyModel[AnyRunner]:
-    """All that comes after the weights. Raises StartupError."""
+    """All that comes after the weights; `reserve` is what comes after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
 
     stage.enter(Stage.MEASURING)
     layout = _probe_layout(config, device, loaded, runner)
-
-    def run_largest_step() -> None:
-        num_tokens = config.max_num_batched_tokens
-        positions = np.arange(num_tokens) % checkpoint_len
-        with refusing(loaded.model_type):
-            _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
-
-    size = _size(config, layout, device.kv_cache_budget_bytes(run_largest_step), checkpoint_len)
+    largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
+    size = _size(config, layout, budget_bytes, checkpoint_len)
     cache = _allocate(device, layout, size)
     host_pool = HostPool(config.swap_space_bytes, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
 
-    kernels = open_kernels(config, device, loaded.dtype, stage)
+    toolkit = _open_toolkit(config, device, loaded, stage)
     stage.enter(Stage.WARMING_UP)
     backend: AttentionBackend = RefAttention(cache, device)
     check = SelfCheck(
@@ -92,15 +88,13 @@ def start_loaded(
     )
     expected = check.run()
     surgery = None
-    if kernels is not None:
-        backend = CpuAttention(cache, device, kernels)
-        numbers = Numbers.INT8 if config.quantization == "int8" else Numbers.AS_THEY_ARE
-        surgery = put_kernels_under(
-            loaded.model, kernels, device, max_model_len=size.max_model_len, numbers=numbers
-        )
-        log.info("%s", surgery.describe())
-        _refuse_unquantized(config, surgery)
-        check.run_again(backend, expected, tolerance=_TOLERANCE_OF_NUMBERS[numbers])
+    if toolkit is not None:
+        backend = toolkit.attention_over(cache)
+        with _refusing_kernels(device):
+            surgery = put_kernels_under(loaded.model, toolkit, device, max_model_len=size.max_model_len)
+            log.info("%s", surgery.describe())
+            _refuse_unquantized(config, surgery)
+            check.run_again(backend, expected, tolerance=_TOLERANCE_OF_QUANTIZATION.get(config.quantization))
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -108,6 +102,44 @@ def start_loaded(
         backend=backend,
         surgery=surgery,
     )
+
+
+def _largest_step(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, checkpoint_len: int
+) -> Callable[[], None]:
+    """What is run to see how much memory a step takes."""
+    num_tokens = config.max_num_batched_tokens
+    positions = np.arange(num_tokens) % checkpoint_len
+
+    def run() -> None:
+        with refusing(loaded.model_type):
+            _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
+
+    return run
+
+
+def _open_toolkit(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, stage: LoadStage
+) -> Toolkit | None:
+    """The kernels of this device; None where torch computes all. Raises StartupError."""
+    if device.is_gpu:
+        # Only here: Triton is not installed on every machine.
+        from worker.gpu.opening import open_toolkit
+
+        return open_toolkit(config, device)
+    kernels = open_kernels(config, device, loaded.dtype, stage)
+    if kernels is None:
+        return None
+    return CpuToolkit(kernels, device, Numbers.INT8 if config.quantization == "int8" else Numbers.AS_THEY_ARE)
+
+
+def _refusing_kernels(device: Device) -> AbstractContextManager[None]:
+    """Turn what goes wrong in compiling or launching kernels into a StartupError."""
+    if not device.is_gpu:
+        return nullcontext()
+    from worker.gpu.opening import refusing_kernels
+
+    return refusing_kernels()
 
 
 def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:

@@ -19,9 +19,10 @@ from worker.checkpoint import WeightFile, find_weights
 from worker.config import WorkerConfig
 from worker.cpu.opening import foresee_kernels
 from worker.device import Device, open_device
-from worker.errors import StartupError
+from worker.errors import FamilyRefused, StartupError
 from worker.findings import Finding, Verdict
 from worker.forecast import CannotTell, Forecast, forecast, weight_bytes
+from worker.gpu.opening import foresee_kernels as foresee_gpu_kernels
 from worker.host import available_memory_bytes
 from worker.loader import ModelKind, dtype_name, find_kind
 from worker.task import Task
@@ -40,13 +41,19 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         topic = "weights"
         files = find_weights(kind.folder)
         yield _fine(topic, _describe_files(files))
-        if not kind.is_encoder and (device.torch_device.type == "cpu" or config.quantization != "none"):
-            topic = "CPU kernels"
-            yield foresee_kernels(config, device, _dtype(config, kind))
+        if not kind.is_encoder:
+            topic = "kernels"
+            yield _foresee_kernels(config, kind, device)
         topic = "memory"
         yield _look_at_memory(config, kind, device)
     except StartupError as error:
         yield Finding(topic=topic, verdict=Verdict.FAULT, what=error.what, fix=error.fix)
+
+
+def _foresee_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
+    if device.is_gpu:
+        return foresee_gpu_kernels(config)
+    return foresee_kernels(config, device, _dtype(config, kind))
 
 
 def _describe(device: Device) -> str:
@@ -82,6 +89,15 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Fi
             verdict=Verdict.WARNING,
             what=f"{weights}; how much KV cache fits cannot be told without loading this family",
             fix="start the server: it measures, and says what does not fit",
+        )
+    except FamilyRefused as refused:
+        if kind.is_encoder:
+            raise
+        return Finding(
+            topic="memory",
+            verdict=Verdict.WARNING,
+            what=f"{weights}; {refused.what}: sequences will be computed one after the other, if at all",
+            fix="expect a fraction of the speed, or serve a model of another family (docs/models.md)",
         )
     return _judge(weights, found)
 

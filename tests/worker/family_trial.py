@@ -29,15 +29,17 @@ from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.config import WorkerConfig
-from worker.cpu.surgery import Surgery
 from worker.device import Device, open_device
 from worker.errors import FamilyRefused
 from worker.inputs import build_inputs
 from worker.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
 from worker.model_runner import ModelRunner
+from worker.own_cache.model import OwnCacheModel, Way
+from worker.own_cache.startup import find_way
 from worker.progress import LoadStage
 from worker.rows import RowTable
 from worker.startup import ReadyModel, start_loaded
+from worker.surgery import Surgery
 
 FIRST, SECOND = SequenceId(0), SequenceId(1)
 # Longer than the families' windows of 12 tokens, and than their chunks of 8.
@@ -70,7 +72,9 @@ class Found:
 
     family: Family
     refused: str | None = None
-    """Why it is not served; None if it is."""
+    """Why it is not served, or not through the paged cache; None if it is."""
+    way: Way | None = None
+    """How it is computed with caches of its own, if it is refused otherwise."""
     traits: tuple[str, ...] = ()
     """What the tiny model asks of attention and of its layers."""
     error: float = 0.0
@@ -89,7 +93,7 @@ def try_family(family: Family) -> Found:
         reference = copy.deepcopy(model)
         ready = _start(model, device)
     except FamilyRefused as refused:
-        return Found(family=family, refused=refused.what)
+        return _try_own_cache(Found(family=family, refused=refused.what), config)
     traits = find_traits(reference)
     reference.set_attn_implementation("eager")
     generator = np.random.default_rng(_SEED)
@@ -104,6 +108,19 @@ def try_family(family: Family) -> Found:
         expected_TV = expected_TV[:, : ours[each].shape[1]]
         error = (ours[each] - expected_TV).abs().max() / expected_TV.abs().max()
         found.error = max(found.error, float(error.nan_to_num(torch.inf)))
+    return found
+
+
+def _try_own_cache(found: Found, config: Any) -> Found:
+    """Whether it is served all the same."""
+    assert found.refused is not None
+    try:
+        model = _build(config, attention=None)
+        loaded = _loaded(model, checkpoint_len=CONFIG.max_model_len or 0)
+        way = find_way(OwnCacheModel(model, TINY["vocab_size"]), loaded, found.refused)
+    except FamilyRefused:
+        return found
+    found.way, found.error = way.way, way.error
     return found
 
 
@@ -128,12 +145,12 @@ def tiny_config(family: Family) -> Any:
     return of_family(**{key: value for key, value in settings.items() if value is not None})
 
 
-def _build(config: Any) -> Any:
+def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+                config, dtype=torch.float32, attn_implementation=attention
             )
         except KeyError as error:
             if ATTENTION_NAME in error.args:
@@ -148,21 +165,23 @@ def _build(config: Any) -> Any:
 
 
 def _start(model: Any, device: Device) -> ReadyModel[ModelRunner]:
-    text_config = model.config.get_text_config(decoder=True)
-    vocab_size = TINY["vocab_size"]
-    loaded = LoadedModel(
+    loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)))
+    return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, loaded.vocab_size))
+
+
+def _loaded(model: Any, checkpoint_len: int) -> LoadedModel:
+    return LoadedModel(
         model=model,
         dtype=model.dtype,
         model_type=model.config.model_type,
-        text_config=text_config,
+        text_config=model.config.get_text_config(decoder=True),
         num_parameters=0,
         weight_bytes=0,
-        vocab_size=vocab_size,
-        checkpoint_len=context_window(text_config),
+        vocab_size=TINY["vocab_size"],
+        checkpoint_len=checkpoint_len,
         eos_token_ids=(),
         default_sampling={},
     )
-    return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, vocab_size))
 
 
 def _serve(
@@ -213,11 +232,14 @@ def _compute(
         num_scheduled_tokens=num_tokens,
     )
     failures: dict[SequenceId, str] = {}
-    inputs = build_inputs(plan, rows, device, failures)
+    inputs = build_inputs(plan, rows, failures)
     assert inputs is not None
     assert not failures
     ready.backend.begin_step(inputs.metadata)
     everything = device.tensor(np.arange(num_tokens))
-    logits_TV = ready.runner.forward(inputs.input_ids_1T, inputs.position_ids_1T, everything, ready.backend)
+    token_ids_1T, positions_1T = (
+        device.tensor(each[None]) for each in (inputs.input_ids_T, inputs.position_ids_T)
+    )
+    logits_TV = ready.runner.forward(token_ids_1T, positions_1T, everything, ready.backend)
     parts = logits_TV.split([share.num_tokens for share in inputs.shares])
     return {share.sequence_id: part for share, part in zip(inputs.shares, parts, strict=True)}

@@ -12,17 +12,12 @@ from scheduler.messages import SamplingParams
 
 @dataclass(frozen=True)
 class Choice:
-    """Tokens that may be drawn with their probabilities, in the order of the inverse CDF."""
+    """Tokens that may be drawn with their probabilities, by id, as the inverse CDF goes."""
 
     tokens: list[int]
     probabilities: list[float]
     margin: float
     """How far the nearest truncation was from falling otherwise; rounding decides below about 1e-6."""
-
-    def by_id(self) -> "Choice":
-        """The same, drawn in the order of ids, as it is when many tokens are kept."""
-        tokens, probabilities = zip(*sorted(zip(self.tokens, self.probabilities, strict=True)), strict=True)
-        return Choice(list(tokens), list(probabilities), self.margin)
 
     def permits(self, token_id: int, uniform: float) -> bool:
         """Whether `uniform` falls into the share of `token_id`, but for rounding."""
@@ -87,5 +82,6 @@ def choose(logits: list[float], params: SamplingParams, prompt: list[int], outpu
             kept.append(n)
             mass += weights[n]
         order = kept
+    order.sort()
     total = sum(weights[n] for n in order)
     return Choice(order, [weights[n] / total for n in order], margin)

@@ -18,9 +18,11 @@ from worker.config import WorkerConfig
 from worker.cpu.build import CannotBuild, build_library, find_library
 from worker.cpu.fused_layer import FusedLayer
 from worker.cpu.native import Kernels
-from worker.cpu.surgery import PackedEmbedding, PackedLinear, put_kernels_under
+from worker.cpu.toolkit import CpuToolkit, PackedEmbedding, PackedLinear
 from worker.device import open_device
 from worker.errors import StartupError
+from worker.experts import find_experts
+from worker.surgery import put_kernels_under
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,11 @@ def device():
     return open_device(WorkerConfig(model_path="", device="cpu"))
 
 
+@pytest.fixture
+def toolkit(kernels, device) -> CpuToolkit:
+    return CpuToolkit(kernels, device)
+
+
 def build(checkpoints: MakeCheckpoint, family: str):
     config = AutoConfig.from_pretrained(checkpoints(family))
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
@@ -45,23 +52,23 @@ FUSED = ["llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_families_made_as_most_are_have_all_their_layers_fused(kernels, device, checkpoints, family):
+def test_families_made_as_most_are_have_all_their_layers_fused(toolkit, device, checkpoints, family):
     model = build(checkpoints, family)
-    done = put_kernels_under(model, kernels, device, max_model_len=512)
+    done = put_kernels_under(model, toolkit, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
     assert "3 of 3 layers fused" in done.describe()
 
 
-def test_weights_that_were_packed_are_not_kept_twice(kernels, device, checkpoints):
+def test_weights_that_were_packed_are_not_kept_twice(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     old = [weakref.ref(parameter) for parameter in model.model.layers.parameters()]
-    put_kernels_under(model, kernels, device, max_model_len=512)
+    put_kernels_under(model, toolkit, device, max_model_len=512)
     gc.collect()
     assert not any(each() is not None for each in old)
 
 
-def test_queries_weighed_by_position_are_noticed_where_they_are(kernels, device):
+def test_queries_weighed_by_position_are_noticed_where_they_are(toolkit, device):
     """As in Ministral 3, from the 65th token on: a trial of the first tokens would not see it."""
     rope = {
         "rope_type": "yarn",
@@ -73,17 +80,17 @@ def test_queries_weighed_by_position_are_noticed_where_they_are(kernels, device)
     config = tiny_config(Family(model_type="ministral3", settings={"rope_parameters": rope}))
     for max_model_len, num_fused in ((64, 3), (512, 0)):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-        done = put_kernels_under(model, kernels, device, max_model_len=max_model_len)
+        done = put_kernels_under(model, toolkit, device, max_model_len=max_model_len)
         assert done.num_fused == num_fused
 
 
-def test_a_layer_that_attends_in_chunks_stays_as_it_is(kernels, device):
+def test_a_layer_that_attends_in_chunks_stays_as_it_is(toolkit, device):
     """Its chunks are longer than the trial, which would find nothing."""
     settings = {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 8192}
     model = AutoModelForCausalLM.from_config(
         tiny_config(Family(model_type="llama", settings=settings)), attn_implementation=ATTENTION_NAME
     )
-    done = put_kernels_under(model.eval(), kernels, device, max_model_len=512)
+    done = put_kernels_under(model.eval(), toolkit, device, max_model_len=512)
     assert dict(done.reasons) == {"it attends in chunks": 3}
 
 
@@ -94,10 +101,10 @@ class ScaledLayer(LlamaDecoderLayer):
         return super().forward(hidden_states, **kwargs) * 1.01
 
 
-def test_a_layer_that_computes_something_else_stays_as_it_is(kernels, device, checkpoints):
+def test_a_layer_that_computes_something_else_stays_as_it_is(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     model.model.layers[1].__class__ = ScaledLayer
-    done = put_kernels_under(model, kernels, device, max_model_len=512)
+    done = put_kernels_under(model, toolkit, device, max_model_len=512)
     assert done.num_fused == 2
     assert isinstance(model.model.layers[1], ScaledLayer)
     assert "computes something else" in done.describe()
@@ -110,24 +117,49 @@ class MisleadingNorm(LlamaRMSNorm):
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon * 3)
 
 
-def test_a_wrong_epsilon_is_noticed(kernels, device, checkpoints):
+def test_a_wrong_epsilon_is_noticed(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     norm = model.model.layers[1].input_layernorm
     norm.__class__ = MisleadingNorm
-    done = put_kernels_under(model, kernels, device, max_model_len=512)
+    done = put_kernels_under(model, toolkit, device, max_model_len=512)
     assert done.num_fused == 2
     assert "computes something else" in done.describe()
 
 
-def test_an_embedding_tied_to_the_output_reads_the_same_memory(kernels, device, checkpoints):
+def test_an_embedding_tied_to_the_output_reads_the_same_memory(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.model.embed_tokens.weight
     expected = model.model.embed_tokens(torch.tensor([[3, 300]])).clone()
-    put_kernels_under(model, kernels, device, max_model_len=512)
+    put_kernels_under(model, toolkit, device, max_model_len=512)
     assert isinstance(model.get_output_embeddings(), PackedLinear)
     assert isinstance(model.get_input_embeddings(), PackedEmbedding)
     assert torch.equal(model.get_input_embeddings()(torch.tensor([[3, 300]])), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_experts_are_packed_in_layers_that_are_not_fused(toolkit, device, family):
+    config = tiny_config(Family(model_type=family))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    name, module = next(find_experts(model))
+    hidden_TH, ids_TK = torch.randn(19, 64), torch.rand(19, 4).topk(2).indices
+    scores_TK = torch.rand(19, 2)
+    expected_TH = module(hidden_TH, ids_TK, scores_TK)
+    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    assert "0 of 3 layers fused, and the experts of 3 of 3" in done.describe()
+    found_TH = model.get_submodule(name)(hidden_TH, ids_TK, scores_TK)
+    assert (found_TH - expected_TH).abs().max() / expected_TH.abs().max() < 1e-5
+
+
+def test_experts_that_are_no_whole_number_of_vectors_stay_as_they_are(toolkit, device):
+    config = tiny_config(Family(model_type="qwen3_moe", settings={"moe_intermediate_size": 40}))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    assert (done.experts.num_replaced, done.experts.num_found) == (0, 3)
+    assert "its experts are (4, 64, 40) torch.float32 (3)" in done.describe()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])

@@ -73,9 +73,14 @@ def test_a_shorter_context_window_than_the_models_is_a_warning(tiny_model: Path)
     assert "the model could take 512 tokens" in last.what
 
 
-@pytest.mark.parametrize("family", ["lfm2", "bert"])
-def test_a_family_that_is_refused_at_load_is_refused_here(family: str, tmp_path: Path) -> None:
-    config = config_of(make_checkpoint(family, tmp_path / family), task="generate")
+def test_a_family_without_a_paged_cache_is_a_warning_that_says_why(tmp_path: Path) -> None:
+    *_, last = survey(config_of(make_checkpoint("lfm2", tmp_path / "lfm2")))
+    assert last.verdict is Verdict.WARNING
+    assert "layers of type conv" in last.what
+
+
+def test_a_family_that_is_refused_at_load_is_refused_here(tmp_path: Path) -> None:
+    config = config_of(make_checkpoint("bert", tmp_path / "bert"), task="generate")
     *_, last = survey(config)
     assert last.verdict is Verdict.FAULT
     with pytest.raises(StartupError) as caught:

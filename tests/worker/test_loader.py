@@ -147,23 +147,17 @@ def test_weights_of_another_shape(folder: Path) -> None:
     assert "cannot load" in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("lfm2", "layers of type conv"),
-        ("bloom", "attention of its own"),
-    ],
-)
-def test_a_family_that_would_come_out_wrong(checkpoints: MakeCheckpoint, family: str, reason: str) -> None:
-    assert reason in refusal(checkpoints(family))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_state_besides_keys_and_values_shows_in_the_logits(
-    checkpoints: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, dtype: str
+    checkpoints: MakeCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
 ) -> None:
     monkeypatch.setattr(worker.loader, "refuse_layers", lambda text_config: None)
-    assert "keeps state besides keys and values" in refusal(checkpoints("lfm2"), dtype=dtype)
+    _, facts = load_worker(checkpoints("lfm2"), dtype=dtype)
+    assert "keeps state besides keys and values" in caplog.text
+    assert not facts.is_paged
 
 
 def test_an_unknown_dtype_and_an_unknown_device(folder: Path) -> None:

@@ -135,9 +135,19 @@ def active(executor: LayerExecutor) -> Iterator[None]:
 
 def active_executor() -> LayerExecutor | None:
     """Whoever attends now; None outside of a step. Each layer asks once in a step."""
-    global _num_layers_begun
-    _num_layers_begun += 1
+    note_layer_begun()
     return _active
+
+
+def note_layer_begun() -> None:
+    """Of a layer that does not ask."""
+    note_layers_begun(1)
+
+
+def note_layers_begun(num_layers: int) -> None:
+    """Of a step whose layers do not ask: one that was recorded before."""
+    global _num_layers_begun
+    _num_layers_begun += num_layers
 
 
 def num_layers_begun() -> int:

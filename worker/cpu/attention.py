@@ -28,9 +28,7 @@ from worker.cpu.native import (
 )
 from worker.device import Device
 from worker.kv_cache import KVCache, PagedTensor
-
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, each [1, T, R], as transformers' models hand them to their layers."""
+from worker.layer_call import Rotation
 
 
 class CpuAttention:

@@ -11,12 +11,14 @@ import ctypes
 import weakref
 from ctypes import Structure, byref, c_char_p, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from worker.layer_parts import Activation, TakenWeights
 
 COLUMNS = 32
 """Outputs of a packed weight that stand together."""
@@ -27,14 +29,7 @@ _ZERO_OF_INPUTS = 128
 """Added to whole inputs, which the processor's products want without a sign."""
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
-
-
-class Activation(IntEnum):
-    """What the gates of a merged gate and up product go through."""
-
-    NONE = 0
-    SILU = 1
-    GELU_TANH = 2
+TAKEN = TakenWeights(dtypes=DTYPES, size_multiple=WIDEST_VECTOR)
 
 
 class CPackedWeight(Structure):
@@ -159,18 +154,15 @@ class PackedWeight:
 
     @property
     def num_outputs(self) -> int:
-        return int(self.c.num_outputs)
+        """Of a product by it: ups that were weighed by their gates are half of what was multiplied."""
+        num_rows = int(self.c.num_outputs)
+        return num_rows if self.c.activation == Activation.NONE else num_rows // 2
 
     def rows(self, indices: Tensor) -> Tensor:
         """Take rows of the weight as it was before: indices [...] to [..., K]. What an embedding does."""
         flat = indices.reshape(-1)
         found = self.data[flat // COLUMNS, :, flat % COLUMNS]
         return found.reshape(*indices.shape, int(self.c.num_inputs))
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Tell whether the kernels can multiply by it: weight [N, K]."""
-    return weight.dtype in DTYPES and weight.dim() == 2 and weight.shape[1] % WIDEST_VECTOR == 0
 
 
 class Numbers(Enum):

@@ -18,7 +18,8 @@ class AttentionBatch(NamedTuple):
     """What attention reads. Counts on the host are fixed for a captured graph; bounds may be too high."""
 
     num_decodes: int
-    """The first so many sequences have one query token each, or are padding."""
+    """The first so many sequences have one query token each, or are padding. 0 where the host does not know:
+    any may have several then."""
     max_query_len: int
     """No sequence has more tokens in this step."""
     max_seq_len: int

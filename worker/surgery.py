@@ -10,20 +10,19 @@ Shapes: T tokens, H numbers of a hidden state.
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from worker.attention.dense import attend_densely
-from worker.attention.interface import AttentionMetadata, AttentionOptions, active
-from worker.cpu.attention import CpuAttention
-from worker.cpu.fused_layer import FusedLayer, LayerCall, Pairing, Turning
-from worker.cpu.layer_parts import Unrecognised, find_parts
-from worker.cpu.native import Kernels, Numbers, PackedWeight, can_pack, pack
+from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions, active
 from worker.device import Device
+from worker.experts import ReplacedExperts
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.layer_call import LayerCall, Pairing, Turning
+from worker.layer_parts import LayerParts, TakenWeights, Unrecognised, find_parts
 
 _NUM_TOKENS = 21
 _BLOCK_SIZE = 8
@@ -33,21 +32,47 @@ _TOLERANCE = 1e-4
 _SEED = 11
 
 
+class Toolkit(Protocol):
+    """The kernels of one kind of device."""
+
+    name: str
+    """Of the kernels, for a person."""
+    fused: str
+    """What a fused layer is, for a person."""
+    weights: TakenWeights
+
+    def attention_over(self, cache: KVCache) -> AttentionBackend:
+        """Attend with the kernels over a small cache of the trial's own."""
+
+    def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        """Make the layer that is tried. Raises Unrecognised."""
+
+    def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        """Make the layer that stays, which may round its weights."""
+
+    def replace_others(self, model: Any) -> ReplacedExperts:
+        """Replace what can be replaced besides layers, mixtures of experts among it."""
+
+
 @dataclass(slots=True)
 class Surgery:
     """What was replaced, and what was not and why."""
 
-    instruction_set: str
-    numbers: Numbers = Numbers.AS_THEY_ARE
+    kernels: str
+    fused: str = "fused"
     num_layers: int = 0
     num_fused: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    """Why layers stayed as they were."""
+    experts: ReplacedExperts = field(default_factory=ReplacedExperts)
 
     def describe(self) -> str:
         """One line for a person."""
-        how = "fused" if self.numbers is Numbers.AS_THEY_ARE else f"fused, their weights {self.numbers.value}"
-        said = f"{self.instruction_set} kernels: {self.num_fused} of {self.num_layers} layers {how}"
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.reasons.items())
+        said = f"{self.kernels} kernels: {self.num_fused} of {self.num_layers} layers {self.fused}"
+        if self.experts.num_found:
+            said += f", and the experts of {self.experts.num_replaced} of {self.experts.num_found}"
+        all_reasons = self.reasons + self.experts.reasons
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in all_reasons.items())
         return f"{said}; as they were: {reasons}" if reasons else said
 
 
@@ -60,33 +85,15 @@ class _Call:
     layer_idx: int | None = None
     shape: LayerShape | None = None
     options: AttentionOptions | None = None
+    mlp_is_plain: bool = False
+    """Whether the MLP was given the hidden state alone, and returned one."""
 
 
-class PackedLinear(nn.Module):
-    """The model's output layer. Its logits are float32: sums that were never rounded."""
-
-    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
-        super().__init__()
-        self._weight, self._kernels = weight, kernels
+class _Halve(nn.Module):
+    """Stands for an MLP that stays: too large to be copied, and the same in both layers of a trial."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._kernels.multiply_to_float(flat, self._weight).view(
-            *x.shape[:-1], self._weight.num_outputs
-        )
-
-
-class PackedEmbedding(nn.Module):
-    """An embedding that shares its weight with the output layer."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        super().__init__()
-        self._weight = weight
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """[...] to [..., H]."""
-        return self._weight.rows(token_ids)
+        return x / 2
 
 
 class _Recorder:
@@ -106,27 +113,19 @@ class _Recorder:
         return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
 
 
-def put_kernels_under(
-    model: Any,
-    kernels: Kernels,
-    device: Device,
-    *,
-    max_model_len: int,
-    numbers: Numbers = Numbers.AS_THEY_ARE,
-) -> Surgery:
+def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model_len: int) -> Surgery:
     """Replace what can be replaced. Weights move: each layer's old ones are freed before the next.
 
     What is replaced computes the same up to `max_model_len` tokens.
-    `numbers` holds for the layers that are fused; the output layer keeps its own.
     """
-    done = Surgery(kernels.instruction_set, numbers)
+    done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
-    for name, call in _record(model, max_model_len - 1).items():
+    for name, call in _record(model, device, max_model_len - 1).items():
         done.num_layers += 1
         layer = model.get_submodule(name)
         kind = _kind_of(layer, call)
         if kind not in verdicts:
-            verdicts[kind] = _try(layer, call, kernels, device)
+            verdicts[kind] = _try(layer, call, toolkit, device)
         verdict = verdicts[kind]
         if isinstance(verdict, str):
             done.reasons[verdict] += 1
@@ -134,13 +133,13 @@ def put_kernels_under(
         assert call.layer_idx is not None
         assert call.options is not None
         own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
-        _replace_layer(model, name, FusedLayer(find_parts(layer), own, numbers=numbers))
+        _replace_layer(model, name, toolkit.fuse(find_parts(layer, toolkit.weights), own))
         done.num_fused += 1
-    _pack_output(model, kernels)
+    done.experts = toolkit.replace_others(model)
     return done
 
 
-def _record(model: Any, last_position: int) -> dict[str, _Call]:
+def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
     """Call the model once and see how its layers are called: those that hold one attention module.
 
     At the last positions: some families weigh queries by position, from some thousand tokens on.
@@ -153,17 +152,31 @@ def _record(model: Any, last_position: int) -> dict[str, _Call]:
         hidden = args[0] if args else kwargs["hidden_states"]
         recorder.current = calls[name] = _Call(kwargs, hidden.shape[-1])
 
+    def behind_mlp(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        is_alone = len(args) == 1 and not kwargs
+        calls[name].mlp_is_plain = is_alone and isinstance(output, Tensor) and output.shape == args[0].shape
+
     for name, module in model.named_modules():
         if "self_attn" in dict(module.named_children()):
             hook = module.register_forward_pre_hook(
                 lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
             )
             hooks.append(hook)
+            if isinstance(getattr(module, "mlp", None), nn.Module):
+                hook = module.mlp.register_forward_hook(
+                    lambda _mlp, args, kwargs, output, name=name: behind_mlp(name, args, kwargs, output),
+                    with_kwargs=True,
+                )
+                hooks.append(hook)
     try:
         with torch.inference_mode(), active(recorder):
-            positions = torch.arange(_NUM_TOKENS) + max(0, last_position - _NUM_TOKENS + 1)
-            token_ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.long)
-            model(input_ids=token_ids, position_ids=positions[None], use_cache=False)
+            positions = np.arange(_NUM_TOKENS) + max(0, last_position - _NUM_TOKENS + 1)
+            token_ids = np.zeros((1, _NUM_TOKENS), dtype=np.int64)
+            model(
+                input_ids=device.tensor(token_ids),
+                position_ids=device.tensor(positions[None]),
+                use_cache=False,
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -184,23 +197,23 @@ def _kind_of(layer: nn.Module, call: _Call) -> object:
     return shapes, settings, call.shape, options, rotated
 
 
-def _try(layer: nn.Module, call: _Call, kernels: Kernels, device: Device) -> str | LayerCall:
+def _try(layer: nn.Module, call: _Call, toolkit: Toolkit, device: Device) -> str | LayerCall:
     """Compute one layer both ways; a text says why it must stay."""
     if call.layer_idx is None or call.shape is None or call.options is None:
         return "it did not call attention"
     if call.options.chunk_size is not None:
         return "it attends in chunks"
-    if call.shape.key_dim % 16 or call.shape.value_dim % 16:
+    size_multiple = toolkit.weights.size_multiple
+    if call.shape.key_dim % size_multiple or call.shape.value_dim % size_multiple:
         return f"its heads have {call.shape.key_dim} numbers"
     options = call.options._replace(sinks=None if call.options.sinks is None else call.options.sinks.float())
     error = float("inf")
     try:
-        find_parts(layer)  # before the copy: a mixture of experts is large
-        layer = deepcopy(layer).float()
+        layer = _copy_for_trial(layer, call, toolkit.weights)
         for turning in _possible_turnings(call):
             guess = LayerCall(layer_idx=call.layer_idx, shape=call.shape, options=options, turning=turning)
-            fused = FusedLayer(find_parts(layer), guess)
-            error = min(error, _error_of(fused, layer, call, _private_backend(guess, kernels, device)))
+            fused = toolkit.fuse_exactly(find_parts(layer, toolkit.weights), guess)
+            error = min(error, _error_of(fused, layer, call, _private_backend(guess, toolkit, device)))
             if error <= _TOLERANCE:
                 return guess
     except Unrecognised as unusual:
@@ -208,6 +221,16 @@ def _try(layer: nn.Module, call: _Call, kernels: Kernels, device: Device) -> str
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error_alone:
         return f"it cannot be computed alone ({type(error_alone).__name__})"
     return f"it computes something else (error {error:.1e})"
+
+
+def _copy_for_trial(layer: nn.Module, call: _Call, taken: TakenWeights) -> nn.Module:
+    """In float32. Raises Unrecognised."""
+    mlp = find_parts(layer, taken).mlp
+    if not isinstance(mlp, nn.Module):
+        return deepcopy(layer).float()
+    if not call.mlp_is_plain:
+        raise Unrecognised("its MLP takes or returns more than a hidden state")
+    return deepcopy(layer, {id(mlp): _Halve()}).float()
 
 
 def _possible_turnings(call: _Call) -> list[Turning | None]:
@@ -218,13 +241,14 @@ def _possible_turnings(call: _Call) -> list[Turning | None]:
     return [*(Turning(rotated_dim, pairing) for pairing in Pairing), None]
 
 
-def _error_of(fused: FusedLayer, layer: nn.Module, call: _Call, backend: CpuAttention) -> float:
+def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: AttentionBackend) -> float:
     """The largest error of any token, over the size of what the layer adds. Both compute in float32."""
     kwargs = {name: _as_float(value) for name, value in call.kwargs.items() if name != "hidden_states"}
     generator = torch.Generator().manual_seed(_SEED)
     worst = 0.0
     for scale in _SIZES:
         hidden_1TH = torch.randn((1, _NUM_TOKENS, call.hidden_size), generator=generator) * scale
+        hidden_1TH = hidden_1TH.to(next(layer.parameters()).device)
         with torch.inference_mode():
             with active(_Recorder()):
                 expected = layer(hidden_1TH.clone(), **kwargs)
@@ -237,12 +261,12 @@ def _error_of(fused: FusedLayer, layer: nn.Module, call: _Call, backend: CpuAtte
     return worst
 
 
-def _private_backend(call: LayerCall, kernels: Kernels, device: Device) -> CpuAttention:
+def _private_backend(call: LayerCall, toolkit: Toolkit, device: Device) -> AttentionBackend:
     """A cache for one layer and one sequence, in the middle of its step."""
     num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
     layout = BlockLayout(layers={call.layer_idx: call.shape}, block_size=_BLOCK_SIZE, dtype=torch.float32)
-    memory = torch.zeros((num_blocks + 1) * layout.block_numel)
-    backend = CpuAttention(KVCache(layout, num_blocks, memory), device, kernels)
+    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.dtype)
+    backend = toolkit.attention_over(KVCache(layout, num_blocks, memory))
     positions = np.arange(_NUM_TOKENS)
     blocks = np.arange(num_blocks, 0, -1)  # backwards: block tables are to be followed
     backend.begin_step(
@@ -266,7 +290,7 @@ def _as_float(value: Any) -> Any:
     return value
 
 
-def _replace_layer(model: Any, name: str, fused: FusedLayer) -> None:
+def _replace_layer(model: Any, name: str, fused: nn.Module) -> None:
     parent_name, _, child = name.rpartition(".")
     old = model.get_submodule(name)
     # Models ask their layers for such things as the kind of attention.
@@ -275,17 +299,3 @@ def _replace_layer(model: Any, name: str, fused: FusedLayer) -> None:
             setattr(fused, key, value)
     fused.eval()
     setattr(model.get_submodule(parent_name), child, fused)
-
-
-def _pack_output(model: Any, kernels: Kernels) -> None:
-    """Pack the output layer, and let an embedding that is tied to it read the same memory."""
-    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # None: an embedder
-    if type(output) is not nn.Linear or not can_pack(output.weight):
-        return
-    is_tied = embedding.weight is output.weight
-    if is_tied and type(embedding) is not nn.Embedding:
-        return  # one that does more than look up; a second copy would be the larger loss
-    weight = pack(output.weight, output.bias)
-    model.set_output_embeddings(PackedLinear(weight, kernels))
-    if is_tied:
-        model.set_input_embeddings(PackedEmbedding(weight))

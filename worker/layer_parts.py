@@ -9,13 +9,12 @@ Shapes: H numbers of a hidden state.
 
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from worker.cpu.native import WIDEST_VECTOR, Activation, can_pack
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _SPLIT_ROWS, _MERGED_ROWS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
@@ -40,6 +39,29 @@ class Unrecognised(Exception):
     """The layer stays as it is; the text says what is unusual about it."""
 
 
+class Activation(IntEnum):
+    """What the gates of a merged gate and up product go through. The CPU's kernels know the numbers."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenWeights:
+    """Which weights a device's kernels can compute with."""
+
+    dtypes: frozenset[torch.dtype]
+    size_multiple: int
+    """Of the inputs of a product, of the numbers of a norm, a head or an MLP."""
+    keeps_mlps: bool = False
+    """Whether a fused layer may have an MLP that is made otherwise, such as a mixture of experts."""
+
+    def include(self, weight: Tensor) -> bool:
+        """Tell whether the kernels can multiply by it: weight [N, K]."""
+        return weight.dtype in self.dtypes and weight.dim() == 2 and weight.shape[1] % self.size_multiple == 0
+
+
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
     """x * rsqrt(mean(x^2) + epsilon) * weight."""
@@ -56,6 +78,15 @@ class Projection(NamedTuple):
     bias_N: Tensor | None
 
 
+class GatedMlp(NamedTuple):
+    """down(act(gate) * up)."""
+
+    gate_up_NK: Tensor
+    """All gates, then all ups."""
+    down: Projection
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     attention_norm: RmsNorm
@@ -66,46 +97,56 @@ class LayerParts:
     attention_output: Projection
     after_attention_norm: RmsNorm | None
     mlp_norm: RmsNorm
-    gate_NK: Tensor
-    up_NK: Tensor
-    down: Projection
-    activation: Activation
+    mlp: GatedMlp | nn.Module
+    """A module: it stays as it is."""
     after_mlp_norm: RmsNorm | None
 
 
-def find_parts(layer: nn.Module) -> LayerParts:
+def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     """Take a layer apart without changing it. Raises Unrecognised."""
     children = _children(layer)
     norm_names = next((each for each in _NORM_NAMES if {*each, "self_attn", "mlp"} == set(children)), None)
     if norm_names is None:
         raise Unrecognised(f"it consists of {', '.join(children) or 'nothing'}")
-    attention, mlp = _children(children["self_attn"]), _children(children["mlp"])
+    attention = _children(children["self_attn"])
     rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
-    gate_up = _MERGED_MLP if _MERGED_MLP[0] in mlp else _SPLIT_MLP
     _refuse_others(attention, {*rows, "o_proj", "q_norm", "k_norm", "rotary_emb"}, "attention")
-    _refuse_others(mlp, {*gate_up, "down_proj", *_ACTIVATION_NAMES}, "MLP")
-    gates_and_ups = _merged([_projection(mlp, name) for name in gate_up])
-    if gates_and_ups.bias_N is not None:
-        raise Unrecognised("its MLP has biases")
-    gate_NK, up_NK = gates_and_ups.weight_NK.chunk(2)
-    if len(gate_NK) % WIDEST_VECTOR:
-        raise Unrecognised(f"its MLP has {len(gate_NK)} gates")
-    norms = [_rms_norm(children[name]) for name in norm_names]
+    mlp = _mlp(children["mlp"], taken)
+    norms = [_rms_norm(children[name], taken) for name in norm_names]
     is_sandwich = len(norms) == 4
     return LayerParts(
         attention_norm=norms[0],
-        query_key_value=_merged([_projection(attention, name) for name in rows]),
-        query_norm=_rms_norm(attention["q_norm"]) if "q_norm" in attention else None,
-        key_norm=_rms_norm(attention["k_norm"]) if "k_norm" in attention else None,
-        attention_output=_projection(attention, "o_proj"),
+        query_key_value=_merged([_projection(attention, name, taken) for name in rows]),
+        query_norm=_rms_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
+        key_norm=_rms_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
+        attention_output=_projection(attention, "o_proj", taken),
         after_attention_norm=norms[1] if is_sandwich else None,
         mlp_norm=norms[2] if is_sandwich else norms[1],
-        gate_NK=gate_NK,
-        up_NK=up_NK,
-        down=_projection(mlp, "down_proj"),
-        activation=_activation(children["mlp"]),
+        mlp=mlp,
         after_mlp_norm=norms[3] if is_sandwich else None,
     )
+
+
+def _mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp | nn.Module:
+    try:
+        return _gated_mlp(module, taken)
+    except Unrecognised:
+        if taken.keeps_mlps:
+            return module
+        raise
+
+
+def _gated_mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp:
+    mlp = _children(module)
+    gate_up = _MERGED_MLP if _MERGED_MLP[0] in mlp else _SPLIT_MLP
+    _refuse_others(mlp, {*gate_up, "down_proj", *_ACTIVATION_NAMES}, "MLP")
+    gates_and_ups = _merged([_projection(mlp, name, taken) for name in gate_up])
+    if gates_and_ups.bias_N is not None:
+        raise Unrecognised("its MLP has biases")
+    num_gates = len(gates_and_ups.weight_NK) // 2
+    if num_gates % taken.size_multiple:
+        raise Unrecognised(f"its MLP has {num_gates} gates")
+    return GatedMlp(gates_and_ups.weight_NK, _projection(mlp, "down_proj", taken), _activation(module))
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
@@ -123,11 +164,11 @@ def _refuse_others(children: dict[str, nn.Module], known: set[str], whose: str) 
         raise Unrecognised(f"its {whose} has {', '.join(others)}")
 
 
-def _projection(children: dict[str, nn.Module], name: str) -> Projection:
+def _projection(children: dict[str, nn.Module], name: str, taken: TakenWeights) -> Projection:
     found = children.get(name)
     if type(found) is not nn.Linear:
         raise Unrecognised(f"its {name} is {'missing' if found is None else type(found).__name__}")
-    if not can_pack(found.weight):
+    if not taken.include(found.weight):
         raise Unrecognised(f"its {name} is {tuple(found.weight.shape)} {found.weight.dtype}")
     return Projection(found.weight.detach(), None if found.bias is None else found.bias.detach())
 
@@ -146,17 +187,18 @@ def _merged(projections: list[Projection]) -> Projection:
     return Projection(weight_NK, torch.cat(biases))
 
 
-def _rms_norm(norm: nn.Module) -> RmsNorm:
+def _rms_norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
     """Read a norm off what it does to a vector of ones."""
     parameters = list(norm.parameters())
     epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
     if len(parameters) != 1 or parameters[0].dim() != 1 or not isinstance(epsilon, float):
         raise Unrecognised(f"its {type(norm).__name__} is no root-mean-square norm")
     size = parameters[0].shape[0]
-    if size % WIDEST_VECTOR:
+    if size % taken.size_multiple:
         raise Unrecognised(f"its {type(norm).__name__} has {size} numbers")
     with torch.inference_mode():
-        weight_H = deepcopy(norm).float()(torch.ones(1, size))[0] * (1 + epsilon) ** 0.5
+        ones_1H = torch.ones((1, size), device=parameters[0].device)
+        weight_H = deepcopy(norm).float()(ones_1H)[0] * (1 + epsilon) ** 0.5
     return RmsNorm(weight_H.contiguous(), epsilon)
 
 

@@ -1,0 +1,40 @@
+"""A family without a paged KV cache behind the whole server: everything holds but the speed."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.serving import running_server
+
+NUM_TOKENS = 24
+
+
+def prompt_of(index: int) -> list[int]:
+    return [(7 * index + 3 * place) % 90 + 10 for place in range(20 + index)]
+
+
+async def complete(client: httpx.AsyncClient, index: int, **fields: object) -> dict[str, object]:
+    body = {"prompt": prompt_of(index), "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    reply = await client.post("/v1/completions", json={**body, **fields})
+    return reply.raise_for_status().json()
+
+
+async def test_a_crowd_that_preempts_itself_gets_the_same_texts_as_each_alone(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen3_next", tmp_path / "hybrid")
+    options = ("--num-gpu-blocks-override", "20", "--block-size", "8", "--max-num-seqs", "8")
+    chunks = ("--max-num-batched-tokens", "16")
+    with running_server(tmp_path, str(model), *options, *chunks) as server:
+        assert "transformers alone computes, one sequence after the other" in server.text()
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            alone = [await complete(client, index) for index in range(6)]
+            crowd = await asyncio.gather(*(complete(client, index) for index in range(6)))
+            for each, other in zip(alone, crowd, strict=True):
+                assert each["choices"] == other["choices"]
+                assert each["usage"]["completion_tokens"] == NUM_TOKENS
+            scored = await complete(client, 3, max_tokens=0, echo=True, logprobs=2)
+            assert len(scored["choices"][0]["logprobs"]["tokens"]) == len(prompt_of(3))
+        assert server.metric("tokenyard:num_preemptions_total") > 0
+        assert server.metric("tokenyard:prefix_cache_hits_total") == 0
+        server.wait_until_idle(within_s=2)

@@ -1,0 +1,159 @@
+"""Compile Triton kernels for a GPU that is not there, and say what came of them.
+
+Owns: the process in which this happens, since pytest's own has the interpreter in the compiler's place.
+Never: runs a kernel, or judges one: the tests do.
+
+Triton brings the assembler with it, so that this needs no CUDA. One process compiles a whole list: most of
+its time goes into starting. Triton keeps what it compiled on disk, until the kernel's source changes.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+HOPPER = 90
+SHARED_BYTES_LIMIT = 227 * 1024
+"""What one program may have of a Hopper GPU's shared memory."""
+_SECONDS_FOR_ALL = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel and the arguments that it is compiled for."""
+
+    function: str
+    """Module and name, as in worker.gpu.kernels.attention:decode_kernel."""
+    signature: dict[str, str]
+    """The types of all arguments in their order: *bf16, *i32, i32, i64, fp32, and constexpr for constants."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """The values of those that are constexpr; tl.bfloat16 and the like as that word."""
+    unaligned: tuple[str, ...] = ()
+    """Pointers and integers that are no multiple of 16; Triton asks that of each at a launch. All others are
+    taken for multiples."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the GPU would get."""
+
+    ptx: str
+    shared_bytes: int
+    num_registers: int
+    """Of one thread; 255 is the most there is."""
+    local_bytes: int
+    """Of one thread, in memory, where registers do not suffice: 0 where nothing is spilled."""
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        return "mma.sync" in self.ptx or self.uses_warp_group_products
+
+    @property
+    def uses_warp_group_products(self) -> bool:
+        """Whether products use the instructions that came with Hopper, at twice the rate of those before."""
+        return "wgmma.mma_async" in self.ptx
+
+    @property
+    def widest_load_bytes(self) -> int:
+        """Of one thread from global memory, be it to registers or, asynchronously, to shared memory."""
+        loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)", self.ptx)
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x[0-9a-f]+|\d+)[,;]", self.ptx)
+        widths = [int(count or 1) * int(bits) // 8 for count, bits in loads]
+        return max(widths + [int(copied, 0) for copied in copies], default=0)
+
+
+def compile_kernels(kernels: list[Kernel]) -> list[Compiled]:
+    """Compile all, in one process, for Hopper. Raises AssertionError with the compiler's words."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.worker.gpu.cross_compile"],
+        input=json.dumps([asdict(kernel) for kernel in kernels]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=_SECONDS_FOR_ALL,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stderr[-4000:]}"
+    return [Compiled(**each) for each in json.loads(done.stdout)]
+
+
+def _compile_all() -> None:
+    """In the other process: kernels come on standard input, results go to standard output."""
+    kernels = [Kernel(**each) for each in json.load(sys.stdin)]
+    output, sys.stdout = sys.stdout, sys.stderr  # so that nothing but the results is in it
+    results = []
+    for kernel in kernels:
+        try:
+            results.append(asdict(_compile(kernel)))
+        except Exception as error:
+            raise SystemExit(f"{kernel.function} with {kernel.constants}: {error}") from error
+    json.dump(results, output)
+
+
+def _compile(kernel: Kernel) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = kernel.function.split(":")
+    function = getattr(importlib.import_module(module), name)
+    signature = {argument: kernel.signature[argument] for argument in function.arg_names}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (place,): aligned
+        for place, (argument, type_name) in enumerate(signature.items())
+        if type_name.startswith(("*", "i")) and argument not in kernel.unaligned
+    }
+    constants = {argument: _constant(value) for argument, value in kernel.constants.items()}
+    compiled = triton.compile(
+        ASTSource(function, signature, constants, attributes),
+        target=GPUTarget("cuda", HOPPER, 32),
+        options={"num_warps": kernel.num_warps, "num_stages": kernel.num_stages},
+    )
+    registers, local_bytes = _resources(compiled.asm["cubin"])
+    return Compiled(
+        ptx=compiled.asm["ptx"],
+        shared_bytes=compiled.metadata.shared,
+        num_registers=registers,
+        local_bytes=local_bytes,
+    )
+
+
+def _constant(value: Any) -> Any:
+    import triton.language as tl
+
+    is_type = isinstance(value, str) and value.startswith("tl.")
+    return getattr(tl, value.removeprefix("tl.")) if is_type else value
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of local memory, that a thread takes."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+if __name__ == "__main__":
+    _compile_all()

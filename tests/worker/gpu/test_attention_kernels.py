@@ -1,0 +1,334 @@
+"""The attention kernels against the definition of correct, on steps of every kind, with poison where nothing
+may be read."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from worker.attention.interface import AttentionMetadata, AttentionOptions
+from worker.attention.ref import RefAttention
+from worker.config import WorkerConfig
+from worker.device import CpuDevice
+from worker.gpu.attention import TritonAttention
+from worker.gpu.batch import AttentionBatch
+from worker.gpu.kernels import attention_decode
+from worker.gpu.kernels.attention_decode import count_segments
+from worker.gpu.kernels.attention_prefill import attend_prefills
+from worker.gpu.kernels.kv_write import write_kv
+from worker.kv_cache import BlockLayout, KVCache, LayerShape
+
+LAYER = 7
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """New memory is full of NaN, so that what a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Heads(NamedTuple):
+    num_kv_heads: int = 2
+    num_groups: int = 3
+    key_dim: int = 8
+    value_dim: int = 8
+
+
+class Case(NamedTuple):
+    """Sequences of (length before the step, tokens in the step), decodes first."""
+
+    shares: list[tuple[int, int]]
+    heads: Heads = Heads()
+    block_size: int = 8
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+class Step:
+    """A step at its beginning: a cache that holds what lies before it, and NaN everywhere else."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        heads = case.heads
+        self.generator = torch.Generator().manual_seed(5)
+        longest = -(-max(sum(share) for share in case.shares) // case.block_size)
+        self.num_blocks = len(case.shares) * longest + 1
+        blocks = np.random.default_rng(5).permutation(self.num_blocks - 1) + 1
+        # The last block belongs to nobody.
+        self.tables = np.full((len(case.shares), longest), self.num_blocks, dtype=np.int32)
+        for row, (before, now) in enumerate(case.shares):
+            held = -(-(before + now) // case.block_size)
+            self.tables[row, :held] = blocks[row * longest : row * longest + held]
+        self.options = AttentionOptions(
+            scaling=0.3,
+            sliding_window=case.window,
+            softcap=case.softcap,
+            sinks=self.random(heads.num_kv_heads * heads.num_groups) if case.has_sinks else None,
+            chunk_size=case.chunk,
+        )
+        self.device = CpuDevice(WorkerConfig(model_path="", num_threads=1))
+        self.ref_cache, self.cache = self.new_cache(torch.float32), self.new_cache(case.dtype)
+        self.ref = RefAttention(self.ref_cache, self.device)
+        self.triton = TritonAttention(self.cache, self.device)
+        self.write_before()
+        self.metadata = self.spans([(before, before + now) for before, now in case.shares])
+        num_tokens = sum(now for _, now in case.shares)
+        self.query = self.random(heads.num_kv_heads * heads.num_groups, num_tokens, heads.key_dim)
+        self.key = self.random(heads.num_kv_heads, num_tokens, heads.key_dim)
+        self.value = self.random(heads.num_kv_heads, num_tokens, heads.value_dim)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.case.dtype)
+
+    def new_cache(self, dtype: torch.dtype) -> KVCache:
+        heads = self.case.heads
+        shape = LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim)
+        layout = BlockLayout(
+            layers={0: LayerShape(1, 12, 12), LAYER: shape}, block_size=self.case.block_size, dtype=dtype
+        )
+        return KVCache(
+            layout,
+            self.num_blocks,
+            torch.full(((self.num_blocks + 1) * layout.block_numel,), torch.nan, dtype=dtype),
+        )
+
+    def write_before(self) -> None:
+        """What attention saw of each sequence until now. What a window has passed is somebody else's now."""
+        written = [index for index, (before, _) in enumerate(self.case.shares) if before]
+        if written:
+            spans = [(0, self.case.shares[index][0]) for index in written]
+            self.ref.begin_step(self.spans(spans, written))
+            num_tokens, heads = sum(end for _, end in spans), self.case.heads
+            key = self.random(heads.num_kv_heads, num_tokens, heads.key_dim)
+            value = self.random(heads.num_kv_heads, num_tokens, heads.value_dim)
+            self.ref.write(LAYER, key.float(), value.float())
+        self.cache.pool_NE.copy_(self.ref_cache.pool_NE)
+        self.ref_cache.pool_NE[0] = 0  # which the reference gathers for places without a key
+        if self.options.reach.most_tokens is not None:
+            for row, (before, _) in enumerate(self.case.shares):
+                first = max(0, self.options.reach.first_seen(before)) // self.case.block_size
+                self.tables[row, :first] = self.num_blocks
+
+    def spans(self, spans: list[tuple[int, int]], rows: list[int] | None = None) -> AttentionMetadata:
+        tables = self.tables if rows is None else self.tables[rows]
+        positions = [np.arange(*span) for span in spans]
+        blocks = [table[each // self.case.block_size] for table, each in zip(tables, positions, strict=True)]
+        counts = [end - start for start, end in spans]
+        return AttentionMetadata(
+            num_decodes=counts.count(1) if sorted(counts, key=lambda each: each > 1) == counts else 0,
+            query_starts=np.cumsum([0, *counts]),
+            seq_lens=np.array([end for _, end in spans]),
+            block_tables=tables,
+            token_blocks=np.concatenate(blocks).astype(np.int64),
+            token_offsets=np.concatenate(positions) % self.case.block_size,
+        )
+
+    def expected(self) -> Tensor:
+        self.ref.begin_step(self.metadata)
+        return self.ref.attend(LAYER, self.query.float(), self.key.float(), self.value.float(), self.options)
+
+    def attend_padded(self, *, num_decodes: int, num_sequences: int, num_tokens: int) -> Tensor:
+        """Attend within a batch of these sizes; decodes that are missing stand between those and the rest."""
+        has_decodes = self.metadata.num_decodes
+        missing = max(0, num_decodes - has_decodes)
+        behind = num_sequences - len(self.case.shares) - missing
+        counts = np.diff(self.metadata.query_starts)
+        counts = np.concatenate([counts[:has_decodes], [0] * missing, counts[has_decodes:], [0] * behind])
+        row_of = np.concatenate(
+            [
+                np.arange(has_decodes),
+                np.full(missing, -1),
+                np.arange(has_decodes, len(self.case.shares)),
+                np.full(behind, -1),
+            ]
+        )
+        nobodys = np.full((1, self.tables.shape[1]), self.num_blocks, dtype=np.int32)
+        slots = self.metadata.token_blocks * self.case.block_size + self.metadata.token_offsets
+        padding = num_tokens - len(slots)
+        batch = AttentionBatch(
+            num_decodes=num_decodes,
+            max_query_len=int(counts.max()),
+            max_seq_len=1000,
+            query_starts_R=torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)),
+            seq_lens_R=torch.from_numpy(np.append(self.metadata.seq_lens, 0)[row_of].astype(np.int32)),
+            block_tables_RB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of]),
+            slots_T=torch.from_numpy(np.append(slots, np.full(padding, -1))),
+        )
+        self.triton.begin_batch(batch)
+        return self.triton.attend(
+            LAYER, *(_pad(each, padding) for each in (self.query, self.key, self.value)), self.options
+        )
+
+
+def _pad(tensor_HTD: Tensor, padding: int) -> Tensor:
+    return torch.nn.functional.pad(tensor_HTD, (0, 0, 0, padding), value=torch.nan)
+
+
+def check(case: Case) -> None:
+    step = Step(case)
+    step.triton.begin_step(step.metadata)
+    found = step.triton.attend(LAYER, step.query, step.key, step.value, step.options)
+    assert_close(found, step.expected())
+    torch.testing.assert_close(step.cache.pool_NE[1:].float(), step.ref_cache.pool_NE[1:], equal_nan=True)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+SHARES = st.tuples(
+    st.lists(st.tuples(st.integers(0, 70), st.just(1)), max_size=3),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(2, 20)), max_size=2),
+).filter(any)
+REACHES = st.sampled_from(
+    [(None, None), (1, None), (7, None), (16, None), (40, None), (None, 1), (None, 6), (None, 32)]
+)
+HEADS = st.builds(
+    Heads,
+    num_kv_heads=st.integers(1, 2),
+    num_groups=st.sampled_from([1, 2, 3, 7, 20]),
+    key_dim=st.sampled_from([8, 16, 20, 80, 96]),
+    value_dim=st.sampled_from([8, 16, 24, 80]),
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    SHARES,
+    HEADS,
+    REACHES,
+    st.sampled_from([8, 16, 32, 64]),
+    st.sampled_from([None, 3.0]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float16]),
+)
+def test_paged_attention_is_what_the_reference_says(
+    shares, heads, reach, block_size, softcap, has_sinks, dtype
+) -> None:
+    decodes, prefills = shares
+    check(Case(decodes + prefills, heads, block_size, *reach, softcap, has_sinks, dtype))
+
+
+MIXED = [(0, 1), (33, 1), (12, 1), (5, 7), (0, 3), (40, 20)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_prompts_longer_than_a_tile_of_keys_or_rows(dtype: torch.dtype) -> None:
+    for reach in ({}, {"window": 50}, {"chunk": 48}):
+        check(Case([(90, 80)], Heads(1, 2), dtype=dtype, **reach))
+
+
+def test_a_long_decode_is_put_together_from_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "_SEGMENTS_AT_ONCE", 2)
+    shares = [(250, 1), (3, 1), (64, 1)]
+    assert count_segments(3, 251, num_keys=32) == 8
+    for options in ({"softcap": 3.0}, {"window": 100, "has_sinks": True}, {"chunk": 200}):
+        check(Case(shares, Heads(1, 2, 16, 8), **options))
+
+
+def test_more_query_heads_than_rows_are_attended_in_parts() -> None:
+    check(Case([(20, 1), (0, 3)], Heads(1, 70, 8, 8)))
+
+
+def test_a_sequence_of_one_token_may_stand_among_longer_ones() -> None:
+    check(Case([(10, 1), (0, 4), (30, 1), (3, 2)], has_sinks=True))
+    check(Case([(0, 2), (30, 1), (3, 2)], has_sinks=True))
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_sequences", "num_tokens"),
+    [(3, 6, 33), (3, 8, 40), (0, 6, 33), (0, 9, 50), (5, 12, 34)],
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_padding_changes_nothing_and_gets_zeros(num_decodes, num_sequences, num_tokens, has_sinks) -> None:
+    """With decodes that the host knows, that it does not know, and with some missing."""
+    step = Step(Case(MIXED, has_sinks=has_sinks))
+    found = step.attend_padded(num_decodes=num_decodes, num_sequences=num_sequences, num_tokens=num_tokens)
+    expected = step.expected()
+    assert_close(found[: len(expected)], expected)
+    assert not found[len(expected) :].any()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 8])
+def test_a_decode_graph_larger_than_its_decodes(num_tokens: int) -> None:
+    step = Step(Case(MIXED[:3], window=20))
+    found = step.attend_padded(num_decodes=num_tokens, num_sequences=num_tokens, num_tokens=num_tokens)
+    assert_close(found[:3], step.expected())
+    assert not found[3:].any()
+
+
+def test_a_batch_of_padding_alone_gets_zeros() -> None:
+    step = Step(Case([(4, 1)]))
+    tables = torch.full((4, 2), step.num_blocks, dtype=torch.int32)
+    zeros = torch.zeros(5, dtype=torch.int32)
+    for num_decodes in (0, 4):
+        slots = torch.full((4,), -1)
+        step.triton.begin_batch(AttentionBatch(num_decodes, 1, 100, zeros, zeros[:4], tables, slots))
+        queries_THD = torch.full((4, 6, 8), torch.nan)
+        assert not step.triton.attend_written(LAYER, queries_THD, step.options).any()
+
+
+def test_decodes_that_the_host_does_not_know_are_not_walked_through_as_prompts() -> None:
+    """One would be a whole tile of rows, and nobody would share its keys among programs."""
+    step = Step(Case(MIXED))
+    step.triton.begin_step(step.metadata)
+    step.triton.write(LAYER, step.key, step.value)
+    batch = step.triton._batch._replace(num_decodes=0)
+    out_THV = torch.full((33, 6, 8), 5.0)
+    attend_prefills(step.query.transpose(0, 1), step.cache.layers[LAYER], batch, step.options, out_THV)
+    assert (out_THV[:3] == 5).all()
+    assert_close(out_THV[3:], step.expected()[3:])
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(1, 20), HEADS, st.sampled_from([8, 16, 64]), st.booleans())
+def test_keys_and_values_of_any_strides_reach_their_slots_and_nothing_else(
+    num_tokens, heads, block_size, is_spread
+) -> None:
+    step = Step(Case([(0, 3 * block_size)], heads, block_size))
+    slots_T = torch.randperm(3 * block_size, generator=step.generator)[:num_tokens] + block_size
+    slots_T[num_tokens // 2] = -1
+    key, value = (
+        _spread(step.random(heads.num_kv_heads, num_tokens, dim), is_spread)
+        for dim in (heads.key_dim, heads.value_dim)
+    )
+    expected = step.new_cache(torch.float32)
+    write_kv(key, value, step.cache.layers[LAYER], slots_T)
+    for token, slot in enumerate(slots_T.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, block_size)
+            expected.layers[LAYER].keys.blocks_NHSD[block, :, offset] = key[:, token]
+            expected.layers[LAYER].values.blocks_NHSD[block, :, offset] = value[:, token]
+    torch.testing.assert_close(step.cache.pool_NE, expected.pool_NE, rtol=0, atol=0, equal_nan=True)
+
+
+def _spread(tensor_HTD: Tensor, is_spread: bool) -> Tensor:
+    """The same numbers with other strides, in the last dimension as well."""
+    return tensor_HTD.permute(2, 1, 0).contiguous().permute(2, 1, 0) if is_spread else tensor_HTD
+
+
+def test_queries_of_any_strides_are_attended_for() -> None:
+    step = Step(Case(MIXED))
+    step.triton.begin_step(step.metadata)
+    query = _spread(step.query, is_spread=True)
+    assert_close(step.triton.attend(LAYER, query, step.key, step.value, step.options), step.expected())
+
+
+def test_few_decodes_are_cut_until_all_processors_have_work_and_many_are_not() -> None:
+    assert count_segments(1 * 8, 32768, num_keys=64) == 33
+    assert count_segments(64 * 8, 4096, num_keys=64) == 1
+    assert count_segments(1 * 8, 100, num_keys=64) == 2, "no segment has less than a tile"
+    assert count_segments(512 * 8, 131072, num_keys=64) == 8, "bounded, for empty programs cost time too"
+    assert count_segments(64 * 8, 131072, num_keys=64) == 16, "none is so long that the others wait for it"

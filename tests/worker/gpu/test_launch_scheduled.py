@@ -1,0 +1,64 @@
+"""The real scheduler with plans in flight, over a worker whose tokens are read late."""
+
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from scheduler.config import SchedulerConfig
+from scheduler.invariants import check_invariants
+from scheduler.messages import SchedulerOutput, SequenceId
+from scheduler.scheduler import Scheduler
+from tests.fakes import make_sequence
+from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
+from tests.worker.gpu.ahead import let_work_ahead
+from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.generation_step import LaunchedStep
+
+PROMPTS = [
+    [(step * index + 3) % 300 for index in range(length)]
+    for step, length in ((7, 25), (13, 30), (11, 9), (5, 14))
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def folder(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> Path:
+    return checkpoints(request.param)
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
+def test_sequences_that_are_preempted_with_a_token_in_flight_draw_what_they_draw_alone(
+    folder: Path, swap_bytes: int
+) -> None:
+    worker, facts = load_worker(folder, num_blocks=60, swap_space_bytes=swap_bytes)
+    steps = let_work_ahead(worker)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=15,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=8,
+            max_num_batched_tokens=24,
+            max_model_len=facts.max_model_len,
+            watermark=0.0,
+            num_host_blocks=facts.num_host_blocks,
+            sliding_window=facts.sliding_window,
+            max_plans_in_flight=2,
+        )
+    )
+    tokens: dict[SequenceId, list[int]] = {}
+    for number, prompt in enumerate(PROMPTS):
+        scheduler.add_request(make_sequence(number, prompt, max_tokens=NUM_TOKENS), now_s=0.0)
+        tokens[SequenceId(number)] = []
+    in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
+    while scheduler.has_unfinished_requests:
+        while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=0.0)).is_empty:
+            in_flight.append((plan, worker.launch(plan)))
+        plan, launched = in_flight.popleft()
+        result = launched.result()
+        assert not result.failures
+        for output in scheduler.update_from_output(plan, result).get(0, []):
+            tokens[output.sequence_id] += output.token_ids
+        check_invariants(scheduler)
+    assert {number: expected(folder, tuple(PROMPTS[number])) for number in tokens} == tokens
+    assert sum(each.num for each in scheduler.stats().preemptions) > 0
+    assert steps.num_filled > NUM_TOKENS

@@ -1,0 +1,174 @@
+"""What the host packs is what the device reads, at addresses that do not change."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.messages import SequenceId
+from tests.worker.gpu.interpreted_gpu import InterpretedGpu
+from worker.attention.interface import AttentionMetadata
+from worker.config import WorkerConfig
+from worker.device import Event
+from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
+from worker.inputs import StepInputs
+
+LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4)
+
+
+class TransferLog(InterpretedGpu):
+    """Copies to the device arrive when an event is waited for, as late as they may."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerConfig(model_path=""))
+        self.pinned_memory: list[torch.Tensor] = []
+        self.waited: list[int] = []
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.pinned_memory.append(super().pinned(numel, dtype))
+        return self.pinned_memory[-1]
+
+    def record(self) -> Event:
+        return _Recorded(self, super().record())
+
+
+class _Recorded:
+    def __init__(self, log: TransferLog, event: Event) -> None:
+        self._log, self._event = log, event
+        self._number = log.num_events
+
+    def wait(self) -> None:
+        self._log.waited.append(self._number)
+        self._event.wait()
+
+
+def make_inputs(query_lens: list[int], seed: int) -> StepInputs:
+    """Decodes first. Every second sequence draws."""
+    generator = np.random.default_rng(seed)
+    lens = np.array(sorted(query_lens, key=lambda length: length > 1), dtype=np.int64)
+    ends = np.cumsum(lens)
+    num_tokens, num_sequences = int(ends[-1]), len(lens)
+    seq_lens = lens + generator.integers(0, 36 - lens.max() + 1, num_sequences)
+    drawing = list(range(0, num_sequences, 2))
+    longest = -(-int(seq_lens.max()) // LIMITS.block_size)
+    return StepInputs(
+        input_ids_T=generator.integers(-1, 1000, num_tokens),
+        position_ids_T=generator.integers(0, 36, num_tokens),
+        rows_T=np.repeat(generator.permutation(LIMITS.num_sequences)[:num_sequences], lens),
+        logits_indices_N=ends[drawing] - 1,
+        metadata=AttentionMetadata(
+            num_decodes=int((lens == 1).sum()),
+            query_starts=np.concatenate([[0], ends]),
+            seq_lens=seq_lens,
+            block_tables=generator.integers(0, 1000, (num_sequences, longest), dtype=np.int32),
+            token_blocks=generator.integers(1, 1000, num_tokens),
+            token_offsets=generator.integers(0, LIMITS.block_size, num_tokens),
+        ),
+        sequence_ids=[SequenceId(index) for index in drawing],
+        rows=[int(row) for row in generator.permutation(LIMITS.num_sequences)[: len(drawing)]],
+        shares=[],
+    )
+
+
+def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
+    batch, metadata = buffers.view(sizes), inputs.metadata
+    num_tokens, num_sequences = len(inputs.input_ids_T), len(metadata.seq_lens)
+    num_logits = len(inputs.rows)
+    assert batch.input_ids_1T[0].tolist() == [*inputs.input_ids_T, *[0] * (sizes.num_tokens - num_tokens)]
+    assert batch.position_ids_1T[0, :num_tokens].tolist() == inputs.position_ids_T.tolist()
+    assert not batch.position_ids_1T[0, num_tokens:].any()
+    assert batch.rows_T[:num_tokens].tolist() == inputs.rows_T.tolist()
+    padding = sizes.num_logits - num_logits
+    assert batch.logits_indices_N.tolist() == [*inputs.logits_indices_N, *[0] * padding]
+    assert batch.rows_N.tolist() == [*inputs.rows, *[LIMITS.num_sequences] * padding]
+    attention = batch.attention
+    slots = metadata.token_blocks * LIMITS.block_size + metadata.token_offsets
+    assert attention.slots_T.tolist() == [*slots, *[-1] * (sizes.num_tokens - num_tokens)]
+    padding = sizes.num_sequences - num_sequences
+    assert attention.query_starts_R.tolist() == [*metadata.query_starts, *[num_tokens] * padding]
+    assert attention.seq_lens_R.tolist() == [*metadata.seq_lens, *[0] * padding]
+    tables = attention.block_tables_RB[:num_sequences, : metadata.block_tables.shape[1]]
+    assert tables.tolist() == metadata.block_tables.tolist()
+    assert attention.block_tables_RB.stride() == (LIMITS.num_blocks, 1)
+    for tensor in (batch.input_ids_1T, batch.position_ids_1T, attention.slots_T):
+        assert tensor.data_ptr() % 16 == 0
+
+
+steps = st.tuples(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 1000))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(steps, st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4))
+def test_a_step_is_read_as_it_was_written_with_its_padding(drawn: list[Any]) -> None:
+    buffers = StepBuffers(TransferLog(), LIMITS)
+    for (query_lens, seed), more_tokens, more_sequences in drawn:
+        inputs = make_inputs(query_lens, seed)
+        sizes = BatchSizes(
+            num_tokens=len(inputs.input_ids_T) + more_tokens,
+            num_sequences=min(len(query_lens) + more_sequences, LIMITS.num_sequences),
+            num_logits=min(len(inputs.rows) + more_sequences, LIMITS.num_sequences),
+            num_decodes=0,
+            max_query_len=6,
+            max_seq_len=36,
+        )
+        buffers.fill(inputs, sizes)
+        check(buffers, inputs, sizes)
+
+
+def test_steps_of_the_same_sizes_stand_at_the_same_addresses() -> None:
+    buffers = StepBuffers(TransferLog(), LIMITS)
+    sizes = BatchSizes(16, 4, 4, 0, 6, 36)
+    before = buffers.view(sizes)
+    for seed in range(3):
+        inputs = make_inputs([1, 2, 3], seed)
+        buffers.fill(inputs, sizes)
+        check(buffers, inputs, sizes)
+    after = buffers.view(sizes)
+    assert [tensor.data_ptr() for tensor in (*before.attention[3:], *before[1:])] == [
+        tensor.data_ptr() for tensor in (*after.attention[3:], *after[1:])
+    ]
+
+
+def test_pinned_memory_is_written_again_only_when_the_device_has_read_it() -> None:
+    device = TransferLog()
+    buffers = StepBuffers(device, LIMITS)
+    assert len(device.pinned_memory) == 2
+    sizes = BatchSizes(16, 4, 4, 0, 6, 36)
+    for seed in range(5):
+        buffers.fill(make_inputs([1, 2], seed), sizes)
+    assert device.waited == [1, 2, 3], "of five copies, those before the last two"
+
+
+def test_the_step_before_can_still_be_on_its_way_while_one_is_packed() -> None:
+    """Two pieces in turn: what was packed first is not written over by the second step."""
+    device = TransferLog()
+    buffers = StepBuffers(device, LIMITS)
+    sizes = BatchSizes(16, 4, 4, 0, 6, 36)
+    buffers.fill(make_inputs([1, 2], seed=1), sizes)
+    first = [memory.clone() for memory in device.pinned_memory]
+    buffers.fill(make_inputs([2, 3], seed=2), sizes)
+    assert torch.equal(device.pinned_memory[0], first[0])
+    assert not torch.equal(device.pinned_memory[1], first[1])
+
+
+def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None:
+    buffers = StepBuffers(TransferLog(), LIMITS)
+    sizes = BatchSizes(8, 4, 4, 0, 8, 36)
+    buffers.fill(make_inputs([1, 2, 3], seed=3), sizes)
+    buffers.fill(None, sizes)
+    batch = buffers.view(sizes)
+    assert batch.attention.slots_T.tolist() == [-1] * 8
+    assert batch.attention.seq_lens_R.tolist() == [0] * 4
+    assert batch.attention.query_starts_R.tolist() == [0] * 5
+    assert batch.rows_N.tolist() == [LIMITS.num_sequences] * 4
+    assert not batch.input_ids_1T.any()
+    assert not batch.logits_indices_N.any()
+
+
+def test_the_memory_told_beforehand_is_enough() -> None:
+    for limits in (LIMITS, Limits(2048, 256, 513, 16), Limits(8192, 512, 8193, 16)):
+        buffers = StepBuffers(TransferLog(), limits)
+        taken = buffers._memory.nbytes + buffers._tables_RB.nbytes
+        assert taken <= StepBuffers.num_bytes(limits) + 1024

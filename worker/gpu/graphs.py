@@ -1,0 +1,127 @@
+"""Steps that were captured as CUDA graphs, by their sizes.
+
+Owns: which sizes are captured, which of them a step is padded to, and when capturing ends early.
+Never: computes; what is captured comes from runner.py.
+
+A step of a few tokens is some three hundred kernels, each a few microseconds of the host's time to launch and
+less than that to compute. Captured, it is launched at once.
+
+    decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 sequences of one token each
+    mixed     256 512 1024 2048 tokens of any sequences
+
+Those in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
+for so long that nobody waits for the host.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from worker.attention.interface import num_layers_begun
+from worker.device import Device, Graph
+from worker.gpu.step_buffers import BatchSizes, Limits
+from worker.inputs import StepInputs
+
+log = logging.getLogger(__name__)
+
+_DECODES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32))
+_MIXED = (256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A graph, and what it was captured for."""
+
+    sizes: BatchSizes
+    graph: Graph
+    num_layers: int
+
+
+class GraphSizes:
+    """The sizes to capture. max_model_len bounds the length of every sequence, since any may come."""
+
+    def __init__(self, limits: Limits, max_model_len: int) -> None:
+        most_sequences = min(limits.num_sequences, _DECODES[-1])
+        counts = {size for size in _DECODES if size < most_sequences} | {most_sequences}
+        self.decodes = [BatchSizes(size, size, size, size, 1, max_model_len) for size in sorted(counts)]
+        self.mixed = [
+            BatchSizes(size, most_sequences, most_sequences, 0, size, max_model_len)
+            for size in _MIXED
+            if most_sequences <= size <= limits.num_tokens
+        ]
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.mixed)
+
+    def largest_first(self) -> Iterator[BatchSizes]:
+        """So that all find room in the memory that the first ones took."""
+        yield from reversed(self.mixed)
+        yield from reversed(self.decodes)
+
+
+class StepGraphs:
+    """What was captured."""
+
+    def __init__(self) -> None:
+        self._decodes: list[CapturedStep] = []
+        self._mixed: list[CapturedStep] = []
+
+    def __len__(self) -> int:
+        return len(self._decodes) + len(self._mixed)
+
+    def add(self, step: CapturedStep) -> None:
+        steps = self._decodes if step.sizes.num_decodes else self._mixed
+        steps.insert(bisect_left([each.sizes for each in steps], step.sizes), step)
+
+    def find(self, inputs: StepInputs) -> CapturedStep | None:
+        """The smallest that the step fits into; None if it fits into none."""
+        num_tokens = len(inputs.input_ids_T)
+        num_sequences, num_logits = len(inputs.metadata.seq_lens), len(inputs.rows)
+        found: CapturedStep | None = None
+        if inputs.metadata.num_decodes == num_tokens:
+            found = _first_of(self._decodes, num_tokens)
+        if found is None:
+            found = _first_of(self._mixed, num_tokens)
+        if found is None or num_sequences > found.sizes.num_sequences or num_logits > found.sizes.num_logits:
+            return None
+        return found
+
+
+def _first_of(steps: list[CapturedStep], num_tokens: int) -> CapturedStep | None:
+    place = bisect_left([step.sizes.num_tokens for step in steps], num_tokens)
+    return steps[place] if place < len(steps) else None
+
+
+def capture_all(
+    sizes: GraphSizes, work_on: Callable[[BatchSizes], Callable[[], None]], device: Device
+) -> StepGraphs:
+    """Capture one graph for each of `sizes`, as long as there is memory.
+
+    `work_on` gives what a step of these sizes asks of the device. A model that waits for the device within
+    its step cannot be captured: it is computed without graphs, and the log says why.
+    """
+    graphs = StepGraphs()
+    free_before = device.free_bytes()
+    for each in sizes.largest_first():
+        begun_before = num_layers_begun()
+        try:
+            graph = device.capture(work_on(each))
+        except torch.OutOfMemoryError:
+            device.release_cached_memory()
+            log.warning(
+                "memory ran out at CUDA graph %d of %d: smaller steps take a larger one's graph",
+                len(graphs) + 1,
+                len(sizes),
+            )
+            break
+        except RuntimeError as error:
+            log.warning("steps cannot be captured as CUDA graphs: %s", str(error).splitlines()[0])
+            return StepGraphs()
+        # Done once to set up, and once to record.
+        graphs.add(CapturedStep(each, graph, (num_layers_begun() - begun_before) // 2))
+    taken_mib = (free_before - device.free_bytes()) >> 20
+    log.info("captured %d of %d CUDA graphs, which take %d MiB", len(graphs), len(sizes), taken_mib)
+    return graphs

@@ -1,0 +1,222 @@
+"""What the attention kernels share: a walk over tiles of paged keys with a running softmax, and tile sizes.
+
+Owns: which keys a query sees, reading them through the block table, and the softmax over them.
+Never: which rows a program has (attention_decode.py, attention_prefill.py).
+Source: FlashAttention-2, arXiv:2307.08691, over PagedAttention's blocks, arXiv:2309.06180. What it computes
+is defined by worker/attention/ref.py.
+
+A row is one query head of one token. Rows of one KV head stand together, so that all of them use a key
+while it is at hand and fill a tensor core's tile. Exponents are to base 2: a GPU has an instruction for it.
+
+Shapes: M rows of a program, K keys of a tile, D key size, V value size; sizes that are no power of two are
+filled up to the next with zeros, which are read from nowhere.
+
+Triton compiles a kernel anew for an argument of 1, and for one that is a multiple of 16. Counts that differ
+from step to step are kept out of that: nobody should wait for a compiler in the middle of service.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker.attention.interface import AttentionOptions
+from worker.kv_cache import LayerCache
+
+LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+# A tensor core's tile has no smaller side.
+SMALLEST_SIDE = 16
+
+
+class Tiles(NamedTuple):
+    """How much of the work one program takes at a time."""
+
+    num_rows: int
+    num_keys: int
+    num_warps: int
+    num_stages: int
+
+
+class HeadGroups(NamedTuple):
+    """The heads of one layer, as they share keys."""
+
+    num_kv_heads: int
+    num_groups: int
+    """Query heads of one KV head."""
+    key_dim: int
+    value_dim: int
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Key and value sizes as tiles have them."""
+        return side(self.key_dim), side(self.value_dim)
+
+
+def side(size: int) -> int:
+    """The smallest side of a tile that has room for `size`."""
+    return max(SMALLEST_SIDE, 1 << (size - 1).bit_length())
+
+
+def head_groups(queries_THD: Tensor, cache: LayerCache) -> HeadGroups:
+    num_kv_heads, _, key_dim = cache.keys.blocks_NHSD.shape[1:]
+    return HeadGroups(
+        num_kv_heads, queries_THD.shape[1] // num_kv_heads, key_dim, cache.values.blocks_NHSD.shape[-1]
+    )
+
+
+def pick_tiles(
+    tiles: dict[int, Tiles], float32_tiles: dict[int, Tiles], shape: HeadGroups, dtype: torch.dtype
+) -> Tiles:
+    """Take the entry of the first limit that the longer of a key and a value, as tiles have them, keeps to.
+
+    Limits are in bytes. Raises ValueError where even the last one is exceeded.
+    """
+    row_bytes = max(shape.widths) * dtype.itemsize
+    table = float32_tiles if dtype == torch.float32 else tiles
+    return table[min(limit for limit in table if row_bytes <= limit)]
+
+
+def score_scale(options: AttentionOptions) -> float:
+    """What the kernels multiply a product of query and key with, see `_squeeze`."""
+    if options.softcap is None:
+        return options.scaling * LOG2_E
+    return options.scaling * 2 * LOG2_E / options.softcap
+
+
+def layer_constants(shape: HeadGroups, cache: LayerCache, options: AttentionOptions) -> dict[str, Any]:
+    """What kernels are compiled for, by the names of their parameters."""
+    return {
+        "NUM_GROUPS": shape.num_groups,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "KEY_WIDTH": shape.widths[0],
+        "VALUE_WIDTH": shape.widths[1],
+        "BLOCK_SIZE": cache.keys.blocks_NHSD.shape[2],
+        "WINDOW": options.reach.sliding_window or 0,
+        "CHUNK": options.reach.chunk_size or 0,
+        "SOFTCAP": options.softcap or 0.0,
+    }
+
+
+@triton.jit
+def first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+    """See Reach.first_seen; 0 stands for none, and what a window reaches before the beginning is cut off."""
+    if CHUNK > 0:
+        return tl.maximum(positions, 0) // CHUNK * CHUNK
+    elif WINDOW > 0:
+        return tl.maximum(positions - (WINDOW - 1), 0)
+    else:
+        return positions * 0
+
+
+@triton.jit
+def attend_tiles(
+    sums_MV, totals_M, peaks_M, queries_MD, positions_M,
+    keys, values, table, block_stride, scale, first_key, end_key, first_tile, end_tile,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    NUM_KEYS: tl.constexpr, MASKED: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Take the keys of some tiles into a running softmax, and return it.
+
+    It has each row's sum of weighted values, its sum of weights, and its highest score so far, to which they
+    are relative. `keys` and `values` point to the head's page of block 0. With MASKED, nothing before
+    first_key or from end_key on is read, table entries included; without, all rows must see all of the keys.
+    """
+    earliest_M = first_seen(positions_M, WINDOW, CHUNK)
+    for tile in range(first_tile, end_tile):
+        places_K = tile * NUM_KEYS + tl.arange(0, NUM_KEYS)
+        is_there_K = (places_K >= first_key) & (places_K < end_key)
+        if MASKED:
+            blocks_K = tl.load(table + places_K // BLOCK_SIZE, mask=is_there_K, other=0)
+        else:
+            blocks_K = tl.load(table + places_K // BLOCK_SIZE)
+        starts_K = blocks_K.to(tl.int64) * block_stride
+        offsets_K = places_K % BLOCK_SIZE
+
+        keys_KD = _load_rows(keys + starts_K + offsets_K * KEY_DIM, is_there_K, KEY_DIM, KEY_WIDTH, MASKED)
+        scores_MK = tl.dot(queries_MD, tl.trans(keys_KD), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            scores_MK = _squeeze(scores_MK, SOFTCAP)
+        if MASKED:
+            is_seen_MK = is_there_K[None, :] & (places_K[None, :] <= positions_M[:, None])
+            if (WINDOW > 0) or (CHUNK > 0):
+                is_seen_MK = is_seen_MK & (places_K[None, :] >= earliest_M[:, None])
+            scores_MK = tl.where(is_seen_MK, scores_MK, float("-inf"))
+
+        higher_M = tl.maximum(peaks_M, tl.max(scores_MK, axis=1))
+        # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
+        base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
+        weights_MK = tl.exp2(scores_MK - base_M[:, None])
+        shrink_M = tl.exp2(peaks_M - base_M)
+        totals_M = totals_M * shrink_M + tl.sum(weights_MK, axis=1)
+        peaks_M = higher_M
+
+        values_KV = _load_rows(
+            values + starts_K + offsets_K * VALUE_DIM, is_there_K, VALUE_DIM, VALUE_WIDTH, MASKED
+        )
+        sums_MV = sums_MV * shrink_M[:, None]
+        sums_MV = tl.dot(weights_MK.to(values_KV.dtype), values_KV, sums_MV, input_precision="ieee")
+    return sums_MV, totals_M, peaks_M
+
+
+@triton.jit
+def load_queries(
+    queries, tokens_M, heads_M, is_row_M, token_stride, head_stride,
+    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[M, D], zero where there is no row."""
+    rows_M = queries + tokens_M.to(tl.int64) * token_stride + heads_M * head_stride
+    columns_D = tl.arange(0, KEY_WIDTH)
+    is_there_MD = is_row_M[:, None] & (columns_D < KEY_DIM)[None, :]
+    return tl.load(rows_M[:, None] + columns_D[None, :], mask=is_there_MD, other=0.0)
+
+
+@triton.jit
+def store_attended(
+    out, sums_MV, totals_M, peaks_M, sinks, tokens_M, heads_M, num_heads, is_row_M,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """Divide by the sum of weights, in which a sink has its part, and store; zero where nothing was seen."""
+    if sinks is not None:
+        sinks_M = tl.load(sinks + heads_M, mask=is_row_M, other=0.0).to(tl.float32) * _LOG2_E
+        higher_M = tl.maximum(peaks_M, sinks_M)
+        shrink_M = tl.exp2(peaks_M - higher_M)
+        sums_MV = sums_MV * shrink_M[:, None]
+        totals_M = totals_M * shrink_M + tl.exp2(sinks_M - higher_M)
+    out_MV = sums_MV / tl.where(totals_M == 0.0, 1.0, totals_M)[:, None]
+    rows_M = out + (tokens_M.to(tl.int64) * num_heads + heads_M) * VALUE_DIM
+    store_rows(rows_M, out_MV.to(out.dtype.element_ty), is_row_M, VALUE_DIM, VALUE_WIDTH)
+
+
+@triton.jit
+def store_rows(rows_M, numbers_MV, is_row_M, DIM: tl.constexpr, WIDTH: tl.constexpr) -> None:
+    """Store the first DIM numbers of each row where a pointer says."""
+    columns_V = tl.arange(0, WIDTH)
+    is_there_MV = is_row_M[:, None] & (columns_V < DIM)[None, :]
+    tl.store(rows_M[:, None] + columns_V[None, :], numbers_MV, mask=is_there_MV)
+
+
+@triton.jit
+def _load_rows(rows_K, is_there_K, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Load [K, WIDTH] from pointers to rows of DIM numbers."""
+    columns_W = tl.arange(0, WIDTH)
+    pointers_KW = rows_K[:, None] + columns_W[None, :]
+    if MASKED:
+        if WIDTH > DIM:
+            return tl.load(pointers_KW, mask=is_there_K[:, None] & (columns_W < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers_KW, mask=is_there_K[:, None], other=0.0)
+    elif WIDTH > DIM:
+        return tl.load(pointers_KW, mask=(columns_W < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers_KW)
+
+
+@triton.jit
+def _squeeze(doubled, SOFTCAP: tl.constexpr):
+    """Squeeze scores into (-SOFTCAP, SOFTCAP) by tanh, from 2 / SOFTCAP times the scores; all to base 2."""
+    return (SOFTCAP * _LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(doubled)))

@@ -1,0 +1,45 @@
+"""The GPU's kernels as the surgery uses them: a Toolkit.
+
+Owns: what they can take.
+Never: decides what is replaced (surgery.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker.device import Device
+from worker.experts import ReplacedExperts, replace_experts
+from worker.gpu.attention import TritonAttention
+from worker.gpu.experts import TritonExperts
+from worker.gpu.fused_layer import FusedLayer
+from worker.kv_cache import KVCache
+from worker.layer_call import LayerCall
+from worker.layer_parts import LayerParts, TakenWeights
+
+
+class GpuToolkit:
+    """See Toolkit."""
+
+    name = "Triton"
+    fused = "fused"
+    weights = TakenWeights(
+        dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}), size_multiple=1, keeps_mlps=True
+    )
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def attention_over(self, cache: KVCache) -> TritonAttention:
+        return TritonAttention(cache, self._device)
+
+    def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        return FusedLayer(parts, call)
+
+    def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        return FusedLayer(parts, call)
+
+    def replace_others(self, model: Any) -> ReplacedExperts:
+        """Replace mixtures of experts. The output layer is one product of cuBLAS as it is."""
+        return replace_experts(model, TritonExperts)

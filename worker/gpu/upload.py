@@ -1,0 +1,46 @@
+"""Several host arrays -> the device, in one copy for which the host does not wait.
+
+Owns: where each lies in the common memory.
+Never: what they mean.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.device import Device
+
+_ALIGNMENT = 16
+"""Bytes. Kernels load that much at once where they may."""
+
+
+def upload(device: Device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """The same arrays as tensors of the device; they share one piece of memory."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    packed = np.empty(end, np.uint8)
+    for array, start in zip(arrays, starts, strict=True):
+        packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    memory = device.tensor(packed)
+    return [
+        memory[start : start + array.nbytes].view(_dtype_of(array)).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def _dtype_of(array: NDArray[Any]) -> torch.dtype:
+    return _DTYPES[array.dtype.name]
+
+
+_DTYPES = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}

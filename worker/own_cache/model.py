@@ -1,0 +1,112 @@
+"""One sequence at a time through a model as transformers has it, with the cache that the model itself makes.
+
+Owns: how the model is called, in the ways that a family may need, and what of it stays between calls.
+Never: batches, or knows what a cache holds (keys and values, a recurrent state, the end of a convolution).
+
+Shapes: T tokens, V tokens of the vocabulary.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.attention.interface import note_layer_begun
+
+# Under these names models return what they want back with the next token.
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
+
+class Way(Enum):
+    """How a family's sequences are computed, the cheapest first."""
+
+    IN_CHUNKS = "in chunks"
+    PROMPTS_AT_ONCE = "whole prompts, then token by token"
+    ALL_AGAIN = "all tokens again for each one"
+
+
+@dataclass(slots=True)
+class SequenceCache:
+    """What the model keeps of one sequence."""
+
+    num_tokens: int = 0
+    content: Any = None
+
+
+class OwnCacheModel:
+    """Computes tokens of one sequence after the other."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._model: Any = model
+        self._vocab_size = vocab_size
+        self._device: torch.device = next(model.parameters()).device
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._can_choose_logits = "logits_to_keep" in parameters
+        for layer in _layers_of(model):
+            layer.register_forward_pre_hook(lambda *_: note_layer_begun())
+
+    @torch.inference_mode()
+    def compute(self, token_ids: list[int], cache: SequenceCache, way: Way, *, num_logits: int) -> Tensor:
+        """The logits [num_logits, V] of the last of `token_ids`, which are all of the sequence so far.
+
+        Only tokens that the cache does not hold yet are computed, where `way` allows; it then holds all.
+        """
+        start = 0 if way is Way.ALL_AGAIN else cache.num_tokens
+        ids_1T = torch.tensor(token_ids[start:], device=self._device).unsqueeze(0)
+        arguments: dict[str, Any] = {"use_cache": way is not Way.ALL_AGAIN, "return_dict": True}
+        if self._takes_positions:
+            arguments["position_ids"] = torch.arange(start, len(token_ids), device=self._device).unsqueeze(0)
+        if self._can_choose_logits:
+            arguments["logits_to_keep"] = num_logits
+        if cache.content is not None:
+            name, content = cache.content
+            arguments[name] = content
+        outputs = self._model(input_ids=ids_1T, **arguments)
+        if way is not Way.ALL_AGAIN:
+            cache.content = _content_of(outputs)
+        cache.num_tokens = len(token_ids)
+        logits_TV: Tensor = outputs.logits[0, -num_logits:, : self._vocab_size]
+        return logits_TV
+
+
+def num_bytes(cache: SequenceCache) -> int:
+    """Of all tensors in it."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors_in(cache.content, depth=6)}.values())
+
+
+def _content_of(outputs: Any) -> tuple[str, Any]:
+    for name in _CACHE_NAMES:
+        content = getattr(outputs, name, None)
+        if content is not None:
+            return name, content
+    raise LookupError("the model returns no cache")
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """Those of the longest list of modules: they begin several times in each call."""
+    longest: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > len(longest):
+            longest = list(module)
+    return longest
+
+
+def _tensors_in(content: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+        return
+    if depth == 0 or content is None or isinstance(content, str | int | float | bool | nn.Module):
+        return
+    if isinstance(content, dict):
+        parts = list(content.values())
+    elif isinstance(content, list | tuple):
+        parts = list(content)
+    else:
+        parts = list(vars(content).values()) if hasattr(content, "__dict__") else []
+    for part in parts:
+        yield from _tensors_in(part, depth - 1)
