@@ -31,15 +31,19 @@ class Admission:
         A request that is larger than the queue may still have it to itself: it would never fit else.
         """
         if not self.has_room(num_sequences, num_tokens):
-            has_place = self.num_queued + num_sequences <= self._max_queued
-            raise Overloaded(
-                f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
-                f"at most {self._max_queued} and {self._max_queued_tokens} may wait; try again later",
-                retry_after_s=self.retry_after_s(now_s=now_s),
-                reason=OverloadReason.TOKENS if has_place else OverloadReason.REQUESTS,
-            )
+            raise self.refusal(num_sequences, now_s=now_s)
         self.num_queued += num_sequences
         self.num_queued_tokens += num_tokens
+
+    def refusal(self, num_sequences: int, *, now_s: float) -> Overloaded:
+        """What those are told for whom there is no room."""
+        has_place = self.num_queued + num_sequences <= self._max_queued
+        return Overloaded(
+            f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
+            f"at most {self._max_queued} and {self._max_queued_tokens} may wait; try again later",
+            retry_after_s=self.retry_after_s(now_s=now_s),
+            reason=OverloadReason.TOKENS if has_place else OverloadReason.REQUESTS,
+        )
 
     def has_room(
         self, num_sequences: int, num_tokens: int, *, freed_sequences: int = 0, freed_tokens: int = 0

@@ -34,6 +34,8 @@ class ApiKey:
     digest: bytes
     """SHA-256 of the key."""
     max_concurrent_requests: int | None = None
+    max_queued_tokens: int | None = None
+    """Prompt tokens of its requests that may wait at once; None: as many as the queue takes."""
     most_urgent_priority: int | None = None
     """Requests may not ask for a lower priority value; None: for any."""
     cache_salt: str = ""
@@ -47,6 +49,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     max_concurrent_requests: Annotated[int, msgspec.Meta(ge=1, le=2**16)] | None = None
+    max_queued_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None = None
     most_urgent_priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     prefix_cache: Literal["private", "shared"] = "private"
     may_administer: bool = False
@@ -133,6 +136,7 @@ def _key_of(entry: _Entry) -> ApiKey:
         name=entry.name,
         digest=digest,
         max_concurrent_requests=entry.max_concurrent_requests,
+        max_queued_tokens=entry.max_queued_tokens,
         most_urgent_priority=entry.most_urgent_priority,
         cache_salt=salt,
         may_administer=entry.may_administer,

@@ -8,7 +8,7 @@ Never: computes.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from engine.loop import Executor
+from engine.loop import Executor, Launched
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
 
 
@@ -19,8 +19,17 @@ class CheckedWorker:
         self._worker = worker
         self._vocab_size = vocab_size
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        output = self._worker.execute(plan)
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        return _CheckedStep(self._worker.launch(plan), self._vocab_size)
+
+
+class _CheckedStep:
+    def __init__(self, launched: Launched, vocab_size: int) -> None:
+        self._launched = launched
+        self._vocab_size = vocab_size
+
+    def result(self) -> ModelRunnerOutput:
+        output = self._launched.result()
         impossible = self._impossible(output.token_ids)
         if not impossible:
             return output

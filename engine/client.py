@@ -10,10 +10,9 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
-from engine.chat_template import ChatTemplate
+from engine.checkpoint_texts import load_texts
 from engine.config import EngineConfig
 from engine.encoding import Encoder
 from engine.errors import EngineDied, EngineUnavailable, WrongTask
@@ -33,7 +32,7 @@ from engine.messages import (
     ToClient,
 )
 from engine.metrics import EngineMetrics
-from engine.tokenizer import SpecialTokens, Tokenizer
+from engine.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
     GenerationRequest,
@@ -58,10 +57,8 @@ class AsyncEngine:
     """Safe from one event loop. Between `start` and `close` it keeps an engine process alive."""
 
     def __init__(self, config: EngineConfig) -> None:
-        folder = Path(config.model_path)
         self._config = config
-        self._tokenizer = Tokenizer.load(folder)
-        self._template = ChatTemplate.load(folder, special_tokens=self._tokenizer.special_tokens)
+        self._tokenizer, self._template = load_texts(config.worker)
         self._encoder = Encoder(self._tokenizer, self._template)
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(heartbeat_timeout_s=config.heartbeat_timeout_s)
@@ -195,13 +192,20 @@ class AsyncEngine:
         with self.metrics.counting_refusals():
             return await self._encoder.encode_pairs(pairs, cut)
 
-    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar:
+    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
         """Try a grammar that came in the field `param`, off the event loop; the result may go into params.
 
         Raises RequestRejected, Overloaded, EngineUnavailable.
         """
         with self.metrics.counting_refusals():
-            return await self._grammars.compile(grammar, self.info, param=param)
+            return await self._grammars.compile(grammar, self.info, param=param, num_choices=num_choices)
+
+    def require_room(self, priority: int | None) -> None:
+        """Refuse a call that would find no place in the queue, before anything is spent on it.
+
+        None stands for a priority that is not known yet. Raises Overloaded.
+        """
+        self._in_flight.require_room(priority)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         """The outputs of all choices as they come; closing the generator aborts what still runs.
@@ -286,9 +290,15 @@ class AsyncEngine:
         """As a client knows it: by request and choice."""
         live = self._in_flight.of_sequence(report.sequence_id)
         if live is None:
-            return {"request_id": None, **report._asdict()}
-        index = live.choices[report.sequence_id].index
-        return {"request_id": live.request.request_id, "choice": index, **report._asdict()}
+            return {"request_id": None, "x_request_id": None, "trace_id": None, **report._asdict()}
+        journal = live.request.journal
+        return {
+            "request_id": live.request.request_id,
+            "x_request_id": journal.request_id,
+            "trace_id": journal.trace_id,
+            "choice": live.choices[report.sequence_id].index,
+            **report._asdict(),
+        }
 
     async def abort(self, request_id: str) -> None:
         """End a request from outside: its reader gets what there is and finish reason ABORTED."""
@@ -348,6 +358,7 @@ class AsyncEngine:
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
             kv_cache_bytes=facts.kv_cache_bytes,
+            is_paged=facts.is_paged,
             eos_token_ids=facts.eos_token_ids,
             default_sampling=facts.default_sampling,
             created_s=int(time.time()),

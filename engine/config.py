@@ -12,7 +12,9 @@ from math import inf
 from pathlib import Path
 
 from engine.edge_config import EdgeConfig, edge_config
+from engine.log_lines import LogFormat
 from engine.options import OptionError, Options
+from engine.traces_endpoint import check_traces_endpoint
 from scheduler.config import (
     Batching,
     Displacement,
@@ -25,11 +27,15 @@ from scheduler.config import (
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
+from worker.checksums import Checksums
 from worker.config import WorkerConfig
+from worker.errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+# One that the device computes, and one that it finds when it is done.
+_MOST_PLANS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class EngineConfig:
     """For requests that bring none of their own, or longer ones."""
     trace_file: str | None
     """Where each step is written down."""
+    log_format: LogFormat
+    """The same in both processes."""
     max_queued_requests: int
     max_queued_tokens: int
     heartbeat_timeout_s: float
@@ -81,6 +89,8 @@ class ServerConfig:
     health_port: int | None
     """Where a thread of its own answers probes too; None: nowhere."""
     log_level: str
+    otlp_traces_endpoint: str | None
+    """Where spans go; None: there are none."""
 
 
 def resolve(
@@ -91,9 +101,11 @@ def resolve(
     _check_health_port(options)
     _check_limits(options)
     _check_scheduler(options)
+    check_traces_endpoint(options.otlp_traces_endpoint)
     _check_device(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
+    _check_checksums(options.checksums)
     return _engine_config(options, folder, name), ServerConfig(
         host=options.host,
         port=options.port,
@@ -112,6 +124,7 @@ def resolve(
         drain_delay_s=options.drain_delay,
         health_port=options.health_port,
         log_level=options.log_level,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
     )
 
 
@@ -126,6 +139,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             first_token_s=_or_no_limit(options.first_token_timeout),
             total_s=_or_no_limit(options.request_timeout),
         ),
+        log_format=LogFormat(options.log_format),
         trace_file=None if options.trace_steps is None else str(Path(options.trace_steps).absolute()),
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
@@ -133,6 +147,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         grammar_compile_timeout_s=options.grammar_compile_timeout,
         worker=WorkerConfig(
             model_path=str(folder),
+            checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
             task=options.task,
             dtype=options.dtype,
             device=options.device,
@@ -145,6 +160,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             cpu_kernels=options.cpu_kernels,
+            gpu_kernels=options.gpu_kernels,
+            enforce_eager=options.enforce_eager,
             quantization=options.quantization,
             num_threads=options.num_threads,
         ),
@@ -173,6 +190,7 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
         target_itl_s=_or_no_limit(options.target_itl),
         max_chunk_tokens=options.long_prefill_token_threshold,
+        max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
     )
 
 
@@ -276,8 +294,12 @@ def _check_device(options: Options) -> None:
     """An option that the chosen device has no use for is a mistake. auto is decided by the worker."""
     if options.device == "cpu":
         unused, instead = (
-            {"--gpu-memory-utilization": options.gpu_memory_utilization},
-            "use --kv-cache-memory",
+            {
+                "--gpu-memory-utilization": options.gpu_memory_utilization,
+                "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
+                "--enforce-eager": options.enforce_eager or None,
+            },
+            "use --kv-cache-memory for the size of the KV cache",
         )
     elif options.device.startswith("cuda"):
         unused = {"--kv-cache-memory": options.kv_cache_memory, "--num-threads": options.num_threads}
@@ -341,3 +363,13 @@ def _check_checkpoint(folder: Path) -> None:
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
             "convert the checkpoint with save_pretrained of transformers",
         )
+
+
+def _check_checksums(path: str | None) -> None:
+    """Only the list: the files of the checkpoint are compared where they are read."""
+    if path is None:
+        return
+    try:
+        Checksums.read(Path(path).absolute())
+    except StartupError as error:
+        raise OptionError(f"--checksums {path}", error.what, error.fix) from error

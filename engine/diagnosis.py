@@ -18,12 +18,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine import child_process
-from engine.chat_template import ChatTemplate
+from engine.checkpoint_texts import load_texts
+from engine.child_environment import child_environment
 from engine.config import EngineConfig, resolve
 from engine.options import OptionError, Options
 from engine.runtime_directory import RuntimeDirectory
-from engine.tokenizer import Tokenizer, TokenizerError
+from engine.tokenizer import TokenizerError
+from worker.checkpoint import find_weights
+from worker.checksums import Checksums
 from worker.config import WorkerConfig
+from worker.errors import StartupError
 from worker.findings import Finding, Verdict
 
 __all__ = ["Finding", "Verdict", "diagnose"]
@@ -50,6 +54,7 @@ def diagnose(options: Options) -> Iterator[Finding]:
         yield Finding(topic="model", verdict=Verdict.UNKNOWN, what="not looked at: the options come first")
         return
     yield _fine("options", f"model {config.model_path}, served as {', '.join(config.served_names)}")
+    yield from _checksums(config.worker)
     yield from _texts(config)
     yield from _survey(config.worker)
 
@@ -130,11 +135,26 @@ def _runtime_directory() -> Finding:
         directory.remove()
 
 
-def _texts(config: EngineConfig) -> Iterator[Finding]:
+def _checksums(config: WorkerConfig) -> Iterator[Finding]:
+    """All files, as `serve` would compare them; large weights take as long as reading them."""
+    if config.checksums_file is None:
+        return
     folder = Path(config.model_path)
     try:
-        tokenizer = Tokenizer.load(folder)
-        template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens)
+        checksums = Checksums.read(Path(config.checksums_file))
+        num_texts = checksums.check_texts(folder)
+        weights = find_weights(folder)
+        checksums.check_weights(folder, [file.path for file in weights], lambda _: None)
+    except StartupError as error:
+        yield _fault("checksums", error.what, error.fix)
+        return
+    what = f"{num_texts} texts and {len(weights)} safetensors are as {checksums.path} lists them"
+    yield _fine("checksums", what)
+
+
+def _texts(config: EngineConfig) -> Iterator[Finding]:
+    try:
+        template = load_texts(config.worker).template
     except TokenizerError as error:
         yield _fault("tokenizer", error.what, error.fix)
         return
@@ -160,7 +180,7 @@ def _survey(config: WorkerConfig) -> Iterator[Finding]:
             text=True,
             timeout=_MAX_SURVEY_S,
             check=False,
-            env={**os.environ, "PYTHONPATH": child_process.python_path(), "HF_HUB_OFFLINE": "1"},
+            env=child_environment(),
         )
     except subprocess.TimeoutExpired:
         yield _fault(

@@ -7,7 +7,9 @@ Never: opens a port, or keeps keys or certificates: those are read again where t
 import ipaddress
 import re
 import ssl
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from engine.option_declaration import OptionError
@@ -82,6 +84,10 @@ class TlsFiles:
             files = f"--tls-cert {self.cert}" + (f" --tls-key {self.key}" if self.key else "")
             why = _reason(error, "no certificate and key that belong together, in PEM and not encrypted")
             raise OptionError(files, why, "correct the files, or name others") from error
+
+    def key_can_be_read_by_others(self) -> bool:
+        """Then everybody on this machine can pass for this server."""
+        return bool(Path(self.key or self.cert).stat().st_mode & stat.S_IROTH)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ EngineError
 │   ├── WrongTask
 │   └── NoChatTemplate
 ├── Overloaded           too much work is waiting: come back later
+│   └── TenantOverloaded   too much of one tenant's
 ├── EngineUnavailable    loading, draining or dead before the request was started
 ├── DeadlineExceeded     a time limit ran out before there was any token
 ├── RequestFailed        the model failed on this request alone
@@ -25,6 +26,7 @@ class OverloadReason(StrEnum):
     TEXTS = "texts"  # more are being tokenized than the pool takes
     DISPLACED = "displaced"  # a more urgent request took the place
     GRAMMARS = "grammars"  # more wait to be compiled than is good
+    KEY_TOKENS = "key_tokens"  # max_queued_tokens of one API key
 
 
 class EngineError(Exception):
@@ -81,6 +83,13 @@ class Overloaded(EngineError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason
+
+
+class TenantOverloaded(Overloaded):
+    """One tenant has as much waiting as it may; others are still welcome."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, reason=OverloadReason.KEY_TOKENS)
 
 
 class EngineUnavailable(EngineError):

@@ -14,6 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from engine import child_process
+from engine.child_environment import child_environment
 from engine.errors import (
     EngineUnavailable,
     GrammarRejected,
@@ -28,6 +29,10 @@ from scheduler.messages import Grammar
 _START_TIMEOUT_S = 60.0
 _MAX_WAITING = 32
 _MAX_REMEMBERED = 256
+_MAX_COST_S = 0.1
+"""Of one sequence. The worker compiles between two steps of all; a schema of 300 properties takes 0.01 s."""
+_MAX_COST_OF_ALL_S = 2.0
+"""Of all choices of a request, which may begin in one step: no engine may seem to hang because of them."""
 _SIGKILL = -9
 
 
@@ -56,8 +61,10 @@ class GrammarCompiler:
         """Of the process, for tests; None while there is none."""
         return None if self._child is None else self._child.pid
 
-    async def compile(self, grammar: Grammar, info: ModelInfo, *, param: str) -> Grammar:
-        """The grammar as the worker takes it. `param` names the field that it came in.
+    async def compile(
+        self, grammar: Grammar, info: ModelInfo, *, param: str, num_choices: int = 1
+    ) -> Grammar:
+        """The grammar as the worker takes it, for so many sequences. `param` names the field it came in.
 
         Raises GrammarRejected, RequestRejected (no grammar at all will do), Overloaded, EngineUnavailable.
         """
@@ -66,6 +73,7 @@ class GrammarCompiler:
             verdict = await self._wait_and_try(grammar, info, param)
         if verdict.refusal:
             raise GrammarRejected(verdict.refusal, param=param)
+        _check_cost(verdict.cost_s, num_choices, param)
         return replace(grammar, text=verdict.text)
 
     async def close(self) -> None:
@@ -120,7 +128,7 @@ class GrammarCompiler:
             *("-m", "engine.grammar_process", str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": child_process.python_path(), "RAYON_NUM_THREADS": "1"},
+            env={**child_environment(), "RAYON_NUM_THREADS": "1"},
         )
         tokens = Tokens(folder=self._folder, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._refuses_all = (await self._ask(tokens, _START_TIMEOUT_S)).refusal
@@ -165,3 +173,19 @@ class GrammarCompiler:
 
 def _key(grammar: Grammar) -> bytes:
     return hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
+
+
+def _check_cost(cost_s: float, num_choices: int, param: str) -> None:
+    """Raises GrammarRejected for what would keep everybody else's tokens waiting."""
+    if cost_s > _MAX_COST_S:
+        raise GrammarRejected(
+            f"compiling this takes {cost_s:.2f} s of processor time; {_MAX_COST_S:g} s are allowed; make it"
+            " simpler",
+            param=param,
+        )
+    if cost_s * num_choices > _MAX_COST_OF_ALL_S:
+        raise GrammarRejected(
+            f"compiling this for each of {num_choices} choices takes {cost_s * num_choices:.1f} s of"
+            f" processor time; {_MAX_COST_OF_ALL_S:g} s are allowed; ask for fewer, or make it simpler",
+            param=param,
+        )

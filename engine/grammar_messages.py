@@ -27,6 +27,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar as the worker is to get it: in Lark, where it came in GBNF."""
     refusal: str = ""
     """Why it cannot be used, fit for the caller's eyes; empty if it can."""
+    cost_s: float = 0.0
+    """Processor time that the worker will need for it, once for each sequence, while all others wait."""
 
 
 def frame(message: Any) -> bytes:

@@ -8,6 +8,7 @@ Never: keeps a grammar; the worker compiles it again for each sequence.
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -84,6 +85,7 @@ def _try(tokenizer: Any, grammar: Grammar) -> Verdict:
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar(kind=grammar.kind, text=as_lark(grammar.text))
+        began_s = time.process_time()
         matcher = new_matcher(tokenizer, grammar)
     except GrammarRefused as error:
         return Verdict(refusal=_shortened(error))
@@ -93,7 +95,7 @@ def _try(tokenizer: Any, grammar: Grammar) -> Verdict:
     matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
     if matcher.is_error():
         return Verdict(refusal=_shortened(matcher.get_error()))
-    return Verdict(text=grammar.text)
+    return Verdict(text=grammar.text, cost_s=time.process_time() - began_s)
 
 
 def _shortened(reason: object) -> str:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 
 from engine.admission import Admission
 from engine.config import EngineConfig
@@ -26,11 +27,12 @@ from engine.live_request import LiveRequest
 from engine.messages import AddRequest, EndSequences, ToEngine
 from engine.metrics import EngineMetrics
 from engine.replay import ReplayQueue, what_is_left
+from engine.tenant_tokens import TenantTokens
 from engine.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
 from engine.waiting_calls import Call, WaitingCalls
 from scheduler.config import SchedulingPolicy
-from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput
+from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, SequenceStart
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class InFlight:
         self._admission = Admission(
             max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
         )
+        self._tenant_tokens = TenantTokens()
         self._gives_way = config.scheduler.policy is SchedulingPolicy.PRIORITY
         self._waiting: WaitingCalls[AnyLive] = WaitingCalls(aging_s=config.scheduler.priority_aging_s)
         self._next_id = 1
@@ -74,6 +77,21 @@ class InFlight:
 
     def of_sequence(self, sequence_id: SequenceId) -> AnyLive | None:
         return self._by_sequence.get(sequence_id)
+
+    def require_room(self, priority: int | None) -> None:
+        """Refuse now whom `admit` would refuse however little it asked for; None is any priority.
+
+        Raises Overloaded.
+        """
+        if self._admission.has_room(1, 1):
+            return
+        now_s = time.monotonic()
+        if self._gives_way:
+            rank = -inf if priority is None else self._waiting.rank(priority, arrived_s=now_s)
+            if self._giving_way(1, 1, rank):
+                return
+        with self._metrics.counting_refusals():
+            raise self._admission.refusal(1, now_s=now_s)
 
     def admit(self, requests: Sequence[GenerationRequest], news: asyncio.Event) -> list[LiveRequest]:
         """All of them or none; `news` is set whenever there is something to read from one of them.
@@ -104,13 +122,18 @@ class InFlight:
         unfinished = [sequence_id for sequence_id in live.unfinished_ids if sequence_id in self._by_sequence]
         for sequence_id in live.choices:
             self._by_sequence.pop(sequence_id, None)
-        self._admission.leave(live.num_unstarted, 0 if live.has_started else live.num_prompt_tokens)
+        num_tokens = 0 if live.has_started else live.num_prompt_tokens
+        self._admission.leave(live.num_unstarted, num_tokens)
+        self._tenant_tokens.leave(live.request.terms.tenant, num_tokens)
         if unfinished:
             self._send(EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED))
             for sequence_id in unfinished:
-                self._metrics.choice_finished(live.reason_of_end, live.choices[sequence_id].num_tokens)
+                num_generated = live.choices[sequence_id].num_tokens
+                self._metrics.choice_finished(live.reason_of_end, num_generated)
+                live.request.journal.note_end(live.reason_of_end, num_generated)
             if live.abort_cause is not None:
                 self._metrics.request_aborted(live.abort_cause)
+                live.request.journal.abort_cause = live.abort_cause
         self._metrics.request_finished(time.monotonic() - live.arrived_s)
         if not self._live:
             self.is_empty.set()
@@ -159,21 +182,25 @@ class InFlight:
         live = self._by_sequence.get(output.sequence_id)
         if live is None:  # its reader has left
             return
-        choice = live.choices[output.sequence_id]
+        choice, journal = live.choices[output.sequence_id], live.request.journal
         if output.start is not None:
-            self._note_start(live, output.start.queue_s, now_s)
+            self._note_start(live, output.start, now_s)
+        if output.num_preemptions:
+            journal.note_preemptions(output.sequence_id, output.num_preemptions)
         live.push(output, eos_token_ids)
         if output.token_ids:
             if choice.last_token_s is None:
                 self._metrics.first_token_arrived(
                     len(output.token_ids), now_s - live.arrived_s, live.request.terms.priority
                 )
+                journal.note_first_token(now_s - live.arrived_s)
             else:
                 self._metrics.tokens_arrived(len(output.token_ids), now_s - choice.last_token_s)
             choice.last_token_s = now_s
         if choice.finish_reason is not None:
             del self._by_sequence[output.sequence_id]
             self._metrics.choice_finished(choice.finish_reason, choice.num_tokens)
+            journal.note_end(choice.finish_reason, choice.num_tokens)
             if output.finish_reason is None:  # a stop string, which only we can see
                 ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
                 self._send(ended)
@@ -186,26 +213,31 @@ class InFlight:
                 raise ValueError(f"request {request.request_id} is in flight already")
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
+        self._require_tenants_room(requests, num_tokens, now_s)
         if self._gives_way and not self._admission.has_room(num_sequences, num_tokens):
             rank = self._waiting.rank(_priority(requests), arrived_s=now_s)
             self._make_room(num_sequences, num_tokens, rank, now_s)
         with self._metrics.counting_refusals():
             self._admission.admit(num_sequences, num_tokens, now_s=now_s)
+        if requests:
+            self._tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
+
+    def _require_tenants_room(
+        self, requests: Sequence[GenerationRequest | PoolingRequest], num_tokens: int, now_s: float
+    ) -> None:
+        """All that come together are of one tenant. Raises TenantOverloaded."""
+        for request in requests[:1]:
+            with self._metrics.counting_refusals():
+                self._tenant_tokens.require_room(
+                    request.terms.tenant,
+                    num_tokens,
+                    request.max_tenant_tokens,
+                    retry_after_s=self._admission.retry_after_s(now_s=now_s),
+                )
 
     def _make_room(self, num_sequences: int, num_tokens: int, rank: float, now_s: float) -> None:
         """Let those that would be served last give way to a newcomer of this rank, if that is any help."""
-        leaving: list[Call[AnyLive]] = []
-        freed_sequences = freed_tokens = 0
-        for call in self._waiting.worse_than(rank):
-            leaving.append(call)
-            freed_sequences += call.num_sequences
-            freed_tokens += call.num_tokens
-            if self._admission.has_room(
-                num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
-            ):
-                break
-        else:
-            return
+        leaving = self._giving_way(num_sequences, num_tokens, rank)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
             retry_after_s=self._admission.retry_after_s(now_s=now_s),
@@ -216,6 +248,20 @@ class InFlight:
             for live in call.lives:
                 live.fail(error)
                 self.leave(live)
+
+    def _giving_way(self, num_sequences: int, num_tokens: int, rank: float) -> list[Call[AnyLive]]:
+        """Those that would leave; nobody if even that would not make room."""
+        leaving: list[Call[AnyLive]] = []
+        freed_sequences = freed_tokens = 0
+        for call in self._waiting.worse_than(rank):
+            leaving.append(call)
+            freed_sequences += call.num_sequences
+            freed_tokens += call.num_tokens
+            if self._admission.has_room(
+                num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
+            ):
+                return leaving
+        return []
 
     def _new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self._next_id + index) for index in range(num))
@@ -228,6 +274,7 @@ class InFlight:
             self._by_sequence.update(dict.fromkeys(live.choices, live))
             self.is_empty.clear()
             self._metrics.request_admitted(live.num_prompt_tokens)
+            live.request.journal.note_admission(live.num_prompt_tokens, live.request.terms.priority)
         try:
             for live in lives:
                 self._send(self._message(live))
@@ -259,6 +306,8 @@ class InFlight:
             params=_NOTHING_DRAWN if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
             terms=self._terms(live),
+            request_id=request.journal.request_id,
+            trace_id=request.journal.trace_id,
         )
 
     def _terms(self, live: AnyLive) -> ServiceTerms:
@@ -273,12 +322,16 @@ class InFlight:
             limits = what_is_left(limits, time.monotonic() - live.arrived_s)
         return replace(live.request.terms, time_limits=limits)
 
-    def _note_start(self, live: AnyLive, queue_s: float, now_s: float) -> None:
+    def _note_start(self, live: AnyLive, start: SequenceStart, now_s: float) -> None:
         num_tokens = 0 if live.has_started else live.num_prompt_tokens
+        live.request.journal.note_start(start.queue_s)
+        if not live.has_started:
+            live.request.journal.note_cached_tokens(start.num_cached_tokens)
         self._waiting.discard(live)
         live.num_unstarted -= 1
         self._admission.start(num_tokens, now_s=now_s)
-        self._metrics.sequence_started(queue_s)
+        self._tenant_tokens.leave(live.request.terms.tenant, num_tokens)
+        self._metrics.sequence_started(start.queue_s)
 
 
 def _priority(requests: Sequence[GenerationRequest | PoolingRequest]) -> int:

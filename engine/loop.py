@@ -1,14 +1,22 @@
 """The one loop that moves every sequence.
 
-Owns: the order of things: arrivals, plan, execution, results, news. `EngineLoop.turn` can be read aloud.
+Owns: the order of things: arrivals, plan, launch, results, news. `EngineLoop.turn` can be read aloud.
 Never: decides who runs (scheduler) or touches a tensor (worker).
+
+A device that works by itself is given the next step before the result of the last one is taken in:
+
+    host     plan 1 | plan 2 | result 1, plan 3 | result 2, plan 4 | ...
+    device          | step 1 .......... | step 2 .......... | step 3 ...
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from engine.logs import num_dropped_lines
 from engine.messages import (
     AddRequest,
     Beat,
@@ -22,6 +30,7 @@ from engine.messages import (
     ToClient,
     ToEngine,
 )
+from engine.request_names import RequestNames
 from engine.step_trace import StepTrace
 from scheduler.messages import (
     FinishReason,
@@ -35,6 +44,7 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.scheduler import Outputs as OutputsByClient
 from scheduler.sequence import Sequence
+from worker.errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +53,21 @@ _MIN_BEAT_INTERVAL_S = 0.05
 # A worker that fails again and again is broken (a CUDA context after a fault stays so): a new process
 # is the only cure.
 _MAX_FAILED_STEPS_IN_A_ROW = 3
+_TOO_LITTLE_MEMORY = "the device has too little memory to compute this request, even by itself"
+
+
+class Launched(Protocol):
+    """A step that the worker was given."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises what went wrong; StepOutOfMemory if it should be tried again in parts."""
 
 
 class Executor(Protocol):
     """What the loop asks of a worker."""
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        """Begin a step; on a CPU, do it. Steps are carried out in this order. Raises as `result` does."""
 
 
 class Mailbox(Protocol):
@@ -61,6 +80,27 @@ class Mailbox(Protocol):
 
 class WorkerBroken(Exception):
     """The worker failed too often in a row; the process must be replaced."""
+
+
+class _NotLaunched:
+    """A step that could not even begin: that is told in its turn, after the results of those before it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        raise self._error
+
+
+class _StepUnderWay(NamedTuple):
+    plan: SchedulerOutput
+    planned_s: float
+    launched_s: float
+    launched: Launched
+
+    @property
+    def is_launched(self) -> bool:
+        return not isinstance(self.launched, _NotLaunched)
 
 
 class EngineLoop:
@@ -79,6 +119,9 @@ class EngineLoop:
         self._mailbox = mailbox
         self._clock = clock
         self._trace = trace
+        self._names = RequestNames()
+        self._under_way: deque[_StepUnderWay] = deque()
+        self._last_result_s = float("-inf")
         self._is_stopping = False
         self._num_turns = 0
         self._num_failed_in_a_row = 0
@@ -94,22 +137,18 @@ class EngineLoop:
                 self._trace.close()
 
     def turn(self) -> None:
-        """Move every scheduled sequence one step on; wait for work if there is none."""
-        self._take_messages(wait_s=0.0 if self._scheduler.has_unfinished_requests else self._idle_wait_s())
-        planned_s = self._clock()
-        plan = self._plan(planned_s)
-        if plan.is_empty:
-            self._post(self._scheduler.take_outputs())
-        else:
-            result = self._execute(plan)
-            if result is not None and not result.failures:
-                # Aborts that came while the worker computed win over its results; not over its failures,
-                # since what those wrote must be forgotten while it is known whose it was.
-                self._take_messages(wait_s=0.0)
-            self._post(self._update(plan, result))
-        self._note(plan, planned_s)
+        """Give the worker one more step, take in the results that are due; without work wait for some."""
+        self._take_messages(wait_s=self._idle_wait_s() if self._is_idle else 0.0)
+        plan = self._plan_and_launch()
+        for _ in range(self._num_results_due(plan)):
+            self._take_result()
+        self._post(self._scheduler.take_outputs())
         self._num_turns += 1
         self._beat()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._scheduler.has_unfinished_requests and not self._under_way
 
     def _take_messages(self, *, wait_s: float) -> None:
         for message in self._mailbox.receive(wait_s=wait_s):
@@ -132,6 +171,8 @@ class EngineLoop:
         now_s = self._clock()
         if self._trace is not None:
             self._trace.note_arrivals(request.sequence_ids)
+            self._trace.note_request(request)
+        self._name(request)
         for index, sequence_id in enumerate(request.sequence_ids):
             seq = Sequence(
                 sequence_id,
@@ -146,34 +187,93 @@ class EngineLoop:
             except NeverFits as refusal:
                 self._mailbox.send(Outputs([_rejected(sequence_id, str(refusal))]))
 
-    def _plan(self, started_s: float) -> SchedulerOutput:
-        plan = self._scheduler.schedule(now_s=started_s)
-        self._schedule_s += self._clock() - started_s
+    def _name(self, request: AddRequest) -> None:
+        """For the log, should something go wrong."""
+        if self._names.is_full:
+            live = (*self._scheduler.running_sequences(), *self._scheduler.waiting_sequences())
+            self._names.keep(seq.sequence_id for seq in live)
+        self._names.add(request)
+
+    def _plan_and_launch(self) -> SchedulerOutput:
+        planned_s = self._clock()
+        plan = self._scheduler.schedule(now_s=planned_s)
+        launched_s = self._clock()
+        self._schedule_s += launched_s - planned_s
+        if plan.is_empty:
+            self._note(plan, planned_s)
+        else:
+            self._under_way.append(_StepUnderWay(plan, planned_s, launched_s, self._launch(plan)))
         return plan
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """None if the whole step failed."""
-        started_s = self._clock()
+    def _launch(self, plan: SchedulerOutput) -> Launched:
         try:
-            result = self._worker.execute(plan)
-        except Exception:
-            self._num_failed_in_a_row += 1
-            log.exception("step %d failed, with %d sequences in it", plan.step, len(plan.scheduled))
-            return None
-        self._num_failed_in_a_row = 0
-        took_s = self._clock() - started_s
-        self._execute_s += took_s
-        self._scheduler.observe_step(plan, took_s)
-        return result
+            return self._worker.launch(plan)
+        except Exception as error:  # noqa: BLE001 - raised once more, in its turn
+            return _NotLaunched(error)
 
-    def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput | None) -> OutputsByClient:
-        started_s = self._clock()
-        if result is None:
-            outputs = self._scheduler.fail_step(plan, "the model failed on this request")
+    def _num_results_due(self, plan: SchedulerOutput) -> int:
+        """How many steps must end before the next plan is made."""
+        if not self._under_way:
+            return 0
+        if not self._under_way[-1].is_launched:
+            return len(self._under_way)  # nothing more is built on it
+        return 1 if plan.is_empty or not self._scheduler.can_schedule else 0
+
+    def _take_result(self) -> None:
+        """Wait for the oldest step; then tell the scheduler what came of it."""
+        if not self._under_way:
+            return
+        step = self._under_way.popleft()
+        try:
+            result = step.launched.result()
+        except StepOutOfMemory:
+            self._take_back(step)
+        except Exception:  # noqa: BLE001 - logged there
+            self._fail(step)
         else:
-            outputs = self._scheduler.update_from_output(plan, result)
+            self._num_failed_in_a_row = 0
+            self._observe(step)
+            if not result.failures:
+                # Aborts that came while the worker computed win over its results; not over its failures,
+                # since what those wrote must be forgotten while it is known whose it was.
+                self._take_messages(wait_s=0.0)
+            self._update(step, lambda: self._scheduler.update_from_output(step.plan, result))
+
+    def _observe(self, step: _StepUnderWay) -> None:
+        """How long the device had it: it begins a step when the one before it is done."""
+        now_s = self._clock()
+        took_s = now_s - max(step.launched_s, self._last_result_s)
+        self._last_result_s = now_s
+        self._execute_s += took_s
+        self._scheduler.observe_step(step.plan, took_s)
+
+    def _fail(self, step: _StepUnderWay) -> None:
+        """Only within an except clause."""
+        self._num_failed_in_a_row += 1
+        self._last_result_s = self._clock()
+        scheduled = step.plan.scheduled
+        names = self._names.of(share.sequence_id for share in scheduled)
+        log.exception("step %d failed, with %d sequences in it, of %s", step.plan.step, len(scheduled), names)
+        self._update(step, lambda: self._scheduler.fail_step(step.plan, "the model failed on this request"))
+
+    def _take_back(self, step: _StepUnderWay) -> None:
+        """It found too little memory. What was built on it is waited for, and does not count either."""
+        log.warning(
+            "too little memory for step %d, with %d tokens of %d sequences: it is made again in parts",
+            *(step.plan.step, step.plan.num_scheduled_tokens, len(step.plan.scheduled)),
+        )
+        while self._under_way:
+            with suppress(Exception):
+                self._under_way.popleft().launched.result()
+        self._update(step, lambda: self._scheduler.take_back(_TOO_LITTLE_MEMORY))
+
+    def _update(self, step: _StepUnderWay, learn: Callable[[], OutputsByClient]) -> None:
+        """Let the scheduler `learn` what came of a step, and tell the clients."""
+        started_s = self._clock()
+        outputs = learn()
         self._update_s += self._clock() - started_s
-        return outputs
+        self._post(outputs)
+        self._note(step.plan, step.planned_s)
 
     def _post(self, outputs: OutputsByClient) -> None:
         for news in outputs.values():  # one API process so far: all news goes the same way
@@ -204,7 +304,15 @@ class EngineLoop:
             return
         self._last_beat_s = now_s
         stats = self._scheduler.stats()
-        self._mailbox.send(Beat(num_turns=self._num_turns, stats=stats, times=self._times()))
+        num_dropped = num_dropped_lines()
+        self._mailbox.send(
+            Beat(
+                num_turns=self._num_turns,
+                stats=stats,
+                times=self._times(),
+                num_dropped_log_lines=num_dropped,
+            )
+        )
 
 
 def _params_of(params: SamplingParams, index: int) -> SamplingParams:

@@ -30,6 +30,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     terms: ServiceTerms
     pooling: PoolingParams | None = None
     """Set: nothing is generated, and `params` is not read."""
+    request_id: str = ""
+    """What the log calls the HTTP request that it belongs to; empty if it came by no HTTP."""
+    trace_id: str = ""
+    """Of the distributed trace that it belongs to, as 32 hexadecimal digits; empty without one."""
     client_index: int = 0
     """Which API process wants the outputs."""
 
@@ -101,6 +105,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Turns of the loop, with or without work: the heartbeat."""
     stats: SchedulerStats
     times: StepTimes
+    num_dropped_log_lines: int = 0
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):

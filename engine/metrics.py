@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.errors import Overloaded, OverloadReason
 from engine.lives import DeathCause
+from engine.logs import num_dropped_lines
 from engine.messages import Beat, StepTimes
 from engine.types import Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
@@ -28,6 +29,7 @@ _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 # Ours, and the names that endpoint pickers and autoscalers know (Gateway API inference extension, KEDA).
 _PREFIXES = ("tokenyard", "vllm")
+_END_TO_END_BUCKETS = _LATENCY_BUCKETS[2:]
 _LENGTH_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
 # Few, because there is a set of them for each band.
 _BAND_BUCKETS = (0.5, 2.5, 10.0, 60.0)
@@ -41,6 +43,14 @@ class AbortCause(StrEnum):
     CLIENT_LEFT = "client_left"
     SHUTDOWN = "shutdown"  # the time to drain was over
     ENGINE_DIED = "engine_died"
+
+
+class Telemetry(StrEnum):
+    """What is dropped before anybody waits for it."""
+
+    API_LOG_LINES = "api_log_lines"
+    ENGINE_LOG_LINES = "engine_log_lines"
+    SPANS = "spans"
 
 
 class PriorityBand(StrEnum):
@@ -66,11 +76,12 @@ class EngineMetrics:
         self._model_name = model_name
         self.registry = CollectorRegistry()
         prometheus_client.ProcessCollector(registry=self.registry)
-        prometheus_client.PlatformCollector(registry=self.registry)
         self._last: SchedulerStats | None = None
         self._last_times = StepTimes()
+        self._last_dropped: dict[Telemetry, int] = {}
         self._make_gauges()
         self._make_counters()
+        self._make_counters_of_ends()
         self._make_histograms()
 
     def model_is_ready(self, info: ModelInfo) -> None:
@@ -85,6 +96,7 @@ class EngineMetrics:
             gauge.labels(**labels).set(1)
         self._last_times = StepTimes()
         self._last = None  # a fresh engine process counts from zero
+        self._last_dropped.pop(Telemetry.ENGINE_LOG_LINES, None)
 
     def watch_health(self, health: Callable[[], Health]) -> None:
         """Ask at each scrape, so that the page never says ready when a probe would not."""
@@ -116,6 +128,7 @@ class EngineMetrics:
         for reason, gauge in self._waiting_by_reason.items():
             gauge.set(stats.num_waiting if reason is stats.wait_reason else 0)
         self._stalls.inc(stats.num_stalls - last.num_stalls)
+        self._out_of_memory.inc(stats.num_out_of_memory - last.num_out_of_memory)
         _set_all(self._swapped, stats.num_swapped)
         if stats.num_host_blocks:
             _set_all(self._swap_usage, stats.num_used_host_blocks / stats.num_host_blocks)
@@ -125,6 +138,7 @@ class EngineMetrics:
             self._preemptions[key].inc(count.num - before.get(key, 0))
         self._swap_full.inc(stats.num_swap_space_full - last.num_swap_space_full)
         self._take_times(beat.times)
+        self._take_dropped_lines(beat.num_dropped_log_lines)
         self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
         self._prefix_host_hits.inc(stats.num_prefix_host_hits - last.num_prefix_host_hits)
@@ -132,6 +146,13 @@ class EngineMetrics:
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
         self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
         self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+
+    def _take_dropped_lines(self, num_of_engine: int) -> None:
+        """Of both processes; each counts from its own start."""
+        now = {Telemetry.API_LOG_LINES: num_dropped_lines(), Telemetry.ENGINE_LOG_LINES: num_of_engine}
+        for what, num in now.items():
+            self._dropped[what].inc(num - self._last_dropped.get(what, 0))
+        self._last_dropped = now
 
     def _take_times(self, times: StepTimes) -> None:
         last, self._last_times = self._last_times, times
@@ -168,6 +189,10 @@ class EngineMetrics:
         except Overloaded as error:
             self._refused[error.reason].inc()
             raise
+
+    def spans_dropped(self, num: float) -> None:
+        """The collector of traces did not take them. Called by any thread."""
+        self._dropped[Telemetry.SPANS].inc(num)
 
     def request_displaced(self) -> None:
         """One that waited gave way to a more urgent one."""
@@ -223,6 +248,9 @@ class EngineMetrics:
         self._stalls = self._counter(
             "scheduler_stalls", "Requests failed because the scheduler found no way to serve them"
         )
+        self._out_of_memory = self._counter(
+            "step_out_of_memory", "Steps made again in parts: the device had too little memory for the whole"
+        )
         self._step_time = self._counters(
             "step_time_seconds", "Time of the step loop, by part", "part", ("schedule", "execute", "update")
         )
@@ -239,6 +267,9 @@ class EngineMetrics:
         self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated")
+
+    def _make_counters_of_ends(self) -> None:
+        """Of engine processes, of requests that were refused or ended, and of what is said about them."""
         self._restarts = self._counters(
             "engine_restarts", "Engine processes that died and were replaced", "cause", DeathCause
         )
@@ -249,6 +280,9 @@ class EngineMetrics:
             "admission_rejections", "Requests refused because too much waited", "reason", OverloadReason
         )
         self._aborted = self._counters("request_aborts", "Requests that were cut short", "cause", AbortCause)
+        self._dropped = self._counters(
+            "telemetry_dropped", "Lines of the log, or spans, that nobody took in time", "what", Telemetry
+        )
         self._finished = self._counters(
             "request_success", "Choices by how they ended", "finished_reason", FinishReason
         )
@@ -267,7 +301,9 @@ class EngineMetrics:
             "inter_token_latency_seconds", "Between two tokens of one choice", _TOKEN_BUCKETS
         )
         self._queue_time = self._histogram("request_queue_time_seconds", "Until first part of a step")
-        self._end_to_end = self._histogram("e2e_request_latency_seconds", "Arrival to the last output")
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to the last output", _END_TO_END_BUCKETS
+        )
         self._request_prompt = self._histogram("request_prompt_tokens", "Prompt lengths", _LENGTH_BUCKETS)
         self._request_generated = self._histogram(
             "request_generation_tokens", "Tokens generated by a choice", _LENGTH_BUCKETS

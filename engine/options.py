@@ -29,6 +29,14 @@ class Options(EdgeOptions):
         open_default="a tiny built-in model, for trying the server out",
         default=None,
     )
+    checksums: str | None = _option(
+        Group.MODEL,
+        Text(metavar="FILE"),
+        "List of the SHA-256 of the model's files, as sha256sum writes it in their folder. Weights, "
+        "configuration, tokenizer and templates are compared with it at every start.",
+        open_default="nothing is compared",
+        default=None,
+    )
     served_model_name: tuple[str, ...] = _option(
         Group.MODEL,
         Text(metavar="NAME"),
@@ -78,6 +86,21 @@ class Options(EdgeOptions):
         "Kernels of our own on CPU, compiled once with the machine's C++ compiler: several times faster "
         "than torch alone. auto does without where there is no compiler.",
         default="auto",
+    )
+
+    gpu_kernels: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "off")),
+        "Kernels of our own on GPUs, compiled by Triton at start: several times faster than torch alone. off "
+        "tells whether a wrong answer comes from them.",
+        default="auto",
+    )
+    enforce_eager: bool = _option(
+        Group.MODEL,
+        Switch(),
+        "Launch every kernel of a step by itself on a GPU, instead of capturing steps as CUDA graphs: starts "
+        "sooner and leaves more memory to the KV cache, but small steps take several times as long.",
+        default=False,
     )
 
     quantization: str = _option(
@@ -252,6 +275,13 @@ class Options(EdgeOptions):
         "it is kept free for that one. 0 keeps the order strictly.",
         default=32,
     )
+    async_scheduling: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("auto", "off")),
+        "Plan a step and hand it to the device while that still computes the one before, so that it never "
+        "waits for the next. auto does so on GPUs; on CPUs there is nothing to overlap.",
+        default="auto",
+    )
     watermark: float = _option(
         Group.SCHEDULER,
         Share(low=0.0, high=0.5),
@@ -423,6 +453,20 @@ class Options(EdgeOptions):
         Choice(words=("debug", "info", "warning", "error")),
         "How much is logged.",
         default="info",
+    )
+    log_format: str = _option(
+        Group.SERVER,
+        Choice(words=("auto", "text", "json")),
+        "Lines for people, or one JSON object each; auto writes text to a terminal and JSON elsewhere.",
+        default="auto",
+    )
+    otlp_traces_endpoint: str | None = _option(
+        Group.SERVER,
+        Text(metavar="URL"),
+        "Send a span of each request to this OpenTelemetry collector, by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces. Needs the extra `otel`.",
+        open_default="no spans",
+        default=None,
     )
 
 

@@ -20,12 +20,14 @@ from engine.checked_worker import CheckedWorker
 from engine.child_process import die_with_parent, leave_signals_to_parent
 from engine.config import EngineConfig
 from engine.garbage import keep_what_is_loaded
+from engine.log_lines import ProcessName
+from engine.logs import Logs
 from engine.loop import EngineLoop, WorkerBroken
 from engine.messages import Loading, Ready, StartFailed
 from engine.pulse import StepPulse
 from engine.step_trace import StepTrace
 from engine.transport import EngineSide
-from scheduler.config import SchedulerConfig
+from scheduler.config import PrefixCaching, SchedulerConfig
 from scheduler.scheduler import Scheduler
 from worker.config import LoadProgress, ModelFacts
 
@@ -35,6 +37,7 @@ CONFIG_FILE = "config.msgpack"
 SIGNAL_FOR_STACKS = signal.SIGUSR1
 EXIT_START_FAILED = 78
 EXIT_WORKER_BROKEN = 70
+EXIT_UNEXPECTED = 1
 
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
@@ -43,12 +46,15 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
     leave_signals_to_parent()
     _tell_stacks_when_asked()
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
-    logging.basicConfig(level=log_level, format="%(levelname)s engine %(name)s: %(message)s")
-    mailbox = EngineSide(directory)
-    try:
-        return _serve(config, mailbox, directory)
-    finally:
-        mailbox.close()
+    with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
+        mailbox = EngineSide(directory)
+        try:
+            return _serve(config, mailbox, directory)
+        except Exception:
+            log.critical("the engine process ends: nobody expected this", exc_info=True)
+            return EXIT_UNEXPECTED
+        finally:
+            mailbox.close()
 
 
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
@@ -106,8 +112,10 @@ def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig
     return replace(
         config.scheduler,
         num_blocks=facts.num_blocks,
+        max_plans_in_flight=config.scheduler.max_plans_in_flight if facts.runs_ahead else 1,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
+        prefix_caching=config.scheduler.prefix_caching if facts.is_paged else PrefixCaching.OFF,
         sliding_window=facts.sliding_window,
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,

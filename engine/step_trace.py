@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from engine.messages import StepTimes
+from engine.messages import AddRequest, StepTimes
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class StepTrace:
         self._num_pending_bytes = 0
         self._flushed_s = float("-inf")
         self._arrived: list[SequenceId] = []
+        self._requests: list[tuple[SequenceId, str, str]] = []
         self._ended: list[SequenceId] = []
         self._last_times = StepTimes()
 
@@ -48,6 +49,11 @@ class StepTrace:
         """These were added to the scheduler; told with the next line."""
         if self._file is not None:
             self._arrived.extend(sequence_ids)
+
+    def note_request(self, request: AddRequest) -> None:
+        """What the log calls the request of sequences that arrived, if it has a name."""
+        if self._file is not None and request.request_id:
+            self._requests.append((request.sequence_ids[0], request.request_id, request.trace_id))
 
     def note_ends(self, sequence_ids: Iterable[SequenceId]) -> None:
         """These were aborted. Other ends are known from what the plans release."""
@@ -72,7 +78,7 @@ class StepTrace:
         if self._file is None or (plan.is_empty and not plan.preemptions):
             return
         line = self._line(plan, now_s, stats, waiting, times)
-        self._arrived, self._ended, self._last_times = [], [], times
+        self._arrived, self._requests, self._ended, self._last_times = [], [], [], times
         self._pending.append(line)
         self._num_pending_bytes += len(line)
         if now_s - self._flushed_s >= _FLUSH_INTERVAL_S or self._num_pending_bytes > _MAX_PENDING_BYTES:
@@ -108,7 +114,7 @@ class StepTrace:
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        self._pending, self._arrived, self._ended = [], [], []
+        self._pending, self._arrived, self._requests, self._ended = [], [], [], []
         try:
             file.close()
         except OSError as error:
@@ -138,6 +144,7 @@ class StepTrace:
             "decodes": decodes,  # [sequence, position]
             "chunks": chunks,  # [sequence, position of the first token, number of tokens]
             "arrived": self._arrived,
+            "requests": self._requests,  # [first sequence of those that arrived, request id, trace id]
             "new": [new.sequence_id for new in plan.new_sequences],
             "released": plan.released,
             "ended": self._ended,

@@ -13,10 +13,13 @@ from pathlib import Path
 import msgspec
 
 from engine import child_process
+from engine.child_environment import child_environment
 from engine.config import EngineConfig
 from engine.process import CONFIG_FILE, SIGNAL_FOR_STACKS
 from engine.runtime_directory import RuntimeDirectory
 from engine.transport import ClientSide
+
+log = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     # With the default, a thread that waits spins: one busy neighbour (our own API process) then makes
@@ -24,8 +27,6 @@ _ENVIRONMENT = {
     # docs/decisions/0005-openmp-wait-policy.md.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
-    # Nothing is fetched after start: checkpoints are folders, or in the local cache already.
-    "HF_HUB_OFFLINE": "1",
 }
 
 
@@ -50,7 +51,7 @@ class EngineProcess:
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": child_process.python_path()},
+                env=child_environment(**_ENVIRONMENT),
             )
         except BaseException:
             if side is not None:
@@ -92,5 +93,5 @@ class EngineProcess:
 
 def _child_arguments(directory: Path) -> list[str]:
     """As engine/process.py reads them."""
-    log_level = logging.getLogger().getEffectiveLevel()
+    log_level = log.getEffectiveLevel()
     return ["-m", "engine.process", str(directory), str(os.getpid()), str(log_level)]

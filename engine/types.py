@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from engine.journal import Journal
 from scheduler.messages import (
     FinishReason,
     Grammar,
@@ -64,6 +65,10 @@ class GenerationRequest:
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that are text even so: marks of tool calls and of reasoning."""
     terms: ServiceTerms = field(default_factory=ServiceTerms)
+    max_tenant_tokens: int | None = None
+    """Prompt tokens that its tenant may have waiting, these among them; None: as many as the queue takes."""
+    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
+    """That of the HTTP request it came with; other requests may share it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,10 @@ class PoolingRequest:
     prompt_token_ids: tuple[int, ...]
     params: PoolingParams
     terms: ServiceTerms = field(default_factory=ServiceTerms)
+    max_tenant_tokens: int | None = None
+    """As of GenerationRequest."""
+    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
+    """As of GenerationRequest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +232,8 @@ class ModelInfo:
     """Blocks that sequences can use."""
     kv_cache_bytes: int
     eos_token_ids: tuple[int, ...]
+    is_paged: bool = True
+    """False: each sequence has a cache of its own and is computed alone; no prefix is found again."""
     default_sampling: dict[str, float] = field(default_factory=dict)
     """From generation_config.json, where it sets them: temperature, top_p, top_k, min_p, and
     repetition_penalty."""

@@ -57,12 +57,11 @@ class SchedulingBudget:
 
 
 def budget_for_step(
-    config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel
+    config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel, max_tokens: int
 ) -> SchedulingBudget:
-    """The operator's limits; fewer tokens where decodes would else miss their target."""
+    """At most `max_tokens`; fewer where decodes would else miss their target."""
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in running])
-    max_tokens = config.max_num_batched_tokens
     if num_decodes and config.target_itl_s != inf:
         within = step_time.tokens_within(config.target_itl_s)
         if within is not None:

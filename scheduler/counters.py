@@ -16,6 +16,7 @@ class Counters:
     num_prefix_host_hits: int = 0
     num_recomputed_tokens: int = 0
     num_stalls: int = 0
+    num_out_of_memory: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: dict[tuple[PreemptionCause, bool], int] = field(

@@ -36,6 +36,12 @@ class PlansInFlight:
         oldest = self._plans.popleft()
         assert oldest is plan, "results come in the order of the plans"
 
+    def take_all(self) -> list[SchedulerOutput]:
+        """There will be no results. Oldest first."""
+        plans = list(self._plans)
+        self._plans.clear()
+        return plans
+
     def draws_for(self, sequence_id: SequenceId) -> bool:
         """Whether a token of it, or its vector, is still to come. O(sequences in flight): asked rarely."""
         return any(

@@ -242,9 +242,13 @@ class KVCacheManager:
         self._index.complete_plan()
         return copies
 
-    def forget(self, seq: Sequence) -> None:
-        """Nobody may find what this sequence computed: it cannot be trusted."""
-        self._index.forget(seq)
+    def forget(self, seq: Sequence, *, start: int = 0) -> None:
+        """Nobody may find what this sequence computed from `start` on: it cannot be trusted."""
+        self._index.forget(seq, start=start)
+
+    def forget_block(self, block: BlockId) -> None:
+        """Nobody may find what was to be copied to it."""
+        self._index.reuse(block)
 
     def forget_copies(self, swap_out: tuple[BlockCopy, ...]) -> None:
         """Nobody may find what these copies were to bring to the host: the step failed."""

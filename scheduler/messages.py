@@ -338,6 +338,8 @@ class SequenceOutput(NamedTuple):
     """Those not told before, in order: with a prompt in several chunks they come in several outputs."""
     pooled: bytes = b""
     """Float32, little-endian; with the one output of a pooling sequence."""
+    num_preemptions: int = 0
+    """Of the sequence, so far."""
 
 
 class WaitReason(StrEnum):
@@ -419,6 +421,8 @@ class SchedulerStats:
     """Blocks copied to the host because the prefix cache on the device gave them up."""
     num_recomputed_tokens: int
     """Tokens computed again because a preemption lost them; what a cache still had is not computed again."""
+    num_out_of_memory: int = 0
+    """Steps for which the device had too little memory: they were taken back, and made again in parts."""
     num_draft_tokens: int = 0
     """Guessed tokens that were verified."""
     num_accepted_tokens: int = 0

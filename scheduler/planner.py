@@ -26,6 +26,7 @@ from scheduler.preemption import Preemptor
 from scheduler.sequence import Sequence
 from scheduler.shares import Shares
 from scheduler.state import SchedulerState
+from scheduler.step_limit import StepLimit
 from scheduler.step_time import StepTimeModel
 
 
@@ -42,6 +43,7 @@ class Planner:
         self._lines = state.lines
         self._finish = finish
         self.step_time = StepTimeModel()
+        self.step_limit = StepLimit(state.config.max_num_batched_tokens)
         self.shares = Shares(state)
         self.preemptor = Preemptor(state, self.shares, self.step_time)
         self._admission = Admission(state, self.shares, self.preemptor, finish=finish)
@@ -59,7 +61,9 @@ class Planner:
         """Everything that happens in the next step."""
         if self._config.max_encoder_tokens:
             self.shares.encoder_cache.next_plan()
-        plan = PlanDraft(budget_for_step(self._config, self._lines.running, self.step_time), now_s)
+        running = self._lines.running
+        budget = budget_for_step(self._config, running, self.step_time, self._max_tokens())
+        plan = PlanDraft(budget, now_s)
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._config.batching is Batching.SEPARATE:
@@ -69,6 +73,15 @@ class Planner:
             self._admission.admit_waiting(plan)
         plan.swap_out += self._kv.complete_plan()
         return plan
+
+    def _max_tokens(self) -> int:
+        """What the device has memory for; or more, for a prompt that is to be computed at once and alone."""
+        max_tokens = self.step_limit.max_tokens
+        if max_tokens < self._config.max_num_batched_tokens and not self._lines.running:
+            head = self._lines.waiting.peek() if len(self._lines.waiting) else None
+            if head is not None and head.is_indivisible:
+                return max(max_tokens, head.num_tokens)
+        return max_tokens
 
     def _plan_separately(self, plan: PlanDraft) -> None:
         """Prefill alone if there is any to do and it is due, else decodes alone."""

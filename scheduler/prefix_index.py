@@ -95,11 +95,12 @@ class PrefixIndex:
         self._tails.forget(block)
         return self.cache.forget(block)
 
-    def forget(self, seq: Sequence) -> None:
-        """Nobody may find what this sequence computed, wherever it is by now: it cannot be trusted."""
-        for block in seq.block_ids:
+    def forget(self, seq: Sequence, *, start: int = 0) -> None:
+        """Nobody may find what this sequence computed from `start` on, wherever it is by now."""
+        first = start // self._block_size
+        for block in seq.block_ids[first:]:
             self.reuse(block)
-        for key in seq.block_keys:
+        for key in seq.block_keys[first:]:
             self.cache.forget_key(key)
             self.swap_space.forget_key(key)
 

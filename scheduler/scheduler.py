@@ -35,7 +35,9 @@ from scheduler.refusals import NeverFits, refuse_beyond_limits, refuse_inputs_wi
 from scheduler.reports import report_on
 from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState
+from scheduler.step_limit import SMALLEST_CHUNK_TOKENS
 from scheduler.swap_space import SwapSpace
+from scheduler.taking_back import TakingBack
 from scheduler.watchdog import Watchdog
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
@@ -71,6 +73,7 @@ class Scheduler:
             in_flight=self._in_flight,
             counters=self._counters,
         )
+        self._state = state
         self._planner = Planner(state, finish=self._finish)
 
     # The public calls.
@@ -120,6 +123,7 @@ class Scheduler:
         all the same: it was drawn, and is not drawn again.
         """
         self._in_flight.take(plan)
+        self._planner.step_limit.fitted()
         sequences, drawn = self._sequences, result.token_ids
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
@@ -158,12 +162,34 @@ class Scheduler:
         self.kv.forget_copies(plan.swap_out)
         return self.take_outputs()
 
-    def finish_requests(self, sequence_ids: Iterable[SequenceId], reason: FinishReason) -> None:
+    def take_back(self, message: str) -> Outputs:
+        """The device had too little memory for the oldest plan in flight: none of them was ever made.
+
+        Their results must not be taken in. Everybody in them waits again, as after a preemption, with all
+        tokens told so far, and the next plans are smaller. One that was alone in a plan that cannot be made
+        smaller fails with `message`.
+        """
+        plans = self._in_flight.take_all()
+        self._counters.num_out_of_memory += 1
+        taking_back = TakingBack(self._state, self._planner.shares, plans, self._sequences)
+        for sequence_id in taking_back.ended_and_published():
+            self._distrust(sequence_id)
+        self._released += taking_back.undo()
+        first = plans[0]
+        if len(first.scheduled) == 1 and self._is_smallest(first.scheduled[0]):
+            self.finish_requests([first.scheduled[0].sequence_id], FinishReason.FAILED, message=message)
+        elif first.scheduled:
+            self._planner.step_limit.did_not_fit(first.num_scheduled_tokens)
+        return self.take_outputs()
+
+    def finish_requests(
+        self, sequence_ids: Iterable[SequenceId], reason: FinishReason, *, message: str = ""
+    ) -> None:
         """End these now, wherever they are; ids that are unknown or ended already are passed over."""
         for sequence_id in sequence_ids:
             seq = self._sequences.get(sequence_id)
             if seq is not None:
-                self._finish(seq, reason)
+                self._finish(seq, reason, message)
 
     def reset_prefix_cache(self) -> None:
         """Let nothing that was cached so far be found again; running sequences keep their blocks."""
@@ -230,6 +256,7 @@ class Scheduler:
             num_host_blocks=self.swap_space.num_blocks,
             num_steps=self._counters.num_steps,
             num_stalls=self._counters.num_stalls,
+            num_out_of_memory=self._counters.num_out_of_memory,
             preemptions=self._counters.preemptions(),
             num_swap_space_full=self._planner.preemptor.num_swap_space_full,
             num_prefix_queries=self._counters.num_prefix_queries,
@@ -267,6 +294,12 @@ class Scheduler:
             return seq.num_prompt_tokens
         return min(seq.num_prompt_tokens + seq.params.max_tokens, self.config.max_model_len)
 
+    def _is_smallest(self, share: ScheduledSequence) -> bool:
+        """Whether a step with this share alone cannot be made smaller."""
+        seq = self._sequences.get(share.sequence_id)
+        is_indivisible = seq is not None and seq.is_indivisible
+        return is_indivisible or share.num_tokens <= SMALLEST_CHUNK_TOKENS
+
     # Learning what came of it.
 
     def _take_tokens(
@@ -292,7 +325,10 @@ class Scheduler:
             self._lines.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
         start, seq.pending_start = seq.pending_start, None
         news = self._news_of_prompt(seq, share, result) if result.prompt_logprobs else ()
-        output = SequenceOutput(seq.sequence_id, token_ids, reason, logprobs, start, "", news)
+        num_preemptions = seq.num_preemptions
+        output = SequenceOutput(
+            seq.sequence_id, token_ids, reason, logprobs, start, "", news, b"", num_preemptions
+        )
         if reason is None:
             self._tell(seq, output)
         else:
@@ -335,7 +371,14 @@ class Scheduler:
     def _take_pooled(self, seq: Sequence, pooled: bytes) -> None:
         """The one output of a sequence that generates nothing."""
         reason = FinishReason.STOP
-        output = SequenceOutput(seq.sequence_id, (), reason, start=seq.take_start(), pooled=pooled)
+        output = SequenceOutput(
+            seq.sequence_id,
+            (),
+            reason,
+            start=seq.take_start(),
+            pooled=pooled,
+            num_preemptions=seq.num_preemptions,
+        )
         self._end(seq, reason, output)
 
     def _news_of_prompt(
@@ -364,7 +407,14 @@ class Scheduler:
             self.reset_prefix_cache()
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> None:
-        output = SequenceOutput(seq.sequence_id, (), reason, start=seq.take_start(), message=message)
+        output = SequenceOutput(
+            seq.sequence_id,
+            (),
+            reason,
+            start=seq.take_start(),
+            message=message,
+            num_preemptions=seq.num_preemptions,
+        )
         self._end(seq, reason, output)
 
     def _end(self, seq: Sequence, reason: FinishReason, output: SequenceOutput) -> None:

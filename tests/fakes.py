@@ -1,6 +1,7 @@
 """Stand-ins that behave: a worker without a model that still notices every misplaced block."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from scheduler.messages import (
     BlockId,
@@ -16,6 +17,7 @@ from scheduler.messages import (
     TokenLogprobs,
 )
 from scheduler.sequence import Sequence
+from worker.errors import StepOutOfMemory
 
 FAKE_VOCAB = 97
 
@@ -48,6 +50,28 @@ def prompt_logprobs(prompt: list[int]) -> list[TokenLogprobs]:
 
 class WorkerExploded(Exception):
     """Injected."""
+
+
+class OutOfMemory(Enum):
+    """When a step that is launched finds too little memory."""
+
+    BEFORE_ANYTHING = "before it has done anything"
+    AFTER_RELEASE = "after it has freed rows, and nothing else"
+    AT_THE_END = "after it has computed everything, when its result is asked for"
+
+
+class FakeStep:
+    """What came of a plan, told when it is asked for."""
+
+    def __init__(self, worker: "FakeWorker", outcome: ModelRunnerOutput | Exception) -> None:
+        self._worker, self._outcome = worker, outcome
+
+    def result(self) -> ModelRunnerOutput:
+        if isinstance(self._outcome, Exception):
+            self._worker.num_untold_failures -= 1
+            self._worker.is_in_doubt = self._worker.num_untold_failures > 0
+            raise self._outcome
+        return self._outcome
 
 
 @dataclass
@@ -100,6 +124,34 @@ class FakeWorker:
     before that was known."""
     is_in_doubt: bool = False
     """A plan failed, and the scheduler does not know yet."""
+    num_untold_failures: int = 0
+    out_of_memory: OutOfMemory | None = None
+    """Of the next plan that is launched."""
+    most_tokens: int | None = None
+    """There is memory for no more in one plan."""
+
+    def launch(self, plan: SchedulerOutput) -> FakeStep:
+        """As a device that carries plans out by itself: what went wrong is seen when the result is due."""
+        memory, self.out_of_memory = self.out_of_memory, None
+        if self.most_tokens is not None and plan.num_scheduled_tokens > self.most_tokens:
+            memory = OutOfMemory.AFTER_RELEASE
+        if memory is OutOfMemory.BEFORE_ANYTHING:
+            self.plans.append(plan)
+            raise StepOutOfMemory
+        if memory is OutOfMemory.AFTER_RELEASE:
+            self.explode_next = True
+        outcome: ModelRunnerOutput | Exception
+        try:
+            outcome = self.execute(plan)
+        except WorkerExploded as error:
+            outcome = error
+        if memory is not None:
+            self.lost.update(share.sequence_id for share in plan.scheduled)
+            outcome = StepOutOfMemory()
+        if isinstance(outcome, Exception):
+            self.is_in_doubt = True
+            self.num_untold_failures += 1
+        return FakeStep(self, outcome)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.plans.append(plan)

@@ -1,13 +1,13 @@
 """A scheduler, a fake worker and a clock we hold, stepped by hand."""
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
 from scheduler.invariants import check_invariants, check_plan
 from scheduler.messages import (
     FinishReason,
-    ModelRunnerOutput,
     PreemptionCause,
     SchedulerOutput,
     SequenceId,
@@ -16,7 +16,8 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import Outputs, Scheduler
 from scheduler.sequence import Sequence
-from tests.fakes import FakeWorker, WorkerExploded, continuation
+from tests.fakes import FakeStep, FakeWorker, WorkerExploded, continuation
+from worker.errors import StepOutOfMemory
 
 
 def small_config(**changes: object) -> SchedulerConfig:
@@ -48,7 +49,7 @@ class World:
         self.scheduler = Scheduler(self.config)
         config = self.config
         self.worker = FakeWorker(config.block_size, config.sliding_window, config.encoder_cache_tokens)
-        self._late: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
+        self._late: deque[tuple[SchedulerOutput, FakeStep]] = deque()
 
     def add(self, *sequences: Sequence) -> None:
         for seq in sequences:
@@ -70,7 +71,7 @@ class World:
             if self._late:
                 self.learn()
         else:
-            self._late.append((plan, self._execute(plan)))
+            self._launch(plan)
             if not self.scheduler.can_schedule:
                 self.learn(abort_meanwhile=abort_meanwhile)
         self.now_s += 1.0
@@ -79,10 +80,14 @@ class World:
 
     def learn(self, *, abort_meanwhile: int | None = None) -> None:
         """The result of the oldest plan in flight."""
-        plan, result = self._late.popleft()
-        if result is None:
+        plan, launched = self._late.popleft()
+        try:
+            result = launched.result()
+        except StepOutOfMemory:
+            self._take_back()
+            return
+        except WorkerExploded:
             self._take(self.scheduler.fail_step(plan, "the worker failed"))
-            self.worker.is_in_doubt = any(result is None for _, result in self._late)
             alive = self.scheduler.running_sequences() + self.scheduler.waiting_sequences()
             lost = {seq.sequence_id for seq in alive} & self.worker.lost
             lost -= self.worker.poisoned | self.worker.silent  # of these, the results tell
@@ -99,13 +104,20 @@ class World:
             self.learn()
         check_invariants(self.scheduler)
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """None: the worker failed."""
+    def _launch(self, plan: SchedulerOutput) -> None:
+        """Nothing is planned behind one that could not even begin."""
         try:
-            return self.worker.execute(plan)
-        except WorkerExploded:
-            self.worker.is_in_doubt = True
-            return None
+            self._late.append((plan, self.worker.launch(plan)))
+        except StepOutOfMemory:
+            self.learn_all()
+            if self.scheduler.plans_in_flight():  # else it was taken back with an earlier one
+                self._take_back()
+
+    def _take_back(self) -> None:
+        while self._late:
+            with suppress(StepOutOfMemory, WorkerExploded):
+                self._late.popleft()[1].result()
+        self._take(self.scheduler.take_back("too little memory"))
 
     def _drafts(self) -> dict[SequenceId, tuple[int, ...]]:
         return {

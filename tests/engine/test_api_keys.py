@@ -26,12 +26,13 @@ def file(tmp_path):
 def test_an_entry_says_who_it_is_and_what_it_may_do(file) -> None:
     (key,) = file(
         f'- {{name: team-a, sha256: "{HASH}", max_concurrent_requests: 8, most_urgent_priority: 0,'
-        " prefix_cache: shared, may_administer: true}"
+        " max_queued_tokens: 65536, prefix_cache: shared, may_administer: true}"
     ).read()
     assert key == ApiKey(
         name="team-a",
         digest=bytes.fromhex(HASH),
         max_concurrent_requests=8,
+        max_queued_tokens=65536,
         most_urgent_priority=0,
         cache_salt="",
         may_administer=True,
@@ -41,7 +42,7 @@ def test_an_entry_says_who_it_is_and_what_it_may_do(file) -> None:
 def test_what_an_entry_leaves_out_is_the_careful_choice(file) -> None:
     (key,) = file(f'- name: a\n  sha256: "{HASH}"\n').read()
     assert not key.may_administer
-    assert (key.max_concurrent_requests, key.most_urgent_priority) == (None, None)
+    assert (key.max_concurrent_requests, key.max_queued_tokens, key.most_urgent_priority) == (None,) * 3
     assert key.cache_salt
     assert HASH not in key.cache_salt  # who reads salts, in a trace say, learns no hash
 
@@ -59,6 +60,7 @@ def test_json_lines_of_a_list_are_yaml_too(file) -> None:
         (f'- name: a\n  sha256: "{HASH[:-1]}"\n', "sha256"),
         (f'- name: a\n  sha256: "{HASH}"\n  max_conurrent_requests: 1\n', "max_conurrent_requests"),
         (f'- name: a\n  sha256: "{HASH}"\n  max_concurrent_requests: 0\n', "max_concurrent_requests"),
+        (f'- name: a\n  sha256: "{HASH}"\n  max_queued_tokens: 0\n', "max_queued_tokens"),
         (f'- name: a\n  sha256: "{HASH}"\n  prefix_cache: mine\n', "prefix_cache"),
         (f'- name: key-1\n  sha256: "{HASH}"\n', "another name"),
         (f'- name: a\n  sha256: "{HASH}"\n- name: b\n  sha256: "{HASH}"\n', "b has a name or hash"),

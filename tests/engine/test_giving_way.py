@@ -215,3 +215,44 @@ async def test_over_http_the_displaced_gets_its_own_429_and_the_urgent_is_served
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "server_overloaded"
     assert int(refused.headers["retry-after"]) >= 1
+
+
+async def test_who_would_be_refused_however_small_is_refused_before_it_costs_anything(door) -> None:
+    for name, priority in zip("abcd", (3, 3, 4, 3), strict=True):
+        door.in_flight.require_room(9)
+        door.ask(name, priority)
+    for priority in (None, 3, -1):
+        door.in_flight.require_room(priority)
+    with pytest.raises(Overloaded) as told:
+        door.in_flight.require_room(4)
+    assert told.value.retry_after_s >= 1
+    assert door.num_refused("requests") == 1
+    door.begin(door.in_flight.find("a"))
+    door.in_flight.require_room(9)
+
+
+async def test_where_all_that_wait_have_begun_in_part_nobody_is_urgent_enough(door) -> None:
+    (choices,) = door.ask("a", 9, n=6)  # larger than the queue, and alone in it
+    door.in_flight.require_room(None)
+    door.begin(choices)
+    with pytest.raises(Overloaded):
+        door.in_flight.require_room(None)
+
+
+async def test_in_order_of_arrival_a_full_queue_is_full_for_any_priority(tiny_model) -> None:
+    door = Door(tiny_model)
+    for name in "abcd":
+        door.ask(name, 9)
+    for priority in (None, -5):
+        with pytest.raises(Overloaded, match="have not started"):
+            door.in_flight.require_room(priority)
+    door.in_flight.leave(door.in_flight.find("a"))
+    door.in_flight.require_room(None)
+
+
+async def test_a_backlog_of_tokens_refuses_early_too(tiny_model) -> None:
+    door = Door(tiny_model, max_queued_tokens=100)
+    door.ask("a", 0, num_tokens=100)
+    with pytest.raises(Overloaded):
+        door.in_flight.require_room(None)
+    assert door.num_refused("tokens") == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import decoders
 
+from engine import grammar_compiler
 from engine.errors import EngineUnavailable, Overloaded, RequestRejected
 from engine.grammar_compiler import GrammarCompiler
 from engine.types import ModelInfo
@@ -129,6 +130,35 @@ async def test_a_grammar_that_takes_too_long_is_refused_in_time_and_the_next_one
 
 
 @pytest.mark.parametrize("timeout_s", [1.0])
+async def test_what_the_worker_would_need_long_for_is_refused_however_patient_we_are(
+    attempt, monkeypatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 1e-9)
+    for _ in range(2):  # remembered, too
+        with pytest.raises(RequestRejected, match="of processor time; 1e-09 s are allowed; make it simpler"):
+            await attempt(INTEGER)
+
+
+async def test_what_is_cheap_for_one_choice_may_be_too_much_for_many(compiler, tmp_path, monkeypatch) -> None:
+    info = info_of(write_tokenizer(tmp_path))
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(100)}}
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+    monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 60.0)
+    cost_s = await cost_of(compiler, grammar, info)
+    monkeypatch.setattr(grammar_compiler, "_MAX_COST_OF_ALL_S", cost_s * 10.5)
+    assert await compiler.compile(grammar, info, param="field", num_choices=10) == grammar
+    with pytest.raises(RequestRejected, match="for each of 11 choices") as told:
+        await compiler.compile(grammar, info, param="field", num_choices=11)
+    assert told.value.param == "field"
+
+
+async def cost_of(compiler: GrammarCompiler, grammar: Grammar, info: ModelInfo) -> float:
+    await compiler.compile(grammar, info, param="field")
+    verdict = compiler._recall(grammar)
+    assert verdict is not None
+    return verdict.cost_s
+
+
 async def test_the_event_loop_goes_on_meanwhile(attempt) -> None:
     hopeless = attempt(ENDLESS)
     longest_s = 0.0

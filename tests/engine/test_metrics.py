@@ -10,9 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.admission import Admission
 from engine.errors import Overloaded, OverloadReason, RequestRejected
+from engine.messages import Beat, StepTimes
 from engine.metrics import AbortCause, EngineMetrics, PriorityBand, band_of
 from engine.types import EngineState, Health
+from scheduler.config import SchedulerConfig
+from scheduler.scheduler import Scheduler
 from server.http_metrics import HttpMetrics
+from tests.server.fake_engine import INFO
 
 READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=1, progress=1.0)
 MAX_LINES = 300
@@ -75,6 +79,18 @@ def test_the_page_says_ready_exactly_when_a_probe_would(metrics) -> None:
     ):
         now[0] = health
         assert (value(metrics, "ready"), value(metrics, "live")) == (ready, live)
+
+
+def test_dropped_lines_are_counted_across_engine_processes(metrics) -> None:
+    sizes = {"num_blocks": 8, "block_size": 4, "max_model_len": 16}
+    stats = Scheduler(SchedulerConfig(**sizes, max_num_seqs=2, max_num_batched_tokens=8)).stats()
+    for num in (3, 5):
+        metrics.beat(Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=num))
+    assert value(metrics, "telemetry_dropped_total", what="engine_log_lines") == 5
+    metrics.model_is_ready(INFO)  # another process, which counts from zero
+    metrics.beat(Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=2))
+    assert value(metrics, "telemetry_dropped_total", what="engine_log_lines") == 7
+    assert value(metrics, "telemetry_dropped_total", what="api_log_lines") == 0
 
 
 def busy_page() -> bytes:

@@ -50,12 +50,15 @@ def test_flags_win_over_the_environment_and_that_over_the_file(file) -> None:
 
 _SAMPLES: dict[str, tuple[str, Any]] = {
     "model": ("org/name", "org/name"),
+    "checksums": ("SHA256SUMS", "SHA256SUMS"),
     "served_model_name": ("chat", ("chat",)),
     "task": ("embed", "embed"),
     "dtype": ("BFLOAT16", "bfloat16"),
     "device": ("cuda:1", "cuda:1"),
     "max_model_len": ("32K", 32768),
     "cpu_kernels": ("OFF", "off"),
+    "gpu_kernels": ("off", "off"),
+    "enforce_eager": ("yes", True),
     "quantization": ("int8", "int8"),
     "num_threads": ("2", 2),
     "block_size": ("64", 64),
@@ -80,6 +83,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "fairness": ("tenant", "tenant"),
     "tenant_weight": ("acme=2", ("acme=2",)),
     "preemption_mode": ("recompute", "recompute"),
+    "async_scheduling": ("off", "off"),
     "max_bypasses": ("0", 0),
     "queue_timeout": ("5s", 5.0),
     "first_token_timeout": ("1m", 60.0),
@@ -115,6 +119,8 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "health_port": ("8001", 8001),
     "heartbeat_timeout": ("5s", 5.0),
     "log_level": ("debug", "debug"),
+    "log_format": ("json", "json"),
+    "otlp_traces_endpoint": ("http://h:4318/v1/traces", "http://h:4318/v1/traces"),
 }
 
 
@@ -308,6 +314,8 @@ def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
         (["--num-gpu-blocks-override", "9", "--kv-cache-memory", "1GiB"], "both set the size"),
         (["--device", "cpu", "--gpu-memory-utilization", "0.9"], "no effect"),
         (["--device", "cuda:1", "--num-threads", "2"], "no effect"),
+        (["--device", "cpu", "--gpu-kernels", "off"], "no effect"),
+        (["--device", "cpu", "--enforce-eager"], "no effect"),
         (["--host", "0.0.0.0"], "API key"),
         (["--host", "my-host.example"], "API key"),
         (["--model", "another"], "two different models"),

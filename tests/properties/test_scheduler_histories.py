@@ -36,7 +36,7 @@ from scheduler.messages import (
     TimeLimits,
 )
 from scheduler.scheduler import NeverFits
-from tests.fakes import continuation, make_sequence, pooled, prompt_logprobs
+from tests.fakes import OutOfMemory, continuation, make_sequence, pooled, prompt_logprobs
 from tests.oracle import Client, Oracle
 from tests.world import World, shares, small_config
 
@@ -124,6 +124,13 @@ class Explode:
 
 
 @dataclass(frozen=True)
+class RunOut:
+    """The worker finds too little memory for the next plan."""
+
+    when: OutOfMemory
+
+
+@dataclass(frozen=True)
 class Poison:
     """One sequence fails alone when it samples."""
 
@@ -135,7 +142,7 @@ class Reset:
     """Nothing that was cached so far may be found."""
 
 
-Event = Arrive | Step | Abort | Learn | Explode | Poison | Reset
+Event = Arrive | Step | Abort | Learn | Explode | RunOut | Poison | Reset
 
 ARRIVALS = st.builds(
     Arrive,
@@ -156,6 +163,7 @@ EVENTS = st.one_of(
     st.builds(Abort, which=st.integers(0, 20)),
     st.builds(Learn),
     st.builds(Explode),
+    st.builds(RunOut, when=st.sampled_from(OutOfMemory)),
     st.builds(Poison, which=st.integers(0, 20)),
     st.builds(Reset),
 )
@@ -225,17 +233,20 @@ def play(world: World, history: list[Event]) -> dict[int, Arrive]:
                 world.learn_all()
             case Reset():
                 world.scheduler.reset_prefix_cache()
-            case Explode() | Poison():
+            case Explode() | RunOut() | Poison():
                 break_worker(world, event)
     world.run()
     return accepted
 
 
-def break_worker(world: World, event: Explode | Poison) -> None:
-    if isinstance(event, Poison):
-        world.worker.poisoned.add(SequenceId(event.which))
-    else:
-        world.worker.explode_next = True
+def break_worker(world: World, event: Explode | RunOut | Poison) -> None:
+    match event:
+        case Poison(which):
+            world.worker.poisoned.add(SequenceId(which))
+        case RunOut(when):
+            world.worker.out_of_memory = when
+        case Explode():
+            world.worker.explode_next = True
 
 
 def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
@@ -350,7 +361,9 @@ def _random_history(random: Random) -> list[Event]:
             return Learn()
         if kind < 0.98:
             return Abort(random.randint(1, 60))
-        return Explode() if kind < 0.985 else Poison(random.randint(1, 60))
+        if kind < 0.985:
+            return Explode()
+        return RunOut(random.choice(list(OutOfMemory))) if kind < 0.99 else Poison(random.randint(1, 60))
 
     history: list[Event] = []
     while len(history) < 60:

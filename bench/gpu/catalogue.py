@@ -1,0 +1,77 @@
+"""The parts, in their order: first what is cheap and what later parts need.
+
+Owns: names, limits of time, and what each part cannot do without.
+"""
+
+from dataclasses import dataclass
+
+_TORCH = ("torch", "numpy")
+_WORKER = (*_TORCH, "transformers", "triton", "safetensors")
+_SERVER = (
+    *_WORKER,
+    *("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "zmq", "orjson", "jinja2", "tokenizers"),
+    *("prometheus_client", "llguidance"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One process."""
+
+    name: str
+    title: str
+    module: str
+    """Has `run(record, settings)`."""
+    limit_s: float
+    needs: tuple[str, ...]
+    """Packages; without one of them the part is skipped."""
+    shape: str = ""
+
+
+PARTS = (
+    Part(
+        name="device",
+        title="The device, and what it can do at most",
+        module="bench.gpu.device_facts",
+        limit_s=60,
+        needs=_TORCH,
+    ),
+    Part(
+        name="tokens",
+        title="The same tokens, whichever way they are computed",
+        module="bench.gpu.tokens",
+        limit_s=110,
+        needs=_WORKER,
+    ),
+    Part(
+        name="steps-qwen3-0.6b",
+        title="Steps of Qwen3-0.6B's shape",
+        module="bench.gpu.steps",
+        limit_s=100,
+        needs=_WORKER,
+        shape="qwen3-0.6b",
+    ),
+    Part(
+        name="steps-llama-3.1-8b",
+        title="Steps of Llama-3.1-8B's shape",
+        module="bench.gpu.steps",
+        limit_s=150,
+        needs=_WORKER,
+        shape="llama-3.1-8b",
+    ),
+    Part(
+        name="kernels",
+        title="Every kernel against its definition",
+        module="bench.gpu.kernels",
+        limit_s=110,
+        needs=(*_WORKER, "pytest", "hypothesis"),
+    ),
+    Part(
+        name="serving",
+        title="Served by HTTP",
+        module="bench.gpu.serving",
+        limit_s=70,
+        needs=_SERVER,
+    ),
+)
+BY_NAME = {part.name: part for part in PARTS}

@@ -1,0 +1,97 @@
+"""What a part has found, on disk as soon as it is found.
+
+Owns: the file of a part, and the page made of all of them.
+Never: measures.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = "results.md"
+
+
+class Table:
+    """Rows that are written down as they come."""
+
+    def __init__(self, record: "Record", title: str, columns: Sequence[str]) -> None:
+        self._record = record
+        self.title, self.columns = title, tuple(columns)
+        self.rows: list[tuple[str, ...]] = []
+
+    def add(self, *cells: object) -> None:
+        assert len(cells) == len(self.columns)
+        self.rows.append(tuple(str(cell) for cell in cells))
+        self._record.save()
+
+
+class Record:
+    """FOLDER/NAME.json, written anew with each thing that is added."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"{name}.json"
+        self._name = name
+        self._tables: list[Table] = []
+        self._notes: list[str] = []
+        self.figures: dict[str, Any] = {}
+        self.save()
+
+    def table(self, title: str, *columns: str) -> Table:
+        table = Table(self, title, columns)
+        self._tables.append(table)
+        self.save()
+        return table
+
+    def note(self, text: str) -> None:
+        """One line for the reader."""
+        self._notes.append(text)
+        self.save()
+
+    def figure(self, name: str, value: Any) -> None:
+        """For programs and for later parts."""
+        self.figures[name] = value
+        self.save()
+
+    def save(self) -> None:
+        document = {
+            "part": self._name,
+            "figures": self.figures,
+            "notes": self._notes,
+            "tables": [
+                {"title": each.title, "columns": each.columns, "rows": each.rows} for each in self._tables
+            ],
+        }
+        waiting = self._path.with_suffix(".tmp")
+        waiting.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        waiting.replace(self._path)
+
+
+def read_record(folder: Path, name: str) -> dict[str, Any]:
+    """What a part has written so far; empty if that is nothing."""
+    try:
+        document: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document
+
+
+def write_page(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
+    """All that there is, as one page. `ends` are the name, the title and the end of each part that began."""
+    lines = ["# The GPU path, measured", ""]
+    for name, title, end in ends:
+        lines += [f"## {title}", "", f"{end}.", ""]
+        document = read_record(folder, name)
+        for note in document.get("notes", ()):
+            lines += [note, ""]
+        for table in document.get("tables", ()):
+            lines += [f"### {table['title']}", "", *_markdown(table["columns"], table["rows"]), ""]
+    (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(columns), _line(["---"] * len(columns)), *(_line(row) for row in rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -1,0 +1,198 @@
+"""Checkpoints with the shape of well-known models and random weights, written as fast as the disk takes them.
+
+Owns: the shapes, and the files. No tokenizer: nothing here has a text.
+Never: torch. Each tensor is a piece of one row of random numbers: the time of a step depends on how many
+there are, and a little on how random their bits are, but not on whether two layers have the same ones.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NUM_RANDOM = 1 << 24
+_SCALE = 0.02
+_ONE_IN_BF16 = 0x3F80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """As far as it decides the time of a step."""
+
+    model_type: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    has_head_norms: bool
+    is_tied: bool
+    """The output layer is the input embedding."""
+    scale: float = _SCALE
+    """Of the weights. Larger in the smallest, so that the two best tokens are well apart."""
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        has_head_norms=True,
+        is_tied=True,
+    ),
+    "llama-3.1-8b": Shape(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        has_head_norms=False,
+        is_tied=False,
+    ),
+    "small": Shape(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        has_head_norms=True,
+        is_tied=True,
+        scale=0.2,
+    ),
+    "tiny": Shape(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        has_head_norms=True,
+        is_tied=True,
+        scale=0.3,
+    ),
+}
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write config.json and model.safetensors into a folder that is made for it; returns the folder."""
+    shape = SHAPES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_config(shape)), encoding="utf-8")
+    tensors = dict(_tensors(shape))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor, size in tensors.items():
+        end = offset + 2 * math.prod(size)
+        header[tensor] = {"dtype": "BF16", "shape": size, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    numbers = _random_bf16(shape.scale)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for number, (tensor, size) in enumerate(tensors.items()):
+            if tensor.endswith(("norm.weight", "layernorm.weight")):
+                file.write(np.full(math.prod(size), _ONE_IN_BF16, np.uint16).tobytes())
+            else:
+                _write_piece(file, numbers, start=number * 7919, count=math.prod(size))
+    return folder
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
+        "model_type": shape.model_type,
+        "architectures": [shape.architecture],
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": shape.is_tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "bfloat16",
+    }
+
+
+def _tensors(shape: Shape) -> list[tuple[str, list[int]]]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, key = (
+        shape.num_attention_heads * shape.head_dim,
+        shape.num_key_value_heads * shape.head_dim,
+    )
+    tensors = [("model.embed_tokens.weight", [shape.vocab_size, hidden]), ("model.norm.weight", [hidden])]
+    if not shape.is_tied:
+        tensors.append(("lm_head.weight", [shape.vocab_size, hidden]))
+    for layer in range(shape.num_hidden_layers):
+        sizes = {
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.q_proj": [query, hidden],
+            "self_attn.k_proj": [key, hidden],
+            "self_attn.v_proj": [key, hidden],
+            "self_attn.o_proj": [hidden, query],
+            "mlp.gate_proj": [inner, hidden],
+            "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
+        }
+        if shape.has_head_norms:
+            sizes |= {"self_attn.q_norm": [shape.head_dim], "self_attn.k_norm": [shape.head_dim]}
+        tensors += [(f"model.layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
+    return tensors
+
+
+def _random_bf16(scale: float) -> NDArray[np.uint16]:
+    """The upper halves of float32 are bfloat16, cut instead of rounded."""
+    numbers = np.random.default_rng(0).standard_normal(_NUM_RANDOM, dtype=np.float32) * np.float32(scale)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _write_piece(file: Any, numbers: NDArray[np.uint16], *, start: int, count: int) -> None:
+    """`count` of them from `start` on, round and round."""
+    start %= len(numbers)
+    while count > 0:
+        piece = numbers[start : start + count]
+        file.write(piece.data)
+        count -= len(piece)
+        start = 0

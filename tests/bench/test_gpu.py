@@ -1,0 +1,202 @@
+"""`python -m bench.gpu`, tried out where there is no GPU."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.gpu import catalogue, cli, shapes, steps, tokens
+from bench.gpu.cli import Settings, main
+from bench.gpu.driving import Drive, StepFailed, scheduler_config
+from bench.gpu.kernels import kernel_test_files
+from bench.gpu.results import Record, read_record
+from bench.gpu.shapes import SHAPES, write_checkpoint
+from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from tests.fakes import FakeWorker, continuation
+from worker.config import ModelFacts
+
+
+class ClosableWorker(FakeWorker):
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def facts(**changes: Any) -> ModelFacts:
+    settings: dict[str, Any] = {
+        "model_type": "fake",
+        "num_parameters": 1,
+        "weight_bytes": 1,
+        "dtype": "float32",
+        "device": "fake",
+        "vocab_size": 97,
+        "max_model_len": 32,
+        "block_size": 8,
+        "num_blocks": 32,
+        "num_host_blocks": 32,
+        "copy_s_per_block": 1e-6,
+        "kv_cache_bytes": 1,
+        "runs_ahead": True,
+        "eos_token_ids": (),
+    }
+    return ModelFacts(**{**settings, **changes})
+
+
+def fake_worker(*_: Any, **__: Any) -> tuple[FakeWorker, ModelFacts]:
+    return ClosableWorker(8), facts()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(out=tmp_path, is_smoke=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_driven_without_an_engine_has_the_tokens_that_it_has_with_one(depth: int) -> None:
+    drive = Drive(
+        ClosableWorker(8),  # type: ignore[arg-type]
+        scheduler_config(facts(), max_num_seqs=2, max_num_batched_tokens=16, max_plans_in_flight=depth),
+    )
+    for number in (1, 2, 3):
+        drive.add([number, 5, 7], 6)
+    drive.run()
+    assert list(drive.tokens.values()) == [continuation([number, 5, 7], 6) for number in (1, 2, 3)]
+    assert sum(step.num_tokens for step in drive.steps) == 3 * (3 + 5)
+    assert [step.is_decode for step in drive.steps[:2]] == [False, True]
+
+
+def test_a_sequence_that_fails_ends_the_measurement_and_says_why() -> None:
+    class Failing(ClosableWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            failures = {share.sequence_id: "logits are not finite" for share in plan.scheduled}
+            return ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures)
+
+    drive = Drive(
+        Failing(8),  # type: ignore[arg-type]
+        scheduler_config(facts(), max_num_seqs=2, max_num_batched_tokens=16),
+    )
+    drive.add([1, 2], 3)
+    with pytest.raises(StepFailed, match="not finite"):
+        drive.run()
+
+
+def test_all_ways_are_compared_and_scarce_memory_does_preempt(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "open_worker", fake_worker)
+    tokens.run(Record(settings.out, "tokens"), settings)
+    document = read_record(settings.out, "tokens")
+    rows = {row[1]: row for row in document["tables"][0]["rows"]}
+    assert len(rows) == 10
+    assert rows["graphs, preempted, computed again"][4:] == ["1", "0"]
+    assert rows["graphs, preempted, swapped"][4:] == ["1", "1"]
+    assert document["figures"] == {"is_alike": True}
+
+
+def test_a_way_that_draws_other_tokens_is_told_and_is_a_failure(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WrongInBatches(ClosableWorker):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            output = super().execute(plan)
+            if len(plan.scheduled) == 1:
+                return output
+            drawn = {key: ((value[0] + 1) % 97,) for key, value in output.token_ids.items()}
+            return ModelRunnerOutput(token_ids=drawn, logprobs={}, failures={})
+
+    monkeypatch.setattr(tokens, "open_worker", lambda *_, **__: (WrongInBatches(8), facts()))
+    record = Record(settings.out, "tokens")
+    with pytest.raises(tokens.TokensDiffer):
+        tokens.run(record, settings)
+    assert read_record(settings.out, "tokens")["tables"][0]["rows"][0][2] != "3 of 3"
+
+
+def test_steps_are_set_against_the_floor_of_the_device_that_was_measured(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "open_worker", fake_worker)
+    device = Record(settings.out, "device")
+    for name, value in (("copy_bytes_per_s", 1e6), ("matmul_flops", 1e9), ("device", "cpu")):
+        device.figure(name, value)
+    steps.run(Record(settings.out, "steps"), settings)
+    decode, prefill, *profiles = read_record(settings.out, "steps")["tables"]
+    assert [(row[0], row[1]) for row in decode["rows"]] == [("1", "2"), ("1", "1"), ("2", "2")]
+    shape = SHAPES["tiny"]
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32 + 2 * 16
+    num_bytes = 2 * (shape.vocab_size * 32 + 32 + layer) + 12 * 2 * 16 * 2
+    assert decode["rows"][0][3] == f"{num_bytes / 1e6 * 1e3:.2f} ms"
+    assert len(prefill["rows"]) == 2
+    assert len(profiles) == 2
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_a_shape_is_a_checkpoint_that_transformers_reads_whole(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(name, tmp_path / name)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    weight = model.model.layers[0].mlp.down_proj.weight.float()
+    assert weight.std().item() == pytest.approx(SHAPES[name].scale, rel=0.1)
+    assert torch.equal(model.model.norm.weight, torch.ones_like(model.model.norm.weight))
+
+
+def test_the_shapes_of_the_goals_have_the_sizes_that_they_are_named_for() -> None:
+    for name, billions in (("qwen3-0.6b", 0.596), ("llama-3.1-8b", 8.03)):
+        sizes = [size for _, size in shapes._tensors(SHAPES[name])]
+        num = sum(size[0] * (size[1] if len(size) == 2 else 1) for size in sizes)
+        assert num / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_the_device_is_described_and_the_page_is_written(tmp_path: Path) -> None:
+    assert main(["--out", str(tmp_path), "--smoke", "--parts", "device"]) == 0
+    figures = json.loads((tmp_path / "device.json").read_text())["figures"]
+    assert figures["copy_bytes_per_s"] > 0
+    assert figures["matmul_flops"] > 0
+    assert "| bf16 product | 128 cubed |" in (tmp_path / "results.md").read_text()
+
+
+def test_a_part_that_is_cut_off_leaves_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow.json").write_text(json.dumps({"notes": ["found so far"], "tables": []}))
+    monkeypatch.setattr(cli, "_run", lambda part, options, limit_s: ("Ended by its limit of 1 s", True))
+    slow = catalogue.Part(name="slow", title="Slow", module="", limit_s=1, needs=())
+    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True)
+    assert cli._run_all([slow], options) == 1  # type: ignore[arg-type]
+    page = (tmp_path / "results.md").read_text()
+    assert "Ended by its limit of 1 s." in page
+    assert "found so far" in page
+
+
+def test_a_part_without_its_packages_is_skipped_by_their_names(tmp_path: Path) -> None:
+    poor = catalogue.Part(name="poor", title="Poor", module="", limit_s=1, needs=("torch", "no_such_thing"))
+    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True)
+    assert cli._run_all([poor], options) == 0  # type: ignore[arg-type]
+    assert "Skipped: no_such_thing not installed." in (tmp_path / "results.md").read_text()
+
+
+def test_a_part_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    part = catalogue.Part(name="unknown", title="Device", module="", limit_s=60, needs=())
+    end, is_failed = cli._run(part, SimpleNamespace(out=tmp_path, smoke=True), 60)  # type: ignore[arg-type]
+    assert is_failed
+    assert "invalid choice: 'unknown'" in end
+
+
+def test_a_part_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--parts", "nonsense"])
+    assert "no part is called 'nonsense'" in capsys.readouterr().err
+
+
+def test_the_limits_of_all_parts_together_are_ten_minutes() -> None:
+    assert sum(part.limit_s for part in catalogue.PARTS) <= 600
+
+
+def test_the_kernels_tests_are_found_without_those_that_need_an_interpreter() -> None:
+    names = {path.name for path in kernel_test_files(Settings(out=Path(), is_smoke=False))}
+    assert "test_device_mirror.py" in names
+    assert "test_graphs.py" not in names
+    assert any("kernels" in name for name in names)
