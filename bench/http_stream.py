@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
@@ -94,6 +94,8 @@ class Reply:
 
     status: int
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """By their names in lower case."""
 
 
 class ReplyParser:
@@ -251,7 +253,9 @@ class _Exchange(asyncio.BufferedProtocol):
             raise ExchangeFailed("reply too long", f"more than {_MAX_BODY_BYTES} bytes")
 
     def _finish(self) -> None:
-        self._done.set_result(Reply(status=self._reply.status, body=bytes(self._body)))
+        self._done.set_result(
+            Reply(status=self._reply.status, body=bytes(self._body), headers=self._reply.headers)
+        )
 
 
 def _ignore(data: bytes, now_s: float) -> None:
@@ -280,6 +284,7 @@ async def exchange(
     except OSError as error:
         raise ExchangeFailed("no connection", str(error)) from None
     finally:
+        done.cancel()  # a connection that was just being made is lost later, and would report it
         if isinstance(transport, asyncio.Transport):
             transport.abort()
         # A failure that nobody waits for any more must not be reported as forgotten.

@@ -24,6 +24,7 @@ from server.header_fields import tenant_from_headers
 from server.logprobs import TokenNames
 from server.protocol import GenerationFields
 from server.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, StreamReply, UsageReport
+from server.request_ids import journal_of
 from server.sse import EventStream
 from server.translate import Origin
 
@@ -37,8 +38,12 @@ def new_origin(kind: str, request: Request) -> Origin:
     """
     # With keys, the key is the tenant: who sends another name in a header does not get another share.
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
+    journal = journal_of(request.scope)
+    journal.reply_id = f"{kind}-{secrets.token_hex(16)}"
+    journal.tenant = tenant or ""
     return Origin(
-        reply_id=f"{kind}-{secrets.token_hex(16)}",
+        reply_id=journal.reply_id,
+        journal=journal,
         draw_seed=lambda: secrets.randbits(64),
         tenant=tenant,
         key=key_of(request.scope),

@@ -3,8 +3,8 @@
 Owns: the order of the layers.
 Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
 
-From outside in: request id, count, origins of pages, error replies, places in reserve, key, memory, body
-size, router. Each layer may
+From outside in: request id, log, count, origins of pages, error replies, places in reserve, pages without
+a key, key, memory, body size, router. Each layer may
 rely on those outside of it; whatever one of them raises becomes a reply in exactly one place.
 """
 
@@ -30,8 +30,11 @@ from server.http_metrics import HttpMetrics, RequestCounter
 from server.key_ring import KeyRing
 from server.memory_gate import MemoryGate
 from server.openapi import document
+from server.page_origins import PageOrigins
 from server.request_ids import RequestIds
+from server.request_log import RequestLog
 from server.response_store import ResponseStore
+from server.spans import NoSpans, Spans
 
 _ROUTES = (
     *OPEN_PATHS,
@@ -56,7 +59,7 @@ _ROUTES = (
     "/tokenize",
     "/detokenize",
 )
-"""Labels of the request counter; a test holds them against the router."""
+"""Labels of the request counter, and words of the log; a test holds them against the router."""
 
 
 def build_app(
@@ -65,6 +68,7 @@ def build_app(
     *,
     patience: Patience | None = None,
     keys: KeyRing | None = None,
+    spans: Spans | None = None,
 ) -> FastAPI:
     """Put the HTTP edge in front of an engine, which need not be ready yet.
 
@@ -76,6 +80,7 @@ def build_app(
         metrics=HttpMetrics(engine.metrics.registry),
         patience=patience or Patience(),
         unknown_fields=UnknownFields.REFUSE if settings.strict_fields else UnknownFields.IGNORE,
+        spans=spans or NoSpans(),
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
     keys = keys or KeyRing(given_keys(settings.api_keys))
@@ -122,10 +127,12 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
         redirect_slashes=False,
         middleware=[
             Middleware(RequestIds),
+            Middleware(RequestLog, routes=_ROUTES, spans=edge.spans),
             Middleware(RequestCounter, metrics=edge.metrics, routes=_ROUTES),
             *_cors(settings.edge.cors_origins),
             Middleware(ErrorBoundary, count=edge.metrics.error_told),
             Middleware(ReservedPlaces),
+            Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),
             Middleware(Auth, keys=keys, open_paths=_open_paths(settings)),
             Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),

@@ -32,7 +32,7 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
         ("served for", _purpose(info)),
         ("context", f"{info.max_model_len:,} tokens"),
         *_kv_cache(info),
-        ("scheduler", _scheduler(engine)),
+        ("scheduler", _scheduler(engine, info)),
         ("API key", "needed" if _needs_key(server) else "not needed"),
         ("listens on", f"{url}   (API description: {url}/openapi.json)"),
     ]
@@ -54,7 +54,12 @@ def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
         return []
     tokens = info.num_blocks * info.block_size
     size = f"{tokens:,} tokens in {info.num_blocks:,} blocks, {info.kv_cache_bytes / 2**30:.2f} GiB"
-    return [("KV cache", size), ("", _full_length_requests(info))]
+    if info.is_paged:
+        return [("KV cache", size), ("", _full_length_requests(info))]
+    return [
+        ("cache", f"{size}; each sequence has one of its own"),
+        ("", "sequences are computed one after the other, slowly: docs/models.md says why"),
+    ]
 
 
 def _full_length_requests(info: ModelInfo) -> str:
@@ -65,11 +70,12 @@ def _full_length_requests(info: ModelInfo) -> str:
     return f"room for {num_requests:,} {noun} of full length at once, and for more shorter ones"
 
 
-def _scheduler(engine: EngineConfig) -> str:
+def _scheduler(engine: EngineConfig, info: ModelInfo) -> str:
     config = engine.scheduler
+    prefix_caching = config.prefix_caching if info.is_paged else "off"
     return (
         f"{config.policy}, up to {config.max_num_seqs:,} sequences "
-        f"and {config.max_num_batched_tokens:,} tokens a step, prefix caching {config.prefix_caching}"
+        f"and {config.max_num_batched_tokens:,} tokens a step, prefix caching {prefix_caching}"
     )
 
 

@@ -8,6 +8,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.errors import RequestRejected
 from server.errors import BodyTimeout, BodyTooLarge
 
 BODY_IDLE_S = 30.0
@@ -35,6 +36,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        _check_framing(scope)
         if _declared_bytes(scope) > self._max_bytes:
             # Reading would be the go-ahead for a client that waits for one.
             if _header(scope, b"expect") is None:
@@ -87,6 +89,17 @@ async def _drain(receive: Receive) -> None:
                     return
     except TimeoutError:
         return
+
+
+def _check_framing(scope: Scope) -> None:
+    """Two lengths are two opinions on where the next request begins: ours, and that of a proxy before us.
+
+    Source: RFC 9112, section 6.1.
+    """
+    if _header(scope, b"transfer-encoding") is not None and _header(scope, b"content-length") is not None:
+        raise RequestRejected(
+            "send either Content-Length or Transfer-Encoding, not both", code="invalid_request"
+        )
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from server.answering import new_head, new_origin, start, stream, token_names, usage_report, whole
 from server.chat_replies import ChatReply, ChatStream
 from server.chat_turn import prepare_turn
+from server.early_refusal import read_if_room
 from server.edge import edge_of
-from server.json_body import read_request
 from server.openapi import CHAT_DOCUMENTATION
 from server.protocol import ChatCompletionRequest
 from server.refusals import CHAT_REFUSALS
@@ -24,7 +24,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     edge = edge_of(request)
-    body = await read_request(request, ChatCompletionRequest, CHAT_REFUSALS)
+    body = await read_if_room(request, ChatCompletionRequest, CHAT_REFUSALS)
     origin = new_origin("chatcmpl", request)
     turn = await prepare_turn(edge, body, origin)
     plan = ReplyPlan(

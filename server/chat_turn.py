@@ -66,7 +66,8 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     if wanted is not None:
         begins_after = end_id if start is ReasoningStart.OPEN else None
         grammar = replace(wanted.grammar, begins_after=begins_after)
-        request = with_grammar(request, await engine.compile_grammar(grammar, param=wanted.param))
+        compiled = await engine.compile_grammar(grammar, param=wanted.param, num_choices=request.n)
+        request = with_grammar(request, compiled)
     marks = (*tool_use.marks, *((BEGIN, END) if start is not ReasoningStart.NONE else ()))
     shown = frozenset(info.added_tokens[mark] for mark in marks if mark in info.added_tokens)
     return ChatTurn(

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from server.answering import new_head, new_origin, start, stream, token_names, usage_report, whole
 from server.completion_replies import CompletionPlan, CompletionReply, CompletionStream
+from server.early_refusal import read_if_room
 from server.edge import Engine, edge_of
 from server.encoding import EncodedPrompt, encode_bad_words, encode_prompts
-from server.json_body import read_request
 from server.openapi import COMPLETION_DOCUMENTATION
 from server.protocol import CompletionRequest
 from server.refusals import COMPLETION_REFUSALS
@@ -26,14 +26,15 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     edge = edge_of(request)
-    body = await read_request(request, CompletionRequest, COMPLETION_REFUSALS)
+    body = await read_if_room(request, CompletionRequest, COMPLETION_REFUSALS)
     info = edge.engine.info
     prompts = await encode_prompts(edge.engine, body, info)
     bad_words = await encode_bad_words(edge.engine, body)
     origin = new_origin("cmpl", request)
     prompt_ids = [prompt.token_ids for prompt in prompts]
     requests = completion_requests(body, prompt_ids, info, origin, bad_words=bad_words)
-    grammar = await compiled_grammar(edge.engine, body)
+    num_choices = sum(each.n for each in requests)
+    grammar = await compiled_grammar(edge.engine, body, num_choices=num_choices)
     plan = _plan(body, prompts, new_head(origin, info), edge.engine)
     outputs = start(edge, [with_grammar(each, grammar) for each in requests])
     if body.stream:

@@ -9,6 +9,7 @@ and scrapers, tells everybody else why not, and is given back after one reply.
 """
 
 import asyncio
+import logging
 import socket
 import struct
 import sys
@@ -22,10 +23,13 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from engine.errors import RequestRejected
+from engine.log_lines import fields
 from server.auth import OPEN_PATHS
 from server.edge import Edge
 from server.errors import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.request_ids import new_request_id
+
+log = logging.getLogger(__name__)
 
 RESERVED_PLACES = 64
 RESERVED_HEAD_TIMEOUT_S = 2.0
@@ -126,7 +130,10 @@ class ClientConnection(H11Protocol):
 
     def _refusal(self, error: Exception) -> bytes:
         request_id = new_request_id()
-        response = error_response(describe(error, request_id))
+        reply = describe(error, request_id)
+        facts = fields(request_id=request_id, error=reply.code, status=reply.status)
+        log.info("refused what is no request yet", extra=facts)
+        response = error_response(reply)
         headers = [header for header in response.raw_headers if header[0] != _HANG_UP[0]]
         headers += [(b"x-request-id", request_id.encode()), _HANG_UP]
         status = response.status_code

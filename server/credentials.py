@@ -17,6 +17,8 @@ from server.tls import LiveTls
 
 log = logging.getLogger(__name__)
 
+_FOR_ALL_EYES = "everybody on this machine can read %s: chmod o-r %s"
+
 
 class Credentials:
     """Of one server. `keep_current` must run for changes to be seen."""
@@ -28,7 +30,9 @@ class Credentials:
         self.keys = KeyRing(self._read_keys())
         self.tls = None if edge.tls is None else LiveTls(edge.tls)
         if self._file is not None and self._file.can_be_read_by_others():
-            log.warning("everybody on this machine can read %s: chmod o-r %s", *[self._file.path] * 2)
+            log.warning(_FOR_ALL_EYES, *[self._file.path] * 2)
+        if edge.tls is not None and edge.tls.key_can_be_read_by_others():
+            log.warning(_FOR_ALL_EYES, *[edge.tls.key or edge.tls.cert] * 2)
 
     async def keep_current(self) -> None:
         """Until cancelled."""

@@ -30,6 +30,7 @@ from engine.types import (
 )
 from server.http_metrics import HttpMetrics
 from server.listening import num_connections_allowed
+from server.spans import NoSpans, Spans
 
 NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
 """Each output with the place of its request among those of one HTTP request."""
@@ -89,7 +90,7 @@ class Engine(Protocol):
         """Tokens as the tokenizer spells them, off the event loop."""
         ...
 
-    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar:
+    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
         """Try a grammar that came in the field `param`. Raises RequestRejected, Overloaded."""
         ...
 
@@ -111,6 +112,10 @@ class Engine(Protocol):
 
     async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
         """Admit all or none; cancelling the call aborts them. Raises WrongTask for a model that generates."""
+        ...
+
+    def require_room(self, priority: int | None) -> None:
+        """Raises Overloaded for a call that would find no place in the queue; None is any priority."""
         ...
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
@@ -206,6 +211,7 @@ class Edge:
     patience: Patience
     unknown_fields: UnknownFields = UnknownFields.IGNORE
     parsers: Parsers = Parsers()
+    spans: Spans = field(default_factory=NoSpans)
 
 
 def edge_of(request: Request) -> Edge:

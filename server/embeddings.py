@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from server.answering import new_head, new_origin
 from server.disconnect import while_connected
+from server.early_refusal import read_if_room
 from server.edge import edge_of
-from server.json_body import read_request
 from server.openapi import EMBEDDING_DOCUMENTATION
 from server.pooling_protocol import EMBEDDING_REFUSALS, EmbeddingRequest
 from server.pooling_replies import embeddings_reply
@@ -23,7 +23,7 @@ router = APIRouter()
 async def create_embeddings(request: Request) -> Response:
     """Make one vector of each input."""
     engine = edge_of(request).engine
-    body = await read_request(request, EmbeddingRequest, EMBEDDING_REFUSALS)
+    body = await read_if_room(request, EmbeddingRequest, EMBEDDING_REFUSALS)
     info = engine.info
     check_embeds(body, info)
     texts = await tokenize_inputs(engine, body.input, text_cut(body, info, param="input"))

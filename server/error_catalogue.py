@@ -64,12 +64,21 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "previous_response_not_found": _wrong("no stored response of this id, for this key"),
     "invalid_grammar": _wrong("a grammar, schema or expression that is wrong, or too expensive to compile"),
     "no_chat_template": _wrong("the checkpoint has none; use `/v1/completions`"),
-    "invalid_request": _wrong("the request could not be read: not HTTP/1.1"),
+    "invalid_request": Entry(
+        400,
+        _CALLER,
+        Retry.NEVER,
+        "the request could not be read: not HTTP/1.1, or with two lengths of its body",
+        header=HANG_UP,
+    ),
     "invalid_api_key": Entry(
         401, _CALLER, Retry.NEVER, "no key, or not one of the server's", header=_WHO_ARE_YOU
     ),
     "not_permitted": Entry(
         403, "permission_error", Retry.NEVER, "this key may not ask for this priority, or not administer"
+    ),
+    "origin_not_allowed": Entry(
+        403, "permission_error", Retry.NEVER, "a web page of another origin asks a server without keys"
     ),
     "model_not_found": Entry(404, _CALLER, Retry.NEVER, "no model of this name"),
     "response_not_found": Entry(404, _CALLER, Retry.NEVER, "no stored response of this id, for this key"),
@@ -85,9 +94,14 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "request_too_large": Entry(
         413, _CALLER, Retry.NEVER, "the body exceeds `--max-body-size`", header=HANG_UP
     ),
-    "unsupported_media_type": Entry(415, _CALLER, Retry.NEVER, "send `Content-Type: application/json`"),
+    "unsupported_media_type": Entry(
+        415, _CALLER, Retry.NEVER, "send `Content-Type: application/json`, not compressed"
+    ),
     "rate_limit_exceeded": Entry(
-        429, "rate_limit_error", Retry.LATER, "this key has as many requests under way as it may"
+        429,
+        "rate_limit_error",
+        Retry.LATER,
+        "this key has as many requests under way, or prompt tokens waiting, as it may",
     ),
     "head_too_large": Entry(
         431, _CALLER, Retry.NEVER, "request line and headers exceed 64 KiB", header=HANG_UP

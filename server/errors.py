@@ -27,9 +27,10 @@ from engine.errors import (
     Overloaded,
     RequestFailed,
     RequestRejected,
+    TenantOverloaded,
 )
 from server.error_catalogue import CATALOGUE, Entry, Retry
-from server.request_ids import request_id_of
+from server.request_ids import note_error, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,16 @@ class NotPermitted(EdgeError):
         self.param = param
 
 
+class ForeignPage(EdgeError):
+    """A web page of another origin asks a server that has no keys."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server needs no key, and so answers no web pages of other origins; name the page's origin"
+            " with --cors-origin, or set an API key"
+        )
+
+
 class TooManyOfOneKey(EdgeError):
     """The key has as many requests under way as it may."""
 
@@ -130,6 +141,7 @@ _CODES: dict[type[Exception], str | None] = {
     RequestRejected: None,
     InvalidApiKey: "invalid_api_key",
     NotPermitted: "not_permitted",
+    ForeignPage: "origin_not_allowed",
     TooManyOfOneKey: "rate_limit_exceeded",
     HeadTooLarge: "head_too_large",
     LowMemory: "low_memory",
@@ -142,6 +154,7 @@ _CODES: dict[type[Exception], str | None] = {
     BodyTooLarge: "request_too_large",
     UnsupportedMediaType: "unsupported_media_type",
     Overloaded: "server_overloaded",
+    TenantOverloaded: "rate_limit_exceeded",
     ClientDisconnect: "client_closed",  # nobody reads it: it gives the counters and the log a status
     RequestFailed: "model_error",
     EngineDied: "engine_restarted",
@@ -240,8 +253,13 @@ def log_failure(error: Exception, reply: ErrorReply, request_id: str) -> None:
     if reply.status != 500:
         return
     # An engine error was raised on purpose and explains itself; anything else needs its stack.
-    trace = None if isinstance(error, EngineError) else error
-    log.error("request %s failed: %s: %s", request_id, type(error).__name__, error, exc_info=trace)
+    # The text of such a one stays out: it may quote the request.
+    if isinstance(error, EngineError):
+        # Behind a colon others speak: the library for grammars, of the grammar.
+        what = str(error).partition(":")[0]
+        log.error("request %s failed: %s: %s", request_id, type(error).__name__, what)
+    else:
+        log.error("request %s failed: %s", request_id, type(error).__name__, exc_info=error)
 
 
 class ErrorBoundary:
@@ -268,6 +286,7 @@ class ErrorBoundary:
         except Exception as error:
             reply = describe(error, request_id_of(scope))
             log_failure(error, reply, request_id_of(scope))
+            note_error(scope, reply.code)
             if self._count is not None:
                 self._count(reply.code)
             if has_started:

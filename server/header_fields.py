@@ -12,6 +12,7 @@ from engine.errors import RequestRejected
 
 TENANT_HEADER = "x-tokenyard-tenant"
 MAX_TENANT_CHARS = 256
+_MAX_NUMBER_CHARS = 64
 _FIELDS = {
     "x-tokenyard-priority": "priority",
     "x-tokenyard-timeout": "timeout",
@@ -42,7 +43,8 @@ def tenant_from_headers(headers: Mapping[str, str]) -> str | None:
 
 def _number(header: str, text: str) -> float:
     try:
-        number = json.loads(text)
+        # Not longer, since a number needs no more, and brackets without end would exhaust the parser.
+        number = json.loads(text) if len(text) <= _MAX_NUMBER_CHARS else None
     except ValueError:
         number = None
     if not isinstance(number, int | float) or isinstance(number, bool):

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.route_names import RouteNames
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 """As in nginx's log: the client hung up before a status was sent."""
@@ -57,8 +59,7 @@ class RequestCounter:
     def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, routes: Iterable[str]) -> None:
         self._app = app
         self._requests = metrics.requests
-        self._exact = frozenset(route for route in routes if "{" not in route)
-        self._patterns = {_ends(route): route for route in routes if "{" in route}
+        self._routes = RouteNames(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,21 +77,4 @@ class RequestCounter:
             await self._app(scope, receive, watched_send)
         finally:
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._requests.labels(method, self._route_of(scope["path"]), str(status)).inc()
-
-    def _route_of(self, path: str) -> str:
-        """Map a path to the route that serves it; the router is not asked, so that refusals count as well."""
-        if path in self._exact:
-            return path
-        fitting = [
-            (len(suffix), route)
-            for (prefix, suffix), route in self._patterns.items()
-            if path.startswith(prefix) and path.endswith(suffix)
-        ]
-        return max(fitting, default=(0, "unmatched"))[1]
-
-
-def _ends(route: str) -> tuple[str, str]:
-    """What stands before the one parameter in a path, and what behind it."""
-    prefix, _, rest = route.partition("{")
-    return prefix, rest.partition("}")[2]
+            self._requests.labels(method, self._routes.of(scope["path"]), str(status)).inc()

@@ -8,6 +8,7 @@ Never: how many bytes there may be (body_limit.py), what the fields mean (transl
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -43,6 +44,7 @@ async def read_request(
 ) -> ModelT:
     """Read, parse and validate. Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
     _check_media_type(request.headers.get("content-type"))
+    _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
     found = fields_from_headers(request.headers)
     reader = _Reader(
@@ -65,6 +67,12 @@ def _check_media_type(content_type: str | None) -> None:
     media_type = (content_type or "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("the request body must be JSON: send Content-Type: application/json")
+
+
+def _check_encoding(encoding: str | None) -> None:
+    """A kilobyte of gzip can be a gigabyte: nothing is ever unpacked."""
+    if (encoding or "identity").strip().lower() != "identity":
+        raise UnsupportedMediaType("the request body must not be compressed: send no Content-Encoding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +131,7 @@ def _children(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
     if len(pairs) != len({key for key, _ in pairs}):
-        keys = [key for key, _ in pairs]
-        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise _not_json(f"the key {twice[:64]!r} appears twice in one object")
 
 

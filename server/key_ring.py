@@ -36,9 +36,10 @@ class KeyRing:
     def find(self, given: bytes) -> ApiKey | None:
         """The key that the client sent, if it is one of ours."""
         digest = digest_of(given)
+        keys = self._keys  # a reload, in a thread of its own, must not shift them between here and the end
         # All keys are compared, whether or not one has matched: the time must not tell which.
-        matches = [secrets.compare_digest(digest, key.digest) for key in self._keys]
-        return self._keys[matches.index(True)] if any(matches) else None
+        matches = [secrets.compare_digest(digest, key.digest) for key in keys]
+        return keys[matches.index(True)] if any(matches) else None
 
     @contextmanager
     def under_way(self, key: ApiKey) -> Iterator[None]:

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,16 +20,22 @@ from engine.client import AsyncEngine
 from engine.config import EngineConfig, ServerConfig
 from engine.errors import EngineUnavailable
 from engine.garbage import keep_what_is_loaded
-from engine.lives import GaveUp
+from engine.log_lines import ProcessName
+from engine.logs import Logs
+from engine.option_declaration import OptionError
 from engine.tokenizer import TokenizerError
+from server.announcement import Announcement
+from server.answering import VERSION
 from server.app import build_admin_app, build_app
-from server.banner import LoadingDisplay, render_banner
 from server.connections import ClientConnection
 from server.credentials import Credentials
 from server.edge import Patience
 from server.health_listener import HealthListener
-from server.listening import Listeners, url_of
+from server.listening import CannotListen, Listeners, url_of
 from server.tls import LiveTls, TlsServer
+
+if TYPE_CHECKING:
+    from server.otel_spans import OtelSpans
 
 log = logging.getLogger(__name__)
 
@@ -45,24 +51,37 @@ _GOODBYE_S = 3
 
 def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Listeners) -> int:
     """Serve until a signal, or until there can be no engine; returns the exit code. Raises OptionError."""
-    logging.basicConfig(
-        level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine_config, server_config, listeners))
+    level = logging.getLevelNamesMapping()[server_config.log_level.upper()]
+    with (
+        Logs(engine_config.log_format, level=level, process=ProcessName.API) as logs,
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+    ):
+        announcement = Announcement(logs)
+        try:
+            return runner.run(_serve(engine_config, server_config, listeners, announcement))
+        except (OptionError, CannotListen):
+            raise
+        except Exception:
+            log.critical("the server ends: nobody expected this", exc_info=True)
+            return EXIT_HTTP_ENDED
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listeners: Listeners) -> int:
+async def _serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    listeners: Listeners,
+    announcement: Announcement,
+) -> int:
     try:
         engine = AsyncEngine(engine_config)
     except TokenizerError as error:
-        return _complain(error.what, error.fix, EXIT_BAD_MODEL)
+        return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
     patience = Patience(
         keep_alive_s=server_config.stream_keep_alive_s, send_timeout_s=server_config.edge.send_timeout_s
     )
     credentials = Credentials(server_config.api_keys, server_config.edge)
-    app = build_app(engine, server_config, patience=patience, keys=credentials.keys)
+    spans = _open_spans(engine, engine_config, server_config)
+    app = build_app(engine, server_config, patience=patience, keys=credentials.keys, spans=spans)
     http = _http_server(app, credentials.tls)
     url = url_of(listeners.main, scheme="http" if credentials.tls is None else "https")
     signals = _Signals()
@@ -74,9 +93,9 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
     )
     watching = asyncio.create_task(credentials.keep_current())
     serving = asyncio.create_task(http.serve(sockets=[listeners.main]))
-    announcing = asyncio.create_task(_announce(engine, engine_config, server_config, url))
+    announcing = asyncio.create_task(_announce(announcement, engine, engine_config, server_config, url))
     try:
-        return await _until_the_end(engine, signals, serving, server_config)
+        return await _until_the_end(engine, signals, serving, server_config, announcement)
     finally:
         announcing.cancel()
         watching.cancel()
@@ -87,6 +106,8 @@ async def _serve(engine_config: EngineConfig, server_config: ServerConfig, liste
         await engine.close()
         if health is not None:
             health.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         signals.restore()
 
 
@@ -96,12 +117,26 @@ async def _administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket
         return
     http = _http_server(app, tls)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    log.info("admin routes at %s", url_of(listener, scheme="http" if tls is None else "https"))
+    log.info("admin routes at %s only", url_of(listener, scheme="http" if tls is None else "https"))
     try:
         await asyncio.shield(serving)
     finally:
         http.should_exit = http.force_exit = True
         await serving
+
+
+def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig) -> "OtelSpans | None":
+    if server.otlp_traces_endpoint is None:
+        return None
+    # Not at the top: an extra, and a second of imports.
+    from server.otel_spans import OtelSpans
+
+    return OtelSpans(
+        server.otlp_traces_endpoint,
+        count_lost=engine.metrics.spans_dropped,
+        model_name=config.served_names[0],
+        version=VERSION,
+    )
 
 
 def _start_health(
@@ -116,7 +151,11 @@ def _start_health(
 
 
 async def _until_the_end(
-    engine: AsyncEngine, signals: "_Signals", serving: "asyncio.Task[None]", config: ServerConfig
+    engine: AsyncEngine,
+    signals: "_Signals",
+    serving: "asyncio.Task[None]",
+    config: ServerConfig,
+    announcement: Announcement,
 ) -> int:
     gave_up = asyncio.create_task(engine.gave_up())
     stopped = asyncio.create_task(signals.first.wait())
@@ -124,10 +163,12 @@ async def _until_the_end(
     if serving.done() and not stopped.done():
         stopped.cancel()
         gave_up.cancel()
-        return _complain("the HTTP server ended by itself", "the log above may say why", EXIT_HTTP_ENDED)
+        what, fix = "the HTTP server ended by itself", "the log above may say why"
+        return announcement.end(what, fix, EXIT_HTTP_ENDED)
     if gave_up.done():
         stopped.cancel()
-        return _report(gave_up.result())
+        end = gave_up.result()
+        return 0 if end is None else announcement.end(end.what, end.fix, end.exit_code)
     gave_up.cancel()
     timeout_s, delay_s = config.shutdown_timeout_s, config.drain_delay_s
     if delay_s:
@@ -146,10 +187,14 @@ async def _until_the_end(
 
 
 async def _announce(
-    engine: AsyncEngine, engine_config: EngineConfig, server_config: ServerConfig, url: str
+    announcement: Announcement,
+    engine: AsyncEngine,
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    url: str,
 ) -> None:
     """Progress while the model loads, then what was loaded."""
-    display = LoadingDisplay(sys.stderr)
+    display = announcement.loading_display()
     ready = asyncio.create_task(engine.ready())
     try:
         while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
@@ -159,17 +204,7 @@ async def _announce(
         ready.cancel()
         display.close()
     with contextlib.suppress(EngineUnavailable):  # said by whoever waits for the end
-        banner = render_banner(ready.result(), engine_config, server_config, url=url)
-        print(banner, file=sys.stderr, flush=True)
-
-
-def _report(gave_up: GaveUp | None) -> int:
-    return 0 if gave_up is None else _complain(gave_up.what, gave_up.fix, gave_up.exit_code)
-
-
-def _complain(what: str, fix: str, exit_code: int) -> int:
-    print(f"tokenyard: {what}; {fix}", file=sys.stderr)
-    return exit_code
+        announcement.ready(ready.result(), engine_config, server_config, url=url)
 
 
 def _http_server(app: FastAPI, tls: LiveTls | None) -> uvicorn.Server:

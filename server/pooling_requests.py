@@ -114,6 +114,8 @@ def pooling_requests(
                 prompt_token_ids=text.token_ids,
                 params=params,
                 terms=terms,
+                max_tenant_tokens=origin.key.max_queued_tokens if origin.key else None,
+                journal=origin.journal,
             )
         )
     return requests

@@ -1,6 +1,6 @@
 """One id per HTTP request: taken from x-request-id where it is harmless, drawn otherwise, always returned.
 
-Owns: the name that connects a client's complaint with our log.
+Owns: the name that connects a client's complaint with our log, and where a request keeps it: in its journal.
 Never: the engine's request ids: two clients may send the same x-request-id.
 """
 
@@ -9,8 +9,11 @@ import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.journal import Journal
+
 _HEADER = b"x-request-id"
-_SCOPE_KEY = "tokenyard.request_id"
+_JOURNAL = "tokenyard.journal"
+_ERROR_CODE = "tokenyard.error_code"
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 
 
@@ -25,7 +28,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = _asked_id(scope) or new_request_id().encode()
-        scope[_SCOPE_KEY] = request_id.decode("ascii")
+        scope[_JOURNAL] = Journal(request_id.decode("ascii"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -48,5 +51,21 @@ def _asked_id(scope: Scope) -> bytes | None:
 
 
 def request_id_of(scope: Scope) -> str:
-    request_id: str = scope.get(_SCOPE_KEY, "")
-    return request_id
+    return journal_of(scope).request_id
+
+
+def journal_of(scope: Scope) -> Journal:
+    """What is written down about a request; outside of this middleware, a journal that nobody reads."""
+    journal: Journal = scope.get(_JOURNAL) or Journal()
+    return journal
+
+
+def note_error(scope: Scope, code: str) -> None:
+    """The code that the client was told, in a reply or in a stream."""
+    scope[_ERROR_CODE] = code
+
+
+def error_code_of(scope: Scope) -> str:
+    """Empty if there was none."""
+    code: str = scope.get(_ERROR_CODE, "")
+    return code

@@ -21,10 +21,10 @@ from server.answering import new_head, new_origin, start, whole
 from server.auth import KEY_NAME
 from server.chat_replies import ChatStream
 from server.chat_turn import ChatTurn, prepare_turn
+from server.early_refusal import read_if_room
 from server.edge import Edge, edge_of
 from server.errors import ResponseNotFound
 from server.input_items import page_of, page_request
-from server.json_body import read_request
 from server.openapi import (
     CANCEL_DOCUMENTATION,
     DELETION_DOCUMENTATION,
@@ -62,7 +62,7 @@ _NO_STORE = {"cache-control": "no-store"}
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation, which may go on from a stored response."""
     edge, store = edge_of(request), store_of(request)
-    body = await read_request(request, ResponsesRequest, RESPONSES_REFUSALS)
+    body = await read_if_room(request, ResponsesRequest, RESPONSES_REFUSALS)
     if body.store and not store.is_open:
         raise unsupported("store", "store: this server stores no responses; send the whole conversation")
     earlier = _earlier(request, store, body)

@@ -17,8 +17,8 @@ from engine.errors import RequestRejected
 from engine.types import PoolingTask
 from server.answering import new_head, new_origin
 from server.disconnect import while_connected
+from server.early_refusal import read_if_room
 from server.edge import edge_of
-from server.json_body import read_request
 from server.openapi import RERANK_DOCUMENTATION, SCORE_DOCUMENTATION
 from server.pooling_protocol import SCORE_REFUSALS, PoolingFields, RerankRequest, ScoreRequest
 from server.pooling_replies import ranking_reply, scores_reply, vectors_of
@@ -55,7 +55,7 @@ class Scored(NamedTuple):
 @router.post("/v1/score", **SCORE_DOCUMENTATION)
 async def create_scores(request: Request) -> Response:
     """Score one text against several, or pairs of texts."""
-    body = await read_request(request, ScoreRequest, SCORE_REFUSALS)
+    body = await read_if_room(request, ScoreRequest, SCORE_REFUSALS)
     if len(body.text_1) not in (1, len(body.text_2)):
         raise RequestRejected(
             f"text_1 must be one text or as many as text_2, {len(body.text_2)}, not {len(body.text_1)}",
@@ -72,7 +72,7 @@ async def create_scores(request: Request) -> Response:
 @router.post("/v1/rerank", **RERANK_DOCUMENTATION)
 async def create_ranking(request: Request) -> Response:
     """Order documents by how well they answer a query."""
-    body = await read_request(request, RerankRequest, SCORE_REFUSALS)
+    body = await read_if_room(request, RerankRequest, SCORE_REFUSALS)
     origin = new_origin("rerank", request)
     scored = await _score(request, body, Sides([body.query], body.documents, "query", "documents"), origin)
     tells_documents = body.return_documents is not False

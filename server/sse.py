@@ -22,7 +22,7 @@ from server.disconnect import while_connected
 from server.edge import Edge, NumberedOutputs
 from server.errors import ErrorReply, describe, log_failure
 from server.replies import INLINE_PROMPT_LOGPROBS, StreamReply
-from server.request_ids import request_id_of
+from server.request_ids import note_error, request_id_of
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -134,6 +134,7 @@ class EventStream(Response):
             # The status line is gone.
             reply = describe(error, request_id_of(scope))
             log_failure(error, reply, request_id_of(scope))
+            note_error(scope, reply.code)
             self._error_told(reply.code)
             last = self._framing.failure(reply)
         await self._send(send, last + self._framing.end)

@@ -108,7 +108,7 @@ class GrammarCompiling(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
-    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar: ...
+    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +120,15 @@ class WantedGrammar:
     """The field that it came in."""
 
 
-async def compiled_grammar(engine: GrammarCompiling, body: StructureFields) -> Grammar | None:
+async def compiled_grammar(
+    engine: GrammarCompiling, body: StructureFields, *, num_choices: int
+) -> Grammar | None:
     """The grammar of a request, ready for `with_grammar`. Raises RequestRejected, Overloaded."""
     wanted = wanted_grammar(body)
     if wanted is None:
         return None
     check_can_end(body, engine.info, param=wanted.param)
-    return await engine.compile_grammar(wanted.grammar, param=wanted.param)
+    return await engine.compile_grammar(wanted.grammar, param=wanted.param, num_choices=num_choices)
 
 
 def with_grammar(request: GenerationRequest, grammar: Grammar | None) -> GenerationRequest:

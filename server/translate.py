@@ -5,12 +5,13 @@ Never: types and bounds (protocol.py), tokenization (the engine), chance: seeds 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 from engine.api_keys import ApiKey
 from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
+from engine.journal import Journal
 from engine.types import (
     ChatOptions,
     GenerationRequest,
@@ -59,6 +60,8 @@ class Origin:
     """As the key or a header tells; None: the field `user` does."""
     key: ApiKey | None = None
     """What it may ask for; None: everything."""
+    journal: Journal = field(default_factory=Journal, compare=False)
+    """Where it is written down what became of it."""
 
 
 def completion_prompts(body: CompletionRequest, info: ModelInfo) -> tuple[Prompt, ...]:
@@ -396,6 +399,8 @@ def _generation_request(
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         terms=service_terms(body, origin),
+        max_tenant_tokens=origin.key.max_queued_tokens if origin.key else None,
+        journal=origin.journal,
     )
 
 
@@ -403,7 +408,7 @@ def service_terms(body: ServiceFields, origin: Origin) -> ServiceTerms:
     """On what terms a request is served; a null is no limit."""
     salt = body.cache_salt or ""
     return ServiceTerms(
-        priority=_priority(body, origin.key),
+        priority=priority_of(body, origin.key),
         tenant=(body.user or "") if origin.tenant is None else origin.tenant,
         # With a prefix that no other key has, whatever a client chooses stays inside its own.
         cache_salt=f"{origin.key.cache_salt}/{salt}" if origin.key and origin.key.cache_salt else salt,
@@ -415,8 +420,8 @@ def service_terms(body: ServiceFields, origin: Origin) -> ServiceTerms:
     )
 
 
-def _priority(body: ServiceFields, key: ApiKey | None) -> int:
-    """Raises NotPermitted for one that is more urgent than the key may ask for."""
+def priority_of(body: ServiceFields, key: ApiKey | None) -> int:
+    """How urgent it is. Raises NotPermitted for one that is more urgent than the key may ask for."""
     ceiling = key.most_urgent_priority if key else None
     if ceiling is None:
         return body.priority or 0

@@ -36,6 +36,8 @@ def _resource(api_version: str, kind: str, spec: dict[str, Any]) -> dict[str, An
     return _object({**head, "metadata": metadata, "spec": spec})
 
 
+_KEY_OF_SECRET = _object({"name": _NAME, "key": {"type": "string"}})
+
 _SCALING = _object(
     {
         "policies": _list(
@@ -92,7 +94,10 @@ POD_MONITOR = _resource(
                         "interval": _DURATION,
                         "scrapeTimeout": _DURATION,
                         "scheme": {"enum": ["http", "https", "HTTP", "HTTPS"]},
-                        "tlsConfig": _object({"insecureSkipVerify": {"type": "boolean"}}),
+                        "tlsConfig": _object(
+                            {"insecureSkipVerify": {"type": "boolean"}},
+                            {"cert": _object({"secret": _KEY_OF_SECRET}), "keySecret": _KEY_OF_SECRET},
+                        ),
                     },
                 )
             ),

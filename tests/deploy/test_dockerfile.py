@@ -82,8 +82,9 @@ def test_nothing_is_fetched_and_nothing_is_written_outside_of_tmp() -> None:
     assert not texts(FINAL, "VOLUME")
 
 
-def test_the_final_stage_adds_only_what_the_build_stage_made() -> None:
-    assert not texts(FINAL, "RUN")
+def test_the_final_stage_adds_only_what_the_build_stage_made_and_for_triton_a_compiler() -> None:
+    run = the_only(texts(FINAL, "RUN"))
+    assert re.fullmatch(r'if \[ "\$DEVICE" = cuda \]; then .* gcc libc6-dev .*; fi', re.sub(r"\s+", " ", run))
     assert not texts(FINAL, "ADD") + texts(BUILD, "ADD")
     assert all(text.startswith("--from=build ") for text in texts(FINAL, "COPY"))
 

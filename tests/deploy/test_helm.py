@@ -42,6 +42,8 @@ def all_on() -> dict[str, Any]:
     values["nodeSelector"] = {"disk": "fast"}
     values["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     values["keysFile"]["secretName"], values["tls"]["secretName"] = "more-keys", "certificate"
+    values["tls"]["clientCa"]["secretName"] = "authorities"
+    values["monitoring"]["clientCertificateSecretName"] = "prometheus-certificate"
     values["monitoring"]["enabled"] = values["autoscaling"]["enabled"] = True
     return values
 
@@ -100,10 +102,12 @@ def test_files_of_secrets_are_mounted_where_the_variables_say_for_the_server_alo
     assert files["TOKENYARD_API_KEYS_FILE"] == f"{places['keys-file']}/{VALUES['keysFile']['secretKey']}"
     assert files["TOKENYARD_TLS_CERT"] == f"{places['tls']}/tls.crt"
     assert files["TOKENYARD_TLS_KEY"] == f"{places['tls']}/tls.key"
+    assert files["TOKENYARD_TLS_CLIENT_CA"] == f"{places['client-ca']}/ca.crt"
     secrets = {each["name"]: each["secret"] for each in volumes if "secret" in each}
     assert {name: secret["secretName"] for name, secret in secrets.items()} == {
         "keys-file": "more-keys",
         "tls": "certificate",
+        "client-ca": "authorities",
     }
     assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
     assert {name.removeprefix("TOKENYARD_").lower() for name in files if name != "TMPDIR"} <= {
@@ -119,6 +123,34 @@ def test_with_tls_prometheus_asks_by_https_and_probes_need_none() -> None:
     (container,) = the_only(made, "Deployment")["spec"]["template"]["spec"]["containers"]
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[name]["httpGet"]["port"] == "health"
+
+
+def test_under_mtls_prometheus_shows_a_certificate_and_probes_ask_the_port_that_needs_none() -> None:
+    made = objects(all_on())
+    (scraped,) = the_only(made, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert scraped["tlsConfig"]["cert"]["secret"] == {"name": "prometheus-certificate", "key": "tls.crt"}
+    assert scraped["tlsConfig"]["keySecret"] == {"name": "prometheus-certificate", "key": "tls.key"}
+    (container,) = the_only(made, "Deployment")["spec"]["template"]["spec"]["containers"]
+    probes = [value for name, value in container.items() if name.endswith("Probe")]
+    assert [probe["httpGet"]["port"] for probe in probes] == ["health"] * 3
+    assert not any("scheme" in probe["httpGet"] for probe in probes)
+    without_mtls = all_on()
+    without_mtls["tls"]["clientCa"]["secretName"] = ""
+    (scraped,) = the_only(objects(without_mtls), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert scraped["tlsConfig"] == {"insecureSkipVerify": True}
+
+
+@pytest.mark.parametrize("missing", ["the server's certificate", "Prometheus's certificate"])
+def test_mtls_without_what_it_needs_is_refused(missing: str) -> None:
+    wrong = all_on()
+    if missing == "the server's certificate":
+        wrong["tls"]["secretName"] = ""
+    else:
+        wrong["monitoring"]["clientCertificateSecretName"] = ""
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, SCHEMA)
+    wrong["tls"]["clientCa"]["secretName"] = ""
+    jsonschema.validate(wrong, SCHEMA)
 
 
 def test_a_chart_without_any_key_is_refused() -> None:
@@ -167,6 +199,8 @@ def test_keda_reads_what_is_exported_and_decides_the_number_alone() -> None:
         (("options", "api-key"), "secret"),
         (("options", "host"), "0.0.0.0"),
         (("options", "health-port"), 9000),
+        (("options", "tls-client-ca"), "/ca.crt"),
+        (("tls", "clientCa"), {"secretName": "authorities", "secretKey": "a/b"}),
         (("keysFile", "secretKey"), "../keys.yaml"),
         (("networkPolicy", "fromNamespaces"), []),
         (("replica",), 1),

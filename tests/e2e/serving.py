@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +87,17 @@ def wait_for(condition: object, within_s: float) -> None:
 
 
 @contextlib.contextmanager
-def running_server(folder: Path, *arguments: str, ready_within_s: float = 90.0) -> Iterator[RunningServer]:
-    """`tokenyard serve` on a free port; ready when this yields, and gone without a trace afterwards."""
+def running_server(
+    folder: Path, *arguments: str, ready_within_s: float = 90.0, wrapper: Sequence[str] = ()
+) -> Iterator[RunningServer]:
+    """`tokenyard serve` on a free port; ready when this yields, and gone without a trace afterwards.
+
+    `wrapper` is a command that becomes the server, a tracer say.
+    """
     log = folder / "server.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", "0", *arguments],
+            [*wrapper, sys.executable, "-m", "server", "serve", "--port", "0", *arguments],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=stream,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.e2e.serving import RunningServer, running_server
+from bench.own_server import held_by
+from tests.e2e.serving import RunningServer, running_server, wait_for
 
 NUM_DROPS = 1000
 NUM_AT_ONCE = 50
@@ -19,26 +21,42 @@ NUM_CLIENTS = 120
 OVERLOAD_S = 4.0
 
 
-async def drop(server: RunningServer, number: int) -> None:
-    """Connect, ask (every fourth time only half), and leave without a word."""
+async def drop(server: RunningServer, number: int, dice: random.Random) -> None:
+    """Connect, ask (every fourth time only half), and leave without a word at any moment."""
     address = urlsplit(server.url)
     _, writer = await asyncio.open_connection(address.hostname, address.port)
-    body = json.dumps(
-        {"prompt": f"hello {number}", "max_tokens": 100, "stream": number % 2 == 0, "n": 1 + number % 3}
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    writer.write((head + body)[: -5 if number % 4 == 3 else None])
+    fields = {"max_tokens": 100, "stream": number % 2 == 0, "n": 1 + number % 3, "ignore_eos": True}
+    if number % 5:
+        path, body = "completions", {"prompt": f"hello {number}", **fields}
+    else:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": f"{number}"}], **fields}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    writer.write((head + content)[: -5 if number % 4 == 3 else None])
     await writer.drain()
-    await asyncio.sleep(0.02 * (number % 5))
+    await asyncio.sleep(dice.choice((0.0, 0.02, 0.2, 0.5)) * dice.random())
     writer.transport.abort()
 
 
 async def test_a_thousand_that_drop_their_connections_leave_nothing(crowded_server: RunningServer) -> None:
+    dice = random.Random(1)
+    await asyncio.gather(*(drop(crowded_server, number, dice) for number in range(NUM_AT_ONCE)))
+    await asyncio.to_thread(crowded_server.wait_until_idle, within_s=20)  # all threads there are have begun
+    pids = crowded_server.process.pid, crowded_server.engine_pid
+    before = [held_by(pid) for pid in pids]
     for start in range(0, NUM_DROPS, NUM_AT_ONCE):
-        await asyncio.gather(*(drop(crowded_server, start + place) for place in range(NUM_AT_ONCE)))
-    await asyncio.to_thread(crowded_server.wait_until_idle, within_s=10)
-    num_files = len(list(Path(f"/proc/{crowded_server.process.pid}/fd").iterdir()))
-    assert num_files < 100
+        await asyncio.gather(*(drop(crowded_server, start + place, dice) for place in range(NUM_AT_ONCE)))
+    await asyncio.to_thread(crowded_server.wait_until_idle, within_s=20)
+    assert httpx.get(f"{crowded_server.url}/admin/requests").json()["requests"] == []
+
+    def is_as_before() -> bool:
+        after = [held_by(pid) for pid in pids]
+        return all(
+            now.num_files <= then.num_files and now.num_threads <= then.num_threads + 1
+            for now, then in zip(after, before, strict=True)
+        )
+
+    wait_for(is_as_before, within_s=5)
     reply = httpx.post(
         f"{crowded_server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=10
     )

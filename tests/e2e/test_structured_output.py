@@ -182,3 +182,33 @@ async def test_no_process_outlives_the_server_not_even_in_the_middle_of_a_gramma
         if number is signal.SIGKILL:
             for left in tmp_path.glob("tokenyard-*"):  # nobody was there to tidy up
                 shutil.rmtree(left)
+
+
+async def test_a_costly_schema_for_many_choices_holds_up_nobody_else(
+    server: RunningServer, client: AsyncOpenAI
+) -> None:
+    """The worker compiles it for each choice, in the loop that serves everybody."""
+    engine_pid = server.engine_pid
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(2000)}}
+    streaming = await client.completions.create(
+        model="tokenyard-demo", prompt="Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    hopeless = asyncio.create_task(
+        client.completions.create(
+            model="tokenyard-demo",
+            prompt="x",
+            n=128,
+            max_tokens=2,
+            extra_body={"structured_outputs": {"json": schema}},
+        )
+    )
+    last_s, longest_s = time.monotonic(), 0.0
+    async for _ in streaming:
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+        if hopeless.done():
+            break
+    await streaming.close()
+    with pytest.raises(BadRequestError, match="make it simpler"):
+        await hopeless
+    assert longest_s < 5
+    assert server.engine_pid == engine_pid

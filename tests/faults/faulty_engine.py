@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from engine import process
-from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
+from scheduler.messages import SchedulerOutput, SequenceId
 from worker.attention.ref import RefAttention
-from worker.model_runner import ModelRunner
+from worker.generation_step import ComputedStep
+from worker.model_runner import EagerSteps
 from worker.worker import Worker
 
 LONG_LAYER_S = 1.6
@@ -70,16 +71,16 @@ class FaultyWorker(Worker):
         self._faults: dict[SequenceId, Fault] = {}
         self._num_steps: dict[SequenceId, int] = {}
         self._due: dict[SequenceId, Fault] = {}
-        run = ModelRunner.run
+        run = EagerSteps.compute
 
         def run_into_faults(*arguments):  # type: ignore[no-untyped-def]
             for fault in self._due.values():
                 strike(fault)
             return run(*arguments)
 
-        ModelRunner.run = run_into_faults  # type: ignore[method-assign]
+        EagerSteps.compute = run_into_faults  # type: ignore[method-assign]
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput) -> ComputedStep:
         for new in plan.new_sequences:
             if new.token_ids[-1] in set(Fault):
                 self._faults[new.sequence_id] = Fault(new.token_ids[-1])
@@ -92,7 +93,7 @@ class FaultyWorker(Worker):
         if Fault.SLOW_LAYERS in due.values():
             RefAttention.attend = slowed(quick)  # type: ignore[method-assign]
         try:
-            output = super().execute(plan)
+            output = super().launch(plan).result()
         finally:
             RefAttention.attend = quick  # type: ignore[method-assign]
         drawn = {**output.token_ids}
@@ -101,7 +102,7 @@ class FaultyWorker(Worker):
                 drawn[sequence_id] = (10**6,)
             elif fault is Fault.NEGATIVE_TOKEN:
                 drawn[sequence_id] = (-1,)
-        return replace(output, token_ids=drawn)
+        return ComputedStep(replace(output, token_ids=drawn))
 
     def _is_due(self, sequence_id: SequenceId) -> bool:
         num_steps = self._num_steps.setdefault(sequence_id, 0)

@@ -39,9 +39,9 @@ async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
         accepted = [asyncio.create_task(stream(server, 400)) for _ in range(8)]
         await server.until_in_flight(8, *accepted)
         server.send(signal.SIGTERM)
-        await asyncio.sleep(0.1)
         async with httpx.AsyncClient() as client:
-            ready = await client.get(f"{server.url}/health/ready")
+            while (ready := await client.get(f"{server.url}/health/ready")).status_code == 200:
+                await asyncio.sleep(0.01)
             refused = await client.post(f"{server.url}/v1/completions", json={"prompt": "x"})
         assert ready.status_code == 503
         assert refused.status_code == 503

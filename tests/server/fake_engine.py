@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
+from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
 from engine.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
@@ -65,6 +65,11 @@ class FakeEngine:
     metrics: FakeMetrics = field(default_factory=FakeMetrics)
     admission_error: Exception | None = None
     """Raised before the first output."""
+    full_up_to: int | None = None
+    """The queue is full of calls of this priority, and whoever is more urgent takes a place of theirs."""
+    asked_room: list[int | None] = field(default_factory=list)
+    grammar_choices: list[int] = field(default_factory=list)
+    """For how many choices each grammar was asked for."""
     error_after: int | None = None
     error: Exception | None = None
     """Raised after so many outputs of a request."""
@@ -121,7 +126,8 @@ class FakeEngine:
         ids = [token_id for token_id in token_ids if token_id < EOS or special is SpecialTokens.KEEP]
         return "".join("<eos>" if token_id == EOS else chr(token_id) for token_id in ids)
 
-    async def compile_grammar(self, grammar: Grammar, *, param: str) -> Grammar:
+    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
+        self.grammar_choices.append(num_choices)
         if "refuse" in grammar.text:
             raise RequestRejected(f"{param}: refused", param=param, code="invalid_grammar")
         return grammar
@@ -172,6 +178,11 @@ class FakeEngine:
         ids = request.prompt_token_ids
         size = request.params.num_dimensions or self.model_info.pooling.num_dimensions
         return struct.pack("<3f", len(ids), sum(ids) / len(ids), 1.0)[: 4 * size]
+
+    def require_room(self, priority: int | None) -> None:
+        self.asked_room.append(priority)
+        if self.full_up_to is not None and priority is not None and priority >= self.full_up_to:
+            raise Overloaded("the queue is full", retry_after_s=3.0)
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
         return merged([self.generate(request) for request in requests])

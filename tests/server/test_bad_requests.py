@@ -1,6 +1,7 @@
 """Whatever is wrong with a request, the answer is a 4xx in OpenAI's shape that says what would be right."""
 
 import json
+import time
 from dataclasses import replace
 
 import httpx
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.errors import RequestRejected
 from server.app import build_app
+from server.json_body import parse_object
 from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.reply_models import ErrorReplyBody
 from tests.server.conftest import Settings, connect
@@ -389,6 +392,31 @@ async def test_the_body_must_not_claim_to_be_something_else(client, content_type
     assert response.status_code == status
     if status == 415:
         assert check(response)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("identity", 200), ("gzip", 415), ("br, identity", 415)])
+async def test_nothing_is_unpacked(client, encoding, status):
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    response = await client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    assert response.status_code == status
+    if status == 415:
+        assert "must not be compressed" in check(response)["message"]
+
+
+@pytest.mark.parametrize("value", ["", "x", "NaN", "true", "[1]", "[" * 50_000, '{"a":' * 9_000, "1" * 400])
+@pytest.mark.parametrize("name", ["x-tokenyard-priority", "x-tokenyard-timeout"])
+async def test_a_header_that_stands_for_a_field_must_be_a_number(client, name, value):
+    response = await client.post(COMPLETIONS, json={"prompt": "x"}, headers={name: value})
+    assert check(response)["code"] == "invalid_value"
+
+
+def test_one_key_twice_among_very_many_is_found_in_time():
+    """To look for each key among all others would take minutes."""
+    entries = ",".join(f'"k{number}":0' for number in range(100_000))
+    began_s = time.process_time()
+    with pytest.raises(RequestRejected, match="'k_' appears twice"):
+        parse_object(f'{{"a":{{{entries},"k_":0,"k_":0}}}}'.encode())
+    assert time.process_time() - began_s < 5
 
 
 JSON = st.recursive(

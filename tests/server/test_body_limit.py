@@ -54,6 +54,18 @@ async def test_a_large_promise_is_refused_before_anything_is_sent(url):
     assert b"connection: close" in reply.lower()
 
 
+async def test_two_opinions_on_the_length_of_a_body_are_refused_and_end_the_connection(url, engine):
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"
+    reply = await raw(url, head + b'f\r\n{"prompt": "x"}\r\n0\r\n\r\n' + hidden)
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert reply.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in reply.lower()
+    assert engine.requests == []
+
+
 async def test_a_body_longer_than_its_promise_does_not_get_in(url, engine):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: 15\r\n\r\n"
     reply = await raw(url, head + b'{"prompt": "x"}' + b"x" * 1000)

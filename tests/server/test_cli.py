@@ -214,6 +214,12 @@ def test_the_banner_of_an_encoder_shows_its_endpoint_and_no_kv_cache(
     assert all(part in banner for part in expected)
 
 
+def test_the_banner_of_a_family_without_a_paged_cache_says_that_it_is_slow(checkpoint) -> None:
+    banner = render_banner(replace(INFO, is_paged=False), *_configs(checkpoint), url="http://h")
+    assert "one after the other, slowly" in banner
+    assert "prefix caching off" in banner
+
+
 def test_the_pasted_command_sends_the_served_name_whatever_it_holds(checkpoint) -> None:
     banner = render_banner(INFO, *_configs(checkpoint), url="http://127.0.0.1:8000")
     command = next(line for line in banner.splitlines() if "Try: " in line).partition("Try: ")[2]

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from engine.api_keys import ApiKey, digest_of
 from engine.errors import Overloaded
 from engine.types import FinishReason, PoolingFacts, PoolingTask, PromptComputation
 from server.app import build_app
+from server.key_ring import KeyRing
 from server.pooling_models import Embeddings, Ranking, ScoreList
 from server.pooling_protocol import MAX_INPUTS
 from server.pooling_requests import MAX_TOKENS
@@ -170,6 +172,14 @@ async def test_terms_reach_the_engine(client, engine):
         assert request.terms.cache_salt == "s"
         assert request.terms.time_limits.total_s == 5
     assert len({request.request_id for request in engine.pooled}) == 2
+
+
+async def test_the_limit_of_a_keys_waiting_tokens_reaches_the_engine(engine):
+    ring = KeyRing([ApiKey(name="a", digest=digest_of(b"sesame"), max_queued_tokens=500)])
+    async with connect(build_app(engine, Settings(), keys=ring)) as client:
+        client.headers["authorization"] = "Bearer sesame"
+        assert (await embed(client, input=["a", "b"])).status_code == 200
+    assert [request.max_tenant_tokens for request in engine.pooled] == [500, 500]
 
 
 async def test_a_client_that_leaves_aborts_all_of_its_inputs(app, engine, url):

@@ -84,7 +84,7 @@ def test_a_message_does_not_grow_with_the_input():
     assert len(describe(RequestRejected("x" * 10_000), "req_1").message) == MAX_MESSAGE_CHARS
 
 
-async def test_an_unexpected_failure_tells_the_client_nothing_and_the_log_everything(client, engine, caplog):
+async def test_an_unexpected_failure_tells_the_client_nothing_and_the_log_where(client, engine, caplog):
     engine.admission_error = ZeroDivisionError("at /root/secret.py")
     with caplog.at_level(logging.ERROR):
         response = await client.post(
@@ -99,7 +99,8 @@ async def test_an_unexpected_failure_tells_the_client_nothing_and_the_log_everyt
     }
     (record,) = caplog.records
     assert "mine" in record.getMessage()
-    assert "secret" in record.getMessage()
+    assert "ZeroDivisionError" in record.getMessage()
+    assert "secret" not in record.getMessage()  # its words may be the client's; engine/log_lines.py
     assert record.exc_info is not None
 
 
@@ -118,10 +119,10 @@ async def test_a_reply_that_fails_half_way_is_cut_off_rather_than_finished(caplo
     assert [message["type"] for message in sent] == ["http.response.start"]
 
 
-async def test_a_callers_mistake_is_not_logged(client, caplog):
+async def test_a_callers_mistake_is_no_failure_in_the_log(client, caplog):
     with caplog.at_level(logging.DEBUG, logger="server"):
         await client.post("/v1/completions", json={"prompt": "secret words", "n": 0})
-    assert caplog.records == []
+    assert [record.getMessage() for record in caplog.records] == ["request"]
 
 
 @pytest.mark.parametrize(

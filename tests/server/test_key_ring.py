@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from engine.api_keys import ApiKey, digest_of
+from engine.errors import TenantOverloaded
 from server.app import build_app
 from server.credentials import Credentials
 from server.key_ring import KeyRing
@@ -114,6 +115,18 @@ async def test_a_key_has_no_more_requests_under_way_than_it_may(engine):
         assert (await client.post("/v1/completions", json=BODY, headers=as_key("a"))).status_code == 200
 
 
+async def test_the_limit_of_waiting_tokens_goes_with_the_request_and_its_refusal_names_the_key(engine):
+    async with guarded(engine, key("a", max_queued_tokens=500), key("b")) as client:
+        await client.post("/v1/completions", json=BODY, headers=as_key("a"))
+        await client.post("/v1/completions", json=BODY, headers=as_key("b"))
+        assert [request.max_tenant_tokens for request in engine.requests] == [500, None]
+        engine.admission_error = TenantOverloaded("this key has 500 prompt tokens waiting", retry_after_s=3)
+        refused = await client.post("/v1/completions", json=BODY, headers=as_key("a"))
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.headers["retry-after"] == "3"
+
+
 async def test_a_limit_counts_on_through_a_change_of_the_keys():
     ring = KeyRing([key("a", max_concurrent_requests=1)])
     with ring.under_way(ring.find(b"secret of a")):
@@ -122,6 +135,18 @@ async def test_a_limit_counts_on_through_a_change_of_the_keys():
             pass
     with ring.under_way(ring.find(b"secret of a")):
         pass
+
+
+def test_a_reload_in_the_middle_of_a_comparison_gives_nobody_the_key_of_another(monkeypatch):
+    first, second = key("a"), key("b")
+    ring = KeyRing([first])
+
+    def compare(given: bytes, known: bytes) -> bool:
+        ring.replace([second, first])  # as the thread that reads the file may do at any time
+        return given == known
+
+    monkeypatch.setattr("server.key_ring.secrets.compare_digest", compare)
+    assert ring.find(b"secret of a") is first
 
 
 def test_a_ring_that_lost_all_its_keys_opens_to_nobody():

@@ -170,3 +170,18 @@ def test_a_format_that_json_schema_does_not_know_is_an_annotation():
 
 def test_choices_of_any_characters_are_one_lark_rule():
     assert choice_grammar(["a\n", "😀"]).text == 'start: "a\\n" | "😀"'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_choices"),
+    [
+        (COMPLETIONS, {"prompt": "x", "n": 3}, 3),
+        (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "best_of": 4}, 8),
+        (CHAT, {"messages": MESSAGES, "n": 5}, 5),
+        (CHAT, {"messages": MESSAGES}, 1),
+    ],
+)
+async def test_a_grammar_is_tried_for_all_choices_that_will_need_it(client, engine, path, body, num_choices):
+    reply = await client.post(path, json=body | of_outputs(regex="a+") | {"max_tokens": 2})
+    assert reply.status_code == 200
+    assert engine.grammar_choices == [num_choices]

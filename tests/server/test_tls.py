@@ -204,6 +204,14 @@ def test_a_file_that_is_wrong_is_named_before_the_start(pair, other_pair, tmp_pa
             tls_files.load()
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+def test_a_private_key_for_all_eyes_is_warned_of(tmp_path, caplog, mode) -> None:
+    pair = self_signed(tmp_path, "seen")
+    pair.key.chmod(mode)
+    Credentials([], replace(EDGE, tls=files(pair)))
+    assert (f"chmod o-r {pair.key}" in caplog.text) == (mode == 0o644)
+
+
 def test_certificate_and_key_may_stand_in_one_file(pair, tmp_path) -> None:
     both = tmp_path / "both.pem"
     both.write_text(pair.cert.read_text() + pair.key.read_text())

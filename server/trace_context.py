@@ -1,0 +1,46 @@
+"""Which distributed trace a request belongs to, as its header `traceparent` says.
+
+Owns: the strict reading of that header. One that is not as the standard says is as good as none.
+Never: spans (otel_spans.py); `tracestate`, which only matters to who sends requests on.
+Source: W3C Trace Context, sections 3.2 and 3.3.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_HEADER = b"traceparent"
+# Version 00 ends there; what a later version adds begins with a hyphen, and is not read.
+_FORM = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
+_NO_VERSION = b"ff"
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceContext:
+    """Whose child a span would be."""
+
+    trace_id: str
+    """32 hexadecimal digits, not all zero."""
+    parent_id: str
+    """16 hexadecimal digits, not all zero."""
+    is_sampled: bool
+    """The caller records this trace, and may expect others to."""
+
+
+def trace_context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
+    """None without the header, with several of it, and with one that is wrong."""
+    values = [value for name, value in headers if name == _HEADER]
+    match = _FORM.fullmatch(values[0].strip(b" \t")) if len(values) == 1 else None
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags, rest = match.groups()
+    if version == _NO_VERSION or (version == b"00" and rest is not None):
+        return None
+    if not int(trace_id, 16) or not int(parent_id, 16):
+        return None
+    return TraceContext(
+        trace_id=trace_id.decode("ascii"),
+        parent_id=parent_id.decode("ascii"),
+        is_sampled=bool(int(flags, 16) & _SAMPLED),
+    )

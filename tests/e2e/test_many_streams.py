@@ -1,0 +1,22 @@
+"""256 streams at a time, more than the KV cache holds: each brings what it brings alone, piece by piece."""
+
+import asyncio
+
+from bench.many_streams import ManyStreams
+from bench.own_server import own_server, total
+from bench.soak import CROWDED
+
+NUM_STREAMS = 256
+DURATION_S = 8.0
+
+
+def test_256_streams_lose_repeat_and_mix_up_nothing() -> None:
+    with own_server(("--max-num-seqs", str(NUM_STREAMS), "--num-threads", "1", *CROWDED)) as server:
+        tally = asyncio.run(ManyStreams(server.target, num_streams=NUM_STREAMS).run(DURATION_S))
+        metrics = asyncio.run(server.metrics())
+    assert not tally.faults, tally
+    assert tally.num_streams >= NUM_STREAMS
+    assert tally.most_open == NUM_STREAMS
+    assert total(metrics, "tokenyard:num_preemptions_total") > 0, (
+        "the cache was large enough: make it smaller"
+    )

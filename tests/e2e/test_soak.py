@@ -1,0 +1,16 @@
+"""A short soak; `python -m bench.soak --minutes 60` is the long one."""
+
+from bench.soak import soak
+from bench.soak_acts import HUNG_UP
+
+MINUTES = 0.25
+
+
+def test_after_a_mix_of_everything_and_the_death_of_the_engine_nothing_is_kept() -> None:
+    run = soak(MINUTES, seed=1)
+    assert not run.all_faults(), run.report()
+    ends = run.ends.ends
+    for name in ("chat", "completion", "grammar", "known text", "long prompt", "response", "tools"):
+        assert ends[name]["served"], run.report()
+    assert ends["hung up"][HUNG_UP]
+    assert [life.name for life in run.lives] == ["API process", "engine process"]

@@ -1,0 +1,177 @@
+"""What the machine does to a server: kills it, sets its clock, takes its disk, descriptors and log reader."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from bench.peers.running import free_port
+from tests.e2e.serving import ROOT, RunningServer, wait_for
+
+READY_WITHIN_S = 60
+DAY_S = 86_400
+PIPE_BYTES = 4096
+"""The smallest there is."""
+SERVE = (sys.executable, "-m", "server", "serve", "--num-threads", "1")
+
+
+def command_of(model: Path, port: int, *options: str) -> list[str]:
+    return [*SERVE, "--port", str(port), *options, str(model)]
+
+
+@contextlib.contextmanager
+def server(command: list[str], port: int, folder: Path, output: IO[bytes] | int) -> Iterator[RunningServer]:
+    """Ready when this yields. Where its words go is the caller's choice."""
+    environment = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)} | os.environ
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    )
+    running = RunningServer(process, folder / "server.log", f"http://127.0.0.1:{port}")
+    try:
+        wait_for(lambda: process.poll() is not None or is_ready(running), READY_WITHIN_S)
+        assert process.poll() is None, f"it ended with code {process.returncode}"
+        yield running
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(10)
+        process.kill()
+        process.wait()
+
+
+def is_ready(running: RunningServer) -> bool:
+    try:
+        return httpx.get(f"{running.url}/health/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def complete(running: RunningServer, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, **fields}
+    reply = httpx.post(f"{running.url}/v1/completions", json=body, timeout=20)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_after_kill_9_the_next_server_takes_the_port_and_clears_up(tiny_model: Path, tmp_path: Path) -> None:
+    port, pids = free_port(), []
+    with (tmp_path / "server.log").open("wb") as log:
+        for _ in range(3):
+            with server(command_of(tiny_model, port), port, tmp_path, log) as running:
+                complete(running)
+                pids += [running.process.pid, running.engine_pid]
+                assert len(list(tmp_path.glob("tokenyard-*"))) == 1, "what the one before left is still there"
+                running.send(signal.SIGKILL)
+                running.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=5)
+
+
+def test_a_clock_that_jumps_by_a_day_and_back_ends_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    port, offset = free_port(), tmp_path / "offset"
+    offset.write_text("0")
+    clock = Path(__file__).parent / "jumping_clock"
+    command = ["env", f"PYTHONPATH={clock}:{ROOT}", f"CLOCK_OFFSET={offset}"]
+    limits = ("--heartbeat-timeout", "3", "--queue-timeout", "30")
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        server(command + command_of(tiny_model, port, *limits), port, tmp_path, log) as running,
+    ):
+        before = complete(running)["created"]
+        for offset_s in (DAY_S, -DAY_S, 0):
+            replies: list[dict[str, Any]] = []
+            under_way = threading.Thread(
+                target=lambda replies=replies: replies.append(complete(running, max_tokens=400, timeout=30))
+            )
+            under_way.start()
+            offset.write_text(str(offset_s))
+            for _ in range(10):  # longer than the heartbeats are apart
+                assert httpx.get(f"{running.url}/health/live").status_code == 200
+                assert is_ready(running)
+                time.sleep(0.15)
+            under_way.join()
+            assert replies[0]["usage"]["completion_tokens"] == 400
+            assert abs(complete(running)["created"] - before - offset_s) < 60, "the clock has not jumped"
+        assert running.metric("tokenyard:engine_restarts_total") == 0
+
+
+def test_a_full_disk_costs_the_log_and_ends_a_batch_in_one_line_but_not_the_server(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    requests = [{"custom_id": f"{i}", "method": "POST", "url": "/v1/completions"} for i in range(20)]
+    lines = [json.dumps({**each, "body": {"prompt": "x", "max_tokens": 2}}) for each in requests]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    with (
+        Path("/dev/full").open("wb") as full,
+        server(command_of(tiny_model, port, "--log-level", "debug"), port, tmp_path, full) as running,
+    ):
+        files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+        batch = [sys.executable, "-m", "server", "run-batch", *files, "--base-url", running.url]
+        # The limit of a file's size stands for a disk: what is beyond it cannot be written.
+        cut_off = run(["sh", "-c", f"ulimit -f 4; exec {shlex.join(batch)}"])
+        assert cut_off.returncode == 1
+        assert "out.jsonl cannot be written (File too large)" in cut_off.stderr
+        assert "Traceback" not in cut_off.stderr
+        assert run(batch).returncode == 0, "once there is room it goes on"
+        answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert sorted(int(answer["custom_id"]) for answer in answers) == list(range(20))
+        complete(running)
+        running.send(signal.SIGTERM)
+        assert running.wait() == 0
+
+
+def run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_server_whose_log_nobody_reads_serves_and_leaves(tiny_model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    try:
+        command = command_of(tiny_model, port, "--log-level", "debug")
+        with server(command, port, tmp_path, writing) as running:
+            for _ in range(100):
+                complete(running, max_tokens=1)
+                asked_s = time.monotonic()
+                assert httpx.get(f"{running.url}/health/live").status_code == 200
+                assert time.monotonic() - asked_s < 1
+            (num_bytes,) = struct.unpack("i", fcntl.ioctl(reading, termios.FIONREAD, bytes(4)))
+            assert num_bytes > PIPE_BYTES - 1000, "there was room for all that was said"
+            running.send(signal.SIGTERM)
+            assert running.wait() == 0
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_server_out_of_descriptors_answers_again_when_there_are_some(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    limited = ["sh", "-c", f"ulimit -n 96; exec {shlex.join(command_of(tiny_model, port))}"]
+    with (tmp_path / "server.log").open("wb") as log, server(limited, port, tmp_path, log) as running:
+        pid = running.process.pid
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(200)]
+        wait_for(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= 90, within_s=5)
+        time.sleep(0.5)
+        for each in crowd:
+            each.close()
+        wait_for(lambda: is_ready(running), within_s=15)
+        complete(running)
+        assert running.process.poll() is None
+        assert running.metric("tokenyard:engine_restarts_total") == 0
