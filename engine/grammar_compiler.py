@@ -32,7 +32,7 @@ _MAX_REMEMBERED = 256
 _MAX_COST_S = 0.1
 """Of one sequence. The worker compiles between two steps of all; a schema of 300 properties takes 0.01 s."""
 _MAX_COST_OF_ALL_S = 2.0
-"""Of all choices of a request, which may begin in one step: no engine may seem to hang because of them."""
+"""Of all choices of a request: few begin in one step (scheduler/budget.py), but all slow the others down."""
 _SIGKILL = -9
 
 

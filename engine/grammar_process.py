@@ -1,7 +1,8 @@
 """The process that tries grammars: `python -m engine.grammar_process PARENT_PID`.
 
 Owns: what happens to a grammar before anybody relies on it: it is translated, compiled against the model's
-tokens, and asked for its first token. All of that may take for ever, or more memory than there is.
+tokens, and made to write the beginning of a plain text. All of that may take for ever, or more memory than
+there is.
 Never: keeps a grammar; the worker compiles it again for each sequence.
 """
 
@@ -13,18 +14,31 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
+import numpy as np
 
 from engine.child_process import die_with_parent, leave_signals_to_parent
 from engine.grammar_messages import LENGTH, Tokens, Verdict, frame
 from engine.tokenizer import DecoderKind, Tokenizer, TokenizerError
 from scheduler.messages import Grammar, GrammarKind
-from worker.grammar_library import GrammarRefused, as_lark, new_bitmasks, new_matcher, open_tokenizer
+from worker.grammar_library import (
+    Bitmask,
+    GrammarRefused,
+    as_lark,
+    new_bitmasks,
+    new_matcher,
+    open_tokenizer,
+)
 
 _MAX_MEMORY_BYTES = 2 * 2**30
 _NICENESS = 5
 _MAX_REFUSAL_CHARS = 240
 _NEVER_IN_TEXT = b"\xff"
 """No character of UTF-8 has this byte: the library marks special tokens with it."""
+_PLAIN_CHARS = '",' + "".join(map(chr, range(0x21, 0x7F)))
+"""In order of preference: a text that closes its strings and goes on soon shows most of a schema."""
+_MAX_PLAIN_TOKENS = 24
+_MAX_PLAIN_S = 0.25
+"""Processor time: what was not written until then is not tried."""
 
 _MessageT = TypeVar("_MessageT")
 
@@ -49,8 +63,9 @@ def main(parent_pid: int) -> None:
         _answer(answers, Verdict(refusal=_shortened(reason)))
         return
     _answer(answers, Verdict())
+    plain_ids = _plain_ids(tokenizer)
     while (grammar := _read(sys.stdin.buffer, Grammar)) is not None:
-        _answer(answers, _try(tokenizer, grammar))
+        _answer(answers, _try(tokenizer, grammar, plain_ids))
 
 
 def _read(stream: BinaryIO, kind: type[_MessageT]) -> _MessageT | None:
@@ -81,7 +96,13 @@ def _open(tokens: Tokens) -> Any:
     return opened
 
 
-def _try(tokenizer: Any, grammar: Grammar) -> Verdict:
+def _plain_ids(tokenizer: Any) -> list[int]:
+    """The tokens that are one plain character, as far as there are such, in the order of preference."""
+    ids = [(char, tokenizer.tokenize_str(char)) for char in _PLAIN_CHARS]
+    return [each[0] for char, each in ids if len(each) == 1 and tokenizer.decode_str(each) == char]
+
+
+def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> Verdict:
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar(kind=grammar.kind, text=as_lark(grammar.text))
@@ -91,11 +112,35 @@ def _try(tokenizer: Any, grammar: Grammar) -> Verdict:
         return Verdict(refusal=_shortened(error))
     except Exception as error:  # noqa: BLE001 -- the translator raises whatever its parser stumbles over
         return Verdict(refusal=_shortened(error) or type(error).__name__)
-    masks = new_bitmasks(tokenizer, 1)
-    matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+    mask = new_bitmasks(tokenizer, 1)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
         return Verdict(refusal=_shortened(matcher.get_error()))
-    return Verdict(text=grammar.text, cost_s=time.process_time() - began_s)
+    cost_s = time.process_time() - began_s
+    if obstacle := _obstacle_under_way(matcher, mask, plain_ids):
+        return Verdict(refusal=_shortened(obstacle))
+    return Verdict(text=grammar.text, cost_s=cost_s)
+
+
+def _obstacle_under_way(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> str:
+    """Why a plain text cannot even begin, though its first token can; empty if it can.
+
+    `mask` is that of the first token, and is overwritten. A grammar that passes may still grow too complex in
+    what a model writes; one that fails here is of no use to anybody.
+    """
+    until_s = time.process_time() + _MAX_PLAIN_S
+    for num_tokens in range(1, _MAX_PLAIN_TOKENS + 1):
+        is_allowed_V = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        plain = next((token_id for token_id in plain_ids if is_allowed_V[token_id]), None)
+        matcher.consume_token(int(is_allowed_V.argmax()) if plain is None else plain)
+        if not matcher.is_error():
+            if matcher.is_stopped() or time.process_time() > until_s:
+                return ""
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            reason = matcher.get_error()
+            return f"the plainest text fails at its token {num_tokens + 1}; make it simpler: {reason}"
+    return ""
 
 
 def _shortened(reason: object) -> str:

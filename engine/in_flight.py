@@ -149,7 +149,7 @@ class InFlight:
         But only once: whatever was in flight in two deaths may be what they died of.
         """
         for live in list(self._live.values()):
-            if live.first_id in self._replays:  # no process had it
+            if live.is_over or live.first_id in self._replays:  # no process has it any more, or had it
                 continue
             live.num_deaths += 1
             if live.num_deaths > 1:
@@ -161,11 +161,13 @@ class InFlight:
 
     def replay(self) -> None:
         """A new engine process is ready: it gets what waited for it, in order of arrival."""
-        first_ids = self._replays.take_all()
-        if first_ids:
-            log.warning("%d requests that had not begun go to the new engine process", len(first_ids))
-        for first_id in first_ids:
-            self._send(self._message(self._by_sequence[first_id]))
+        held = [self._by_sequence.get(first_id) for first_id in self._replays.take_all()]
+        # One that was aborted meanwhile is over, but its reader may not have seen it yet.
+        lives = [live for live in held if live is not None and not live.is_over]
+        if lives:
+            log.warning("%d requests that had not begun go to the new engine process", len(lives))
+        for live in lives:
+            self._send(self._message(live))
             self._metrics.request_replayed()
 
     def abort(self, live: AnyLive, eos_token_ids: tuple[int, ...]) -> None:
@@ -287,6 +289,8 @@ class InFlight:
             raise
 
     def _cut_off(self, live: AnyLive, error: EngineError) -> None:
+        if live.is_over:  # complete: its reader has only not come for the rest
+            return
         live.fail(error)
         self.leave(live)
         self.num_cut_off += 1

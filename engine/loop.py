@@ -44,6 +44,7 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.scheduler import Outputs as OutputsByClient
 from scheduler.sequence import Sequence
+from scheduler.step_limit import SMALLEST_CHUNK_TOKENS
 from worker.errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
@@ -262,10 +263,21 @@ class EngineLoop:
             "too little memory for step %d, with %d tokens of %d sequences: it is made again in parts",
             *(step.plan.step, step.plan.num_scheduled_tokens, len(step.plan.scheduled)),
         )
-        while self._under_way:
+        behind, self._under_way = self._under_way, deque()
+        for later in behind:
             with suppress(Exception):
-                self._under_way.popleft().launched.result()
-        self._update(step, lambda: self._scheduler.take_back(_TOO_LITTLE_MEMORY))
+                later.launched.result()
+        self._update(step, lambda: self._make_again(step.plan))
+        for later in behind:
+            self._note(later.plan, later.planned_s)
+
+    def _make_again(self, plan: SchedulerOutput) -> OutputsByClient:
+        outputs = self._scheduler.take_back(_TOO_LITTLE_MEMORY)
+        told = (output for news in outputs.values() for output in news)
+        has_failed = any(output.finish_reason is FinishReason.FAILED for output in told)
+        if has_failed and plan.num_scheduled_tokens <= SMALLEST_CHUNK_TOKENS:
+            self._num_failed_in_a_row += 1  # no step is small enough: perhaps only a new process has memory
+        return outputs
 
     def _update(self, step: _StepUnderWay, learn: Callable[[], OutputsByClient]) -> None:
         """Let the scheduler `learn` what came of a step, and tell the clients."""

@@ -69,6 +69,10 @@ class Admission:
             self._admit(seq, need, plan)
             plan.urgent.add(seq.sequence_id)
 
+    def pass_over(self) -> None:
+        """Nobody is admitted to this step; who waits is looked at in the next one."""
+        self.wait_reason = WaitReason.STEP
+
     def admit_waiting(self, plan: PlanDraft) -> None:
         if not len(self._lines.waiting):
             self.wait_reason = WaitReason.STEP
@@ -115,6 +119,8 @@ class Admission:
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
+        if seq.has_grammar and budget.remaining_grammars <= 0:
+            return WaitReason.GRAMMAR
         return None
 
     def _shortage(self, seq: Sequence, need: Need) -> WaitReason | None:
@@ -165,7 +171,8 @@ class Admission:
 
     def _needs_more_than_blocks(self, seq: Sequence) -> bool:
         may_be_drawn_for = bool(seq.num_preemptions and self._state.in_flight)
-        return bool(seq.adapter or seq.encoder_inputs or seq.is_indivisible or may_be_drawn_for)
+        beside = seq.adapter or seq.encoder_inputs or seq.has_grammar
+        return bool(beside or seq.is_indivisible or may_be_drawn_for)
 
     def _admit(self, seq: Sequence, need: Need, plan: PlanDraft) -> None:
         arrivals = self._kv.allocate(seq, need)
@@ -173,6 +180,8 @@ class Admission:
         plan.copies += arrivals.copies
         self._lines.admit(seq)
         plan.budget.take_slot()
+        if seq.has_grammar:
+            plan.budget.take_grammar()
         if seq.num_preemptions:
             seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
         else:

@@ -14,18 +14,20 @@ _MIN_CHUNK_TOKENS = 16
 
 
 class SchedulingBudget:
-    """Tokens to compute and slots to fill in the step being planned.
+    """Tokens to compute, slots to fill and grammars to compile in the step being planned.
 
     A step is planned in one pass from the front of the line, and nothing planned is undone; so the
     budget only falls.
     """
 
-    __slots__ = ("num_decodes_ahead", "remaining_seqs", "remaining_tokens")
+    __slots__ = ("num_decodes_ahead", "remaining_grammars", "remaining_seqs", "remaining_tokens")
 
-    def __init__(self, *, max_tokens: int, free_seqs: int, num_decodes: int) -> None:
+    def __init__(self, *, max_tokens: int, free_seqs: int, max_grammars: int, num_decodes: int) -> None:
         self.remaining_tokens = max_tokens
         self.remaining_seqs = free_seqs
         """Slots for sequences that are not running yet."""
+        self.remaining_grammars = max_grammars
+        """Of these, so many may have a grammar, which the worker compiles."""
         self.num_decodes_ahead = num_decodes
         """Running sequences not yet planned that need one token each; it is set aside for them."""
 
@@ -47,6 +49,9 @@ class SchedulingBudget:
     def take_slot(self) -> None:
         self.remaining_seqs -= 1
 
+    def take_grammar(self) -> None:
+        self.remaining_grammars -= 1
+
     def give_back_slot(self) -> None:
         """Somebody ended while the step was planned."""
         self.remaining_seqs += 1
@@ -67,5 +72,8 @@ def budget_for_step(
         if within is not None:
             max_tokens = min(max_tokens, max(within, num_decodes + _MIN_CHUNK_TOKENS))
     return SchedulingBudget(
-        max_tokens=max_tokens, free_seqs=config.max_num_seqs - len(running), num_decodes=num_decodes
+        max_tokens=max_tokens,
+        free_seqs=config.max_num_seqs - len(running),
+        max_grammars=config.max_new_grammars,
+        num_decodes=num_decodes,
     )

@@ -71,7 +71,7 @@ class Fairness(StrEnum):
 
 _AT_LEAST_ONE = (
     *("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
-    "max_plans_in_flight",
+    *("max_plans_in_flight", "max_new_grammars"),
 )
 _AT_LEAST_ZERO = (
     *("max_bypasses", "max_chunk_tokens", "prefill_delay_factor", "num_host_blocks"),
@@ -131,6 +131,10 @@ class SchedulerConfig:
     """Encoder outputs that wait for their positions to be computed have so many tokens at most."""
     max_adapters: int = 0
     """Running sequences use at most so many different adapters. 0: none is served."""
+    max_new_grammars: int = 4
+    """At most so many sequences with a grammar are admitted to a step, whether for the first time or again:
+    the worker compiles each grammar while everybody's tokens wait. The dearest that is accepted takes 0.1 s,
+    a common one 1 ms."""
     host_tier: HostTier = HostTier.ON
     """Without a swap space, or without a prefix cache, there is none."""
     sliding_window: int | None = None

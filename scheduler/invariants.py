@@ -34,6 +34,8 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     for share in plan.scheduled:
         num_drafts = len(plan.draft_token_ids.get(share.sequence_id, ()))
         assert not num_drafts or (share.samples and share.num_tokens == 1 + num_drafts)
+    num_grammars = sum(new.params.grammar is not None for new in plan.new_sequences)
+    assert num_grammars <= scheduler.config.max_new_grammars
     to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
     assert sum(item.num_tokens for item in to_encode) <= scheduler.config.max_encoder_tokens
     preempted = {preemption.sequence_id for preemption in plan.preemptions}

@@ -352,6 +352,7 @@ class WaitReason(StrEnum):
     PREEMPTION = "preemption"  # somebody was just sent away, or the first in line was, and is still drawn for
     ADAPTER = "adapter"  # max_adapters others are in use
     ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
+    GRAMMAR = "grammar"  # max_new_grammars others with a grammar were admitted to the step
 
 
 class SequenceReport(NamedTuple):

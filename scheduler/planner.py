@@ -87,7 +87,10 @@ class Planner:
         """Prefill alone if there is any to do and it is due, else decodes alone."""
         num_decodes, plan.budget.num_decodes_ahead = plan.budget.num_decodes_ahead, 0
         self._serve_prefills(plan)
-        if self._prefill_is_due(plan.now_s):
+        if num_decodes and not plan.chunks and self.wait_reason is WaitReason.GRAMMAR:
+            # A crowd of grammars comes in few by few: between them decodes have their turn.
+            self._admission.pass_over()
+        elif self._prefill_is_due(plan.now_s):
             self._admission.admit_waiting(plan)
         if not plan.chunks:
             plan.budget.num_decodes_ahead = num_decodes

@@ -139,13 +139,14 @@ class Scheduler:
         return self.take_outputs()
 
     def fail_step(self, plan: SchedulerOutput, message: str) -> Outputs:
-        """The worker failed on the whole plan: everyone in it fails.
+        """The worker failed on the whole plan: everyone in it fails, with a share or with blocks only.
 
         So does whoever was admitted by a later plan in flight, since it may share what was never written.
         Nothing that these published is found any more. All others go on.
         """
         self._in_flight.take(plan)
-        doomed = [share.sequence_id for share in plan.scheduled]
+        # One may have got blocks but, for want of tokens, no share: the worker's table may miss them now.
+        doomed = [*(share.sequence_id for share in plan.scheduled), *plan.new_blocks]
         for later in self._in_flight:
             doomed += [new.sequence_id for new in later.new_sequences]
         for sequence_id in doomed:

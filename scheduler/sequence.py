@@ -152,6 +152,11 @@ class Sequence:
         return self.prompt_computation is PromptComputation.AT_ONCE
 
     @property
+    def has_grammar(self) -> bool:
+        """The worker compiles one each time it is given the sequence."""
+        return self.params.grammar is not None
+
+    @property
     def num_output_tokens(self) -> int:
         """Those that are known."""
         return len(self.token_ids) - self.num_prompt_tokens

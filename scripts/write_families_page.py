@@ -23,6 +23,7 @@ HEADER = (
     "|---|---|---|---|",
 )
 KERNELS, LAYERS, ALONE, REFUSED = "kernels", "own layers", "alone", "refused"
+KERNELS_BUT_FOR_MLPS = "kernels but for MLPs"
 _MEASURED = re.compile(r" \(error [^)]*\)")
 # What is the same for every family stands above the table.
 _SAID_ABOVE = re.compile(r", which this worker .*| that a paged KV cache cannot be put under")
@@ -31,11 +32,14 @@ _SAID_ABOVE = re.compile(r", which this worker .*| that a paged KV cache cannot 
 def render(found: list[Found]) -> str:
     rows = [render_row(each) for each in found]
     num = Counter(_computed_by(each).partition(",")[0] for each in found)
-    num_fused = sum(_computed_by(each) == KERNELS for each in found)
-    num_other = len(found) - num_fused - num[ALONE] - num[REFUSED]
+    num_fused, num_but_for_mlps = (
+        sum(_computed_by(each) == said for each in found) for said in (KERNELS, KERNELS_BUT_FOR_MLPS)
+    )
+    num_other = len(found) - num_fused - num_but_for_mlps - num[ALONE] - num[REFUSED]
     summary = (
         f"With transformers {transformers.__version__}, of {len(found)} tried: {num_fused} by kernels, "
-        f"{num_other} by their own layers, wholly or in part, {num[ALONE]} alone, {num[REFUSED]} refused."
+        f"{num_but_for_mlps} by kernels but for MLPs, {num_other} by their own layers, wholly or in part, "
+        f"{num[ALONE]} alone, {num[REFUSED]} refused."
     )
     return "\n".join([summary, "", *HEADER, *rows])
 
@@ -63,7 +67,8 @@ def _computed_by(found: Found) -> str:
     num_fused, num_layers = found.surgery.num_fused, found.surgery.num_layers
     if not num_fused:
         return LAYERS
-    return KERNELS if num_fused == num_layers else f"{KERNELS}, {num_fused} of {num_layers} layers"
+    said = KERNELS_BUT_FOR_MLPS if found.surgery.num_kept_mlps else KERNELS
+    return said if num_fused == num_layers else f"{said}, {num_fused} of {num_layers} layers"
 
 
 def _reasons(found: Found) -> str:

@@ -23,7 +23,7 @@ from server import admin, chat, completions, embeddings, models, ops, responses,
 from server.answering import VERSION
 from server.auth import METRICS_PATH, OPEN_PATHS, Auth
 from server.body_limit import BodyLimit
-from server.connections import ReservedPlaces
+from server.connections import LastReplies, ReservedPlaces
 from server.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
 from server.errors import ErrorBoundary
 from server.http_metrics import HttpMetrics, RequestCounter
@@ -130,6 +130,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
             Middleware(RequestLog, routes=_ROUTES, spans=edge.spans),
             Middleware(RequestCounter, metrics=edge.metrics, routes=_ROUTES),
             *_cors(settings.edge.cors_origins),
+            Middleware(LastReplies, health=edge.engine.health),
             Middleware(ErrorBoundary, count=edge.metrics.error_told),
             Middleware(ReservedPlaces),
             Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),

@@ -1,7 +1,7 @@
 """One client's connection: how long it may take to ask, how many there may be, what is not HTTP at all.
 
 Owns: what must be decided before a request exists, or after its reply was made: the time for a head, the
-number of connections, the end of a connection whose client does not read.
+number of connections, the end of a connection whose client does not read, or whose server leaves.
 Never: requests (app.py and inwards) or the listening socket (listening.py).
 
 A place is either one of many or, when those are taken, one of a few in reserve. The reserve answers probes
@@ -13,6 +13,7 @@ import logging
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
@@ -24,6 +25,7 @@ from uvicorn.server import ServerState
 
 from engine.errors import RequestRejected
 from engine.log_lines import fields
+from engine.types import EngineState, Health
 from server.auth import OPEN_PATHS
 from server.edge import Edge
 from server.errors import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
@@ -161,6 +163,27 @@ class ReservedPlaces:
         async def last_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), _HANG_UP]}
+            await send(message)
+
+        await self._app(scope, receive, last_send)
+
+
+class LastReplies:
+    """ASGI middleware: while the server leaves, every reply ends its connection.
+
+    Whoever asks again finds a server that stays, also through a load balancer that pins connections, and
+    before this one refuses anybody. Must stand outside of what turns errors into replies.
+    """
+
+    def __init__(self, app: ASGIApp, *, health: Callable[[], Health]) -> None:
+        self._app = app
+        self._health = health
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def last_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._health().state is EngineState.DRAINING:
+                headers = [field for field in message.get("headers", ()) if field[0] != _HANG_UP[0]]
+                message = {**message, "headers": [*headers, _HANG_UP]}
             await send(message)
 
         await self._app(scope, receive, last_send)

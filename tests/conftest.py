@@ -22,4 +22,4 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with so many layers that a step takes a while, on a fast machine too."""
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=24)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=48)

@@ -6,8 +6,10 @@ Never: what the memory is for (memory.py) or what is computed on it.
 """
 
 import mmap
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -115,7 +117,8 @@ class Device(Protocol):
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what `work` asks of the device. Only for GPUs.
 
-        Does it once before, so that nothing is compiled or set up while recording. Memory that `work` takes
+        Does it once before, so that nothing is compiled or set up while recording, and once more by the
+        graph, so that the driver takes what memory it needs. Memory that `work` takes
         and gives back is shared among all graphs: what one leaves in it is good until the next replay.
         Raises RuntimeError where it waits for the device, and torch.OutOfMemoryError.
         """
@@ -272,12 +275,25 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Graph:
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
-        work()
+        with _refusing_to_wait():
+            work()
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        # What another thread asks of the device meanwhile is neither recorded nor refused.
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            work()
+        try:
+            # torch leaves this thread on the stream of a capture that fails: the outer block brings it back.
+            # What another thread asks of the device meanwhile is neither recorded nor refused.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
+                torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"),
+            ):
+                work()
+            graph.replay()
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError as error:
+            # The driver's own, where it is not torch's allocator that asks.
+            if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
         return graph
 
     def release_cached_memory(self) -> None:
@@ -347,6 +363,22 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
 
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Let torch raise a RuntimeError where the host would wait for the device.
+
+    While a graph is captured it would be refused too, but torch's allocator would then take the capture for
+    one that goes on.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this experimental
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         new_event: Any = torch.cuda.Event  # its constructor is untyped, too
@@ -399,4 +431,5 @@ def open_device(config: WorkerConfig) -> Device:
             f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs",
             fix="ask for --device cpu, or install a driver and a torch build with CUDA",
         )
-    return CudaDevice(config, torch_device)
+    # With its number, without which torch would not make it the current one.
+    return CudaDevice(config, torch.device("cuda", torch_device.index or 0))

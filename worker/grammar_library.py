@@ -25,6 +25,9 @@ _LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=20_000,
     max_grammar_size=100_000,
+    # Above the library's own: an object of 990 optional properties has so many where its next one begins, and
+    # such a token takes 10 ms.
+    max_items_in_row=4_000,
     # 1 to 2 KiB each.
     max_lexer_states=20_000,
     verbose_errors=False,

@@ -109,8 +109,13 @@ class HostPool:
             self._copy_rows(self._pools.device_NE, sources, targets)
 
     def copy_with(self, copy_rows: CopyRows) -> None:
-        """Let a kernel make the copies within the device's pool from now on."""
+        """Let a kernel make the copies within the device's pool from now on.
+
+        It takes a source of -1 for none: asked so, it is compiled now and not in the middle of service.
+        """
         self._copy_rows = copy_rows
+        source, target = self._device.tensor(np.array([[-1], [0]]))
+        copy_rows(self._pools.device_NE, source, target)
 
     def measure_copy_s(self) -> float:
         """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
 from worker.kv_cache import LayerShape
-from worker.layer_parts import LayerParts, Projection, RmsNorm, Unrecognised
+from worker.layer_parts import LayerNorm, LayerParts, Projection, RmsNorm, Unrecognised
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each [1, T, R], as transformers' models hand them to their layers."""
@@ -29,12 +29,20 @@ class Pairing(Enum):
     NEIGHBOURS = "each even one with the next"
 
 
+class AngleOrder(Enum):
+    """How a model hands out one angle for each pair of numbers."""
+
+    TWICE = "all, and all again"
+    IN_PAIRS = "each twice"
+
+
 class Turning(NamedTuple):
     """How a layer turns queries and keys by their position."""
 
     rotated_dim: int
     """The first so many numbers of a head."""
     pairing: Pairing
+    order: AngleOrder
 
 
 class HeadShape(NamedTuple):
@@ -71,10 +79,18 @@ def head_shape(parts: LayerParts, call: LayerCall) -> HeadShape:
     ) * heads.key_dim + heads.num_kv_heads * heads.value_dim
     if len(parts.query_key_value.weight_NK) != num_rows or num_attended % shape.value_dim:
         raise Unrecognised("its projections are not those of its heads alone")
-    for norm in (parts.query_norm, parts.key_norm):
-        if norm is not None and len(norm.weight_H) != heads.key_dim:
-            raise Unrecognised("it norms all heads of a token as one")
+    for norm, num_heads in (
+        (parts.query_norm, heads.num_query_heads),
+        (parts.key_norm, heads.num_kv_heads),
+    ):
+        if norm is not None and len(norm.weight_H) not in (heads.key_dim, num_heads * heads.key_dim):
+            raise Unrecognised("its norms of queries and keys are neither of a head nor of all")
     return heads
+
+
+def norms_all_heads(norm: RmsNorm | None, heads: HeadShape) -> bool:
+    """Tell whether a norm of queries or keys takes all heads of a token as one."""
+    return norm is not None and len(norm.weight_H) != heads.key_dim
 
 
 def in_halves(parts: LayerParts, call: LayerCall) -> LayerParts:
@@ -96,15 +112,23 @@ def in_halves(parts: LayerParts, call: LayerCall) -> LayerParts:
     )
     num_turned_heads = heads.num_query_heads + heads.num_kv_heads
     starts_H1 = torch.arange(num_turned_heads, device=device).unsqueeze(1) * heads.key_dim
+    turned_N = (starts_H1 + order_D).reshape(-1)
     order_N = torch.arange(len(weight_NK), device=device)
-    order_N[: num_turned_heads * heads.key_dim] = (starts_H1 + order_D).reshape(-1)
+    order_N[: len(turned_N)] = turned_N
     return replace(
         parts,
         query_key_value=Projection(weight_NK[order_N], None if bias_N is None else bias_N[order_N]),
-        query_norm=_reordered(parts.query_norm, order_D),
-        key_norm=_reordered(parts.key_norm, order_D),
+        query_norm=_reordered(parts.query_norm, turned_N),
+        key_norm=_reordered(parts.key_norm, turned_N),
     )
 
 
-def _reordered(norm: RmsNorm | None, order_D: Tensor) -> RmsNorm | None:
-    return None if norm is None else RmsNorm(norm.weight_H[order_D].contiguous(), norm.epsilon)
+def _reordered(norm: RmsNorm | None, order_N: Tensor) -> RmsNorm | None:
+    """By the order of as many heads as it norms at once: each head's is the first's, moved on."""
+    if norm is None:
+        return None
+    own_order = order_N[: len(norm.weight_H)]
+    weight_H = norm.weight_H[own_order].contiguous()
+    if isinstance(norm, LayerNorm):
+        return replace(norm, weight_H=weight_H, bias_H=norm.bias_H[own_order].contiguous())
+    return replace(norm, weight_H=weight_H)

@@ -1,6 +1,6 @@
 """What a decoder layer of transformers is made of, where it is made as most are.
 
-Owns: the recognition of a pre-norm block with gated MLP, by the names of its modules and by what its norms
+Owns: the recognition of a block of attention and MLP, by the names of its modules and by what its norms
 and its activation do to numbers. A wrong guess is found by surgery.py, which compares the results.
 Never: knows a model family, or reads a layer's code.
 
@@ -10,6 +10,7 @@ Shapes: H numbers of a hidden state.
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -18,20 +19,40 @@ from torch.nn import functional
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _SPLIT_ROWS, _MERGED_ROWS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
+_OUTPUT_NAMES = ("o_proj", "dense")
 _SPLIT_MLP, _MERGED_MLP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
-# In the order in which they act. Four: before and behind attention, before and behind the MLP.
+_MLP_NAMES = ("mlp", "block_sparse_moe")
+_RESIDUAL_MULTIPLIER_NAME = "residual_multiplier"
+# Only large numbers show what it does, and a trial has none behind a norm.
+_CLIPPING_NAME = "clip_qkv"
+
+
+class _NormNames(NamedTuple):
+    """What a layer calls the norms before and behind attention, before and behind the MLP."""
+
+    attention: str | None
+    after_attention: str | None
+    mlp: str | None
+    after_mlp: str | None
+
+
 _NORM_NAMES = (
-    ("input_layernorm", "post_attention_layernorm"),
-    ("input_layernorm", "pre_feedforward_layernorm"),
-    (
+    _NormNames("input_layernorm", None, "post_attention_layernorm", None),
+    _NormNames("input_layernorm", None, "pre_feedforward_layernorm", None),
+    _NormNames("attention_layernorm", None, "feedforward_layernorm", None),
+    _NormNames("input_layernorm", None, None, None),
+    _NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    _NormNames(
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
-    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    _NormNames(
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+    ),
+    _NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
 )
 
 
@@ -54,8 +75,7 @@ class TakenWeights:
     dtypes: frozenset[torch.dtype]
     size_multiple: int
     """Of the inputs of a product, of the numbers of a norm, a head or an MLP."""
-    keeps_mlps: bool = False
-    """Whether a fused layer may have an MLP that is made otherwise, such as a mixture of experts."""
+    takes_layer_norms: bool = False
 
     def include(self, weight: Tensor) -> bool:
         """Tell whether the kernels can multiply by it: weight [N, K]."""
@@ -69,6 +89,14 @@ class RmsNorm:
     weight_H: Tensor
     """float32; the 1 that some families add is in it."""
     epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm(RmsNorm):
+    """RmsNorm of x - mean(x), plus bias."""
+
+    bias_H: Tensor
+    """float32"""
 
 
 class Projection(NamedTuple):
@@ -89,51 +117,70 @@ class GatedMlp(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    attention_norm: RmsNorm
+    """A norm that is None is not there."""
+
+    attention_norm: RmsNorm | None
     query_key_value: Projection
     """Queries, keys and values of all heads, in this order."""
     query_norm: RmsNorm | None
+    """Of each head; or of all heads of a token as one, if it has as many numbers."""
     key_norm: RmsNorm | None
     attention_output: Projection
     after_attention_norm: RmsNorm | None
-    mlp_norm: RmsNorm
+    mlp_norm: RmsNorm | None
     mlp: GatedMlp | nn.Module
-    """A module: it stays as it is."""
+    """A module, such as a mixture of experts: it stays as it is."""
     after_mlp_norm: RmsNorm | None
+    residual_multiplier: float
+    """Of what attention and MLP add, where it is not normed."""
+    mlp_is_parallel: bool
+    """It is given what attention is given, and both are added."""
 
 
 def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     """Take a layer apart without changing it. Raises Unrecognised."""
     children = _children(layer)
-    norm_names = next((each for each in _NORM_NAMES if {*each, "self_attn", "mlp"} == set(children)), None)
-    if norm_names is None:
-        raise Unrecognised(f"it consists of {', '.join(children) or 'nothing'}")
+    mlp_name, norm_names = _names(children)
+    if getattr(getattr(children["self_attn"], "config", None), _CLIPPING_NAME, None) is not None:
+        raise Unrecognised("it clips queries, keys and values")
     attention = _children(children["self_attn"])
     rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
-    _refuse_others(attention, {*rows, "o_proj", "q_norm", "k_norm", "rotary_emb"}, "attention")
-    mlp = _mlp(children["mlp"], taken)
-    norms = [_rms_norm(children[name], taken) for name in norm_names]
-    is_sandwich = len(norms) == 4
+    output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
+    _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
+    norms = [None if name is None else _norm(children[name], taken) for name in norm_names]
     return LayerParts(
         attention_norm=norms[0],
         query_key_value=_merged([_projection(attention, name, taken) for name in rows]),
-        query_norm=_rms_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
-        key_norm=_rms_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
-        attention_output=_projection(attention, "o_proj", taken),
-        after_attention_norm=norms[1] if is_sandwich else None,
-        mlp_norm=norms[2] if is_sandwich else norms[1],
-        mlp=mlp,
-        after_mlp_norm=norms[3] if is_sandwich else None,
+        query_norm=_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
+        key_norm=_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
+        attention_output=_projection(attention, output, taken),
+        after_attention_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp=_mlp(children[mlp_name], taken),
+        after_mlp_norm=norms[3],
+        residual_multiplier=float(getattr(layer, _RESIDUAL_MULTIPLIER_NAME, 1.0)),
+        mlp_is_parallel=norm_names == _NormNames("input_layernorm", None, None, None),
     )
+
+
+def find_mlp(layer: nn.Module) -> nn.Module | None:
+    """Return what stands where layers have their MLP, whatever it consists of."""
+    return next((child for name, child in layer.named_children() if name in _MLP_NAMES), None)
+
+
+def _names(children: dict[str, nn.Module]) -> tuple[str, _NormNames]:
+    """Of the MLP and of the norms."""
+    for mlp_name, norm_names in product(_MLP_NAMES, _NORM_NAMES):
+        if {*filter(None, norm_names), "self_attn", mlp_name} == set(children):
+            return mlp_name, norm_names
+    raise Unrecognised(f"it consists of {', '.join(children) or 'nothing'}")
 
 
 def _mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp | nn.Module:
     try:
         return _gated_mlp(module, taken)
     except Unrecognised:
-        if taken.keeps_mlps:
-            return module
-        raise
+        return module
 
 
 def _gated_mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp:
@@ -187,19 +234,30 @@ def _merged(projections: list[Projection]) -> Projection:
     return Projection(weight_NK, torch.cat(biases))
 
 
-def _rms_norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
-    """Read a norm off what it does to a vector of ones."""
+def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
+    """Read a norm off what it does to some vectors."""
     parameters = list(norm.parameters())
     epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
-    if len(parameters) != 1 or parameters[0].dim() != 1 or not isinstance(epsilon, float):
+    shapes = {parameter.shape for parameter in parameters}
+    if not 1 <= len(parameters) <= 2 or len(shapes) != 1 or parameters[0].dim() != 1:
         raise Unrecognised(f"its {type(norm).__name__} is no root-mean-square norm")
+    if not isinstance(epsilon, float):
+        raise Unrecognised(f"its {type(norm).__name__} has no epsilon")
     size = parameters[0].shape[0]
     if size % taken.size_multiple:
         raise Unrecognised(f"its {type(norm).__name__} has {size} numbers")
     with torch.inference_mode():
+        exact = deepcopy(norm).float()
         ones_1H = torch.ones((1, size), device=parameters[0].device)
-        weight_H = deepcopy(norm).float()(ones_1H)[0] * (1 + epsilon) ** 0.5
-    return RmsNorm(weight_H.contiguous(), epsilon)
+        of_zeros_H, of_ones_H = exact(0 * ones_1H)[0], exact(ones_1H)[0]
+        if not of_zeros_H.any() and of_ones_H.any():
+            return RmsNorm((of_ones_H * (1 + epsilon) ** 0.5).contiguous(), epsilon)
+        if not taken.takes_layer_norms or not torch.allclose(of_ones_H, of_zeros_H, atol=1e-4):
+            raise Unrecognised(f"its {type(norm).__name__} is no root-mean-square norm")
+        signs_1H = ones_1H.clone()
+        signs_1H[:, ::2] = -1
+        weight_H = (exact(signs_1H)[0] - of_zeros_H) * signs_1H[0] * (1 + epsilon) ** 0.5
+    return LayerNorm(weight_H.contiguous(), epsilon, of_zeros_H.contiguous())
 
 
 def _activation(mlp: nn.Module) -> Activation:

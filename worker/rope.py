@@ -14,6 +14,8 @@ from torch import nn
 
 from worker.errors import StartupError
 
+_CHOOSING = ("dynamic", "longrope")
+
 
 def longest_right_len(text_config: Any, checkpoint_len: int, asked_len: int | None) -> int:
     """Cut the context window to what one fixed choice of frequencies can serve.
@@ -34,39 +36,43 @@ def longest_right_len(text_config: Any, checkpoint_len: int, asked_len: int | No
 
 
 def fix_rope(model: nn.Module, text_config: Any, max_model_len: int) -> None:
-    """Pick long or short longrope frequencies for good: long if any sequence may outgrow the short ones."""
-    originals = dict(_longrope_originals(text_config))
+    """Choose frequencies for good. Longrope's long ones if any sequence may outgrow the short ones.
+
+    Left to itself, a module looks at the positions of each batch, for which the host waits on a GPU.
+    """
+    choices = [
+        (layer_type, rope["rope_type"], _deciding_position(text_config, rope, max_model_len))
+        for layer_type, rope in _rope_dicts(text_config)
+        if rope.get("rope_type") in _CHOOSING
+    ]
     for module in model.modules():
-        if not originals or not hasattr(module, "rope_type"):
-            continue
-        for layer_type, original_len in originals.items():
-            if max_model_len <= original_len:
-                continue  # no position ever reaches the point where the module would switch
-            _switch_to_long(module, layer_type, original_len)
+        if hasattr(module, "rope_type"):
+            for layer_type, rope_type, position in choices:
+                _choose(module, layer_type, rope_type, position)
 
 
-def _switch_to_long(module: Any, layer_type: str | None, original_len: int) -> None:
+def _deciding_position(text_config: Any, rope: dict[str, Any], max_model_len: int) -> int:
+    """One for which the frequencies are those that all sequences are to have."""
+    if rope["rope_type"] == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        short_len = int(original or text_config.original_max_position_embeddings)
+        return short_len if max_model_len > short_len else 0
+    return 0  # no sequence outgrows what dynamic rope was trained on: `longest_right_len`
+
+
+def _choose(module: Any, layer_type: str | None, rope_type: str, position: int) -> None:
     types = module.rope_type
-    if (types if layer_type is None else types.get(layer_type)) != "longrope":
+    if (types if layer_type is None else types.get(layer_type)) != rope_type:
         return
-    # One call beyond the short window makes the module choose; the relabelling keeps it from choosing again.
+    # One call at the position makes the module choose; the relabelling keeps it from choosing again.
     device = next(module.buffers()).device
-    beyond = torch.tensor([[original_len]], device=device)
     arguments = () if layer_type is None else (layer_type,)
     with torch.no_grad():
-        module(torch.zeros((1, 1, 1), device=device), beyond, *arguments)
+        module(torch.zeros((1, 1, 1), device=device), torch.tensor([[position]], device=device), *arguments)
     if layer_type is None:
         module.rope_type = "default"
     else:
         types[layer_type] = "default"
-
-
-def _longrope_originals(text_config: Any) -> Iterator[tuple[str | None, int]]:
-    """Yield the length of the short window, per layer type where the configuration has several."""
-    for layer_type, rope in _rope_dicts(text_config):
-        if rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            yield layer_type, int(original or text_config.original_max_position_embeddings)
 
 
 def _rope_types(text_config: Any) -> set[str]:

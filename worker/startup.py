@@ -143,9 +143,10 @@ def _refusing_kernels(device: Device) -> AbstractContextManager[None]:
 
 
 def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
-    if config.quantization == "int8" and not surgery.num_fused:
+    if config.quantization == "int8" and surgery.num_fused == surgery.num_kept_mlps:
+        weights = "the MLPs of this model" if surgery.num_fused else "this model"
         raise StartupError(
-            f"--quantization int8 has no effect on this model ({surgery.describe()})",
+            f"--quantization int8 has no effect on {weights} ({surgery.describe()})",
             fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
         )
 

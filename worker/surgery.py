@@ -21,8 +21,8 @@ from worker.attention.interface import AttentionBackend, AttentionMetadata, Atte
 from worker.device import Device
 from worker.experts import ReplacedExperts
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.layer_call import LayerCall, Pairing, Turning
-from worker.layer_parts import LayerParts, TakenWeights, Unrecognised, find_parts
+from worker.layer_call import AngleOrder, LayerCall, Pairing, Turning
+from worker.layer_parts import LayerParts, TakenWeights, Unrecognised, find_mlp, find_parts
 
 _NUM_TOKENS = 21
 _BLOCK_SIZE = 8
@@ -62,6 +62,8 @@ class Surgery:
     fused: str = "fused"
     num_layers: int = 0
     num_fused: int = 0
+    num_kept_mlps: int = 0
+    """Of fused layers: the rest of the layer was replaced, and the MLP's module stayed."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why layers stayed as they were."""
     experts: ReplacedExperts = field(default_factory=ReplacedExperts)
@@ -69,6 +71,8 @@ class Surgery:
     def describe(self) -> str:
         """One line for a person."""
         said = f"{self.kernels} kernels: {self.num_fused} of {self.num_layers} layers {self.fused}"
+        if self.num_kept_mlps:
+            said += f" ({self.num_kept_mlps} but for their MLPs)"
         if self.experts.num_found:
             said += f", and the experts of {self.experts.num_replaced} of {self.experts.num_found}"
         all_reasons = self.reasons + self.experts.reasons
@@ -133,8 +137,10 @@ def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model
         assert call.layer_idx is not None
         assert call.options is not None
         own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
-        _replace_layer(model, name, toolkit.fuse(find_parts(layer, toolkit.weights), own))
+        fused = toolkit.fuse(find_parts(layer, toolkit.weights), own)
+        _replace_layer(model, name, fused)
         done.num_fused += 1
+        done.num_kept_mlps += find_mlp(fused) is not None
     done.experts = toolkit.replace_others(model)
     return done
 
@@ -162,8 +168,9 @@ def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
                 lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
             )
             hooks.append(hook)
-            if isinstance(getattr(module, "mlp", None), nn.Module):
-                hook = module.mlp.register_forward_hook(
+            mlp = find_mlp(module)
+            if mlp is not None:
+                hook = mlp.register_forward_hook(
                     lambda _mlp, args, kwargs, output, name=name: behind_mlp(name, args, kwargs, output),
                     with_kwargs=True,
                 )
@@ -237,8 +244,10 @@ def _possible_turnings(call: _Call) -> list[Turning | None]:
     rotation = call.kwargs.get("position_embeddings")
     if not isinstance(rotation, tuple):
         return [None]
-    rotated_dim = int(rotation[0].shape[-1])
-    return [*(Turning(rotated_dim, pairing) for pairing in Pairing), None]
+    cosines_1TR = rotation[0]
+    is_in_pairs = torch.equal(cosines_1TR[..., ::2], cosines_1TR[..., 1::2])
+    order = AngleOrder.IN_PAIRS if is_in_pairs else AngleOrder.TWICE
+    return [*(Turning(int(cosines_1TR.shape[-1]), pairing, order) for pairing in Pairing), None]
 
 
 def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: AttentionBackend) -> float:

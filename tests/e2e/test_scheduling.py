@@ -55,13 +55,10 @@ async def both_places_taken(server: RunningServer, **fields: object) -> list["as
 
 async def test_an_urgent_request_overtakes_those_who_have_all_places(priority_server: RunningServer) -> None:
     slow = await both_places_taken(priority_server)
-    started_s = time.monotonic()
     answer = await complete(priority_server, 5, headers={"x-tokenyard-priority": "-1"})
-    urgent_s = time.monotonic() - started_s
     assert answer.status_code == 200
     assert not any(task.done() for task in slow), "it did not wait for one of them to end"
     await asyncio.gather(*slow)
-    assert urgent_s < (time.monotonic() - started_s) / 2
     for task in slow:
         assert task.result().json()["usage"]["completion_tokens"] == 400
     displaced = 'tokenyard:num_preemptions_total{cause="displaced",mode="recompute"}'

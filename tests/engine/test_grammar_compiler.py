@@ -159,6 +159,29 @@ async def cost_of(compiler: GrammarCompiler, grammar: Grammar, info: ModelInfo) 
     return verdict.cost_s
 
 
+def optional_properties(num: int) -> Grammar:
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(num)}}
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+
+
+async def test_what_fails_after_its_first_token_is_refused_before_a_model_writes_it(
+    compiler, attempt, monkeypatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 60.0)
+    assert await attempt(optional_properties(700))
+    for _ in range(2):  # remembered, too
+        with pytest.raises(RequestRejected, match=r"fails at its token 2; make it simpler: .*max is") as told:
+            await attempt(optional_properties(1100))
+        assert told.value.code == "invalid_grammar"
+    assert compiler.pid is not None
+
+
+@pytest.mark.parametrize("text", ["yes", "[a-z]+", "(a|)", "😀{2,}", '[^"]*'])
+async def test_a_text_that_is_soon_complete_or_never_ends_is_no_failure(attempt, text: str) -> None:
+    grammar = Grammar(kind=GrammarKind.REGEX, text=text)
+    assert await attempt(grammar) == grammar
+
+
 async def test_the_event_loop_goes_on_meanwhile(attempt) -> None:
     hopeless = attempt(ENDLESS)
     longest_s = 0.0

@@ -206,6 +206,33 @@ def test_a_step_without_memory_is_made_again_and_told_in_one_line_of_the_log(
     assert desk.beats()[-1].stats.num_out_of_memory == 1
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_without_memory_for_anything_ends_the_process_after_three_were_told(depth: int) -> None:
+    desk = Desk()
+    loop, device = overlapped(desk, max_plans_in_flight=depth)
+    device.most_tokens = 0
+    desk.letters.extend([[request(1, 2, 3, 4)], *[[]] * 60, [Shutdown()]])
+    with pytest.raises(WorkerBroken):
+        loop.run()
+    assert list(ends(desk).values()) == 3 * [FinishReason.FAILED]
+
+
+def test_one_that_is_too_large_by_itself_does_not_count_among_steps_that_fail() -> None:
+    desk = Desk()
+    loop, device = overlapped(desk)
+    for number in range(1, 6):
+        device.most_tokens = 0
+        desk.letters.append([request(number)])
+        while number not in ends(desk):
+            loop.turn()
+        device.most_tokens = None
+        desk.letters.append([request(100 + number)])
+        while 100 + number not in ends(desk):
+            loop.turn()
+    reasons = [reason for _, reason in sorted(ends(desk).items())]
+    assert reasons == [*5 * [FinishReason.FAILED], *5 * [FinishReason.LENGTH]]
+
+
 def test_shutdown_ends_the_loop_although_a_step_is_under_way() -> None:
     desk = Desk()
     loop, _ = overlapped(desk)
@@ -226,6 +253,20 @@ def test_the_trace_has_a_line_for_each_step_in_its_order_with_the_time_it_was_pl
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["time_s"] for line in lines] == [0.0, 0.0, 1.0]
     assert [line["execute_s"] for line in lines] == [1.0, 1.0, 1.0]
+
+
+def test_the_trace_has_the_steps_that_were_taken_back_too(tmp_path: Path) -> None:
+    desk = Desk()
+    path = tmp_path / "steps.jsonl"
+    scheduler = Scheduler(small_config(max_plans_in_flight=2, num_blocks=32))
+    device = Device(desk)
+    loop = EngineLoop(scheduler, device, desk, lambda: desk.now_s, trace=StepTrace(path))
+    device.out_of_memory = OutOfMemory.AT_THE_END
+    desk.letters.extend([[request(1, 2, max_tokens=3)], *[[]] * 30, [Shutdown()]])
+    loop.run()
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [line["step"] for line in lines] == [plan.step for plan in device.plans]
+    assert desk.beats()[-1].stats.num_out_of_memory == 1
 
 
 def test_a_token_outside_of_the_vocabulary_is_seen_when_the_result_is_taken_in() -> None:

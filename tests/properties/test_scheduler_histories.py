@@ -28,6 +28,8 @@ from scheduler.config import (
 from scheduler.messages import (
     EncoderInput,
     FinishReason,
+    Grammar,
+    GrammarKind,
     PoolingParams,
     PoolingTask,
     PreemptionCause,
@@ -56,9 +58,11 @@ class Kind(Enum):
     ADAPTER = "adapter"
     OTHER_ADAPTER = "other adapter"
     IMAGES = "images"
+    GRAMMAR = "grammar"
 
 
 STOPS = tuple(range(0, 97, 9))
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
 
 
 def pooling(prompt: PromptComputation) -> PoolingParams:
@@ -90,6 +94,7 @@ class Arrive:
             Kind.ADAPTER: {"adapter": "x"},
             Kind.OTHER_ADAPTER: {"adapter": "y"},
             Kind.IMAGES: {"encoder_inputs": tuple(images)},
+            Kind.GRAMMAR: {"grammar": GRAMMAR},
         }[self.kind]
 
     def expected(self) -> list[int]:
@@ -191,6 +196,7 @@ CONFIGS = st.builds(
     max_encoder_tokens=st.sampled_from([0, 3, 7]),
     encoder_cache_tokens=st.sampled_from([3, 9]),
     max_adapters=st.integers(0, 2),
+    max_new_grammars=st.sampled_from([1, 1, 4]),
 )
 
 
@@ -401,6 +407,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             max_encoder_tokens=random.choice([3, 6]),
             encoder_cache_tokens=random.choice([3, 6]),
             max_adapters=random.choice([1, 2]),
+            max_new_grammars=random.choice([1, 4]),
         )
         world = World(with_modes(config, policy, caching), max_drafts=random.choice([0, 0, 3]))
         accepted = play(world, _random_history(random))

@@ -178,3 +178,26 @@ def test_what_a_window_reaches() -> None:
     assert reach.end_block(1000, 9) == 5
     assert reach.end_block(18, 9) == 5
     assert reach.end_block(16, 9) == 4
+
+
+def test_one_that_got_blocks_but_no_share_of_a_step_that_failed_does_not_go_on_without_them() -> None:
+    num_with_blocks_only = 0
+    for num_steps in range(1, 9):
+        world = windowed(
+            policy=SchedulingPolicy.PRIORITY,
+            prefix_caching=PrefixCaching.OFF,
+            num_blocks=40,
+            max_num_batched_tokens=5,
+            max_chunk_tokens=4,
+        )
+        world.add(make_sequence(1, prompt(3), max_tokens=50, priority=2))
+        world.step()
+        world.add(make_sequence(2, prompt(60, 1), max_tokens=3, priority=1))
+        for _ in range(num_steps):
+            world.step()
+        world.add(make_sequence(3, prompt(60, 2), max_tokens=3, priority=0))
+        world.worker.explode_next = True
+        plan = world.step()
+        num_with_blocks_only += len(plan.new_blocks.keys() - {share.sequence_id for share in plan.scheduled})
+        world.run()
+    assert num_with_blocks_only, "the test would show nothing"

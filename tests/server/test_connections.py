@@ -1,6 +1,7 @@
 """What a connection may do before and after its requests. Over real sockets, with little patience."""
 
 import asyncio
+import dataclasses
 import socket
 import struct
 from urllib.parse import urlsplit
@@ -8,10 +9,12 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
+from engine.types import EngineState
 from server.connections import RESERVED_PLACES
 from server.listening import listen, num_connections_allowed
 from server.reply_models import ErrorReplyBody
 from tests.server.conftest import eventually, impatient, serving
+from tests.server.fake_engine import READY
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"
@@ -139,6 +142,23 @@ async def test_beyond_the_limit_only_probes_are_answered_and_once(engine):
         reader, writer = await connected(url)
         writer.write(MODELS)
         assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/nowhere", b"/health/ready"])
+async def test_while_the_server_leaves_every_reply_ends_its_connection(engine, path):
+    request = b"GET %b HTTP/1.1\r\nHost: t\r\n\r\n" % path
+    async with serving(impatient(engine)) as url:
+        reader, writer = await connected(url)
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"\r\nconnection:" not in head
+        engine.state = dataclasses.replace(READY, state=EngineState.DRAINING)
+        writer.write(request)
+        # Until the server hangs up. Through a load balancer that pins connections, who asks again is led on.
+        async with asyncio.timeout(2):
+            rest = await reader.read()
+        assert rest.count(b"\r\nconnection: close\r\n") == 1
         writer.close()
 
 

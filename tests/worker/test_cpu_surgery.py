@@ -2,12 +2,15 @@
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.helium import modeling_helium
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.olmo2 import modeling_olmo2
 
 from tests.families import Family
 from tests.worker.conftest import MakeCheckpoint, load_worker
@@ -48,6 +51,16 @@ def build(checkpoints: MakeCheckpoint, family: str):
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
 
 
+def build_tiny(model_type: str, **settings: Any):
+    """With numbers of all sizes, so that no norm is that of ones."""
+    config = tiny_config(Family(model_type=model_type, settings=settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    return model
+
+
 FUSED = ["llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"]
 
 
@@ -58,6 +71,44 @@ def test_families_made_as_most_are_have_all_their_layers_fused(toolkit, device, 
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
     assert "3 of 3 layers fused" in done.describe()
+
+
+OTHER_BLOCKS = {
+    "norms behind attention and MLP alone": ("exaone4", {"sliding_window": 8}),
+    "norms of all heads of a token as one": ("olmo2", {}),
+    "what is added is multiplied": ("granite", {"residual_multiplier": 0.22, "attention_multiplier": 0.1}),
+    "layer norms, and halves of the heads turned": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "an MLP beside attention, and angles in pairs": ("cohere", {}),
+    "an MLP that stays": ("qwen3_moe", {}),
+    "an MLP that stays, and a norm behind it": ("flex_olmo", {}),
+    "an MLP that stays, with layer norms and biases": ("starcoder2", {}),
+    "an MLP that stays, beside attention": ("phi", {}),
+    "an MLP that stays and is multiplied": ("granitemoe", {"residual_multiplier": 0.22}),
+}
+
+
+@pytest.mark.parametrize("instruction_set", ["avx512-bf16", "avx2", "plain"])
+@pytest.mark.parametrize("name", OTHER_BLOCKS)
+def test_a_block_of_another_make_is_fused_by_every_instruction_set(kernels, device, name, instruction_set):
+    try:
+        toolkit = CpuToolkit(Kernels(find_library() or build_library(), 2, instruction_set), device)
+    except ValueError as error:
+        pytest.skip(str(error))
+    model_type, settings = OTHER_BLOCKS[name]
+    done = put_kernels_under(build_tiny(model_type, **settings), toolkit, device, max_model_len=512)
+    assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
+    assert done.num_kept_mlps == (3 if "stays" in name else 0)
+
+
+def test_a_layer_that_clips_what_a_trial_never_has_so_large_stays_as_it_is(toolkit, device):
+    done = put_kernels_under(build_tiny("olmoe", clip_qkv=50.0), toolkit, device, max_model_len=512)
+    assert dict(done.reasons) == {"it clips queries, keys and values": 3}
+
+
+def test_a_norm_of_all_heads_follows_the_numbers_that_were_reordered(toolkit, device, monkeypatch):
+    monkeypatch.setattr(modeling_olmo2, "apply_rotary_pos_emb", modeling_helium.apply_rotary_pos_emb)
+    done = put_kernels_under(build_tiny("olmo2"), toolkit, device, max_model_len=512)
+    assert (done.num_fused, dict(done.reasons)) == (3, {})
 
 
 def test_weights_that_were_packed_are_not_kept_twice(toolkit, device, checkpoints):
@@ -138,18 +189,14 @@ def test_an_embedding_tied_to_the_output_reads_the_same_memory(toolkit, device, 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
-def test_experts_are_packed_in_layers_that_are_not_fused(toolkit, device, family):
-    config = tiny_config(Family(model_type=family))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3)
+def test_experts_are_packed_in_layers_that_are_fused_around_them(toolkit, device, family):
+    model = build_tiny(family)
     name, module = next(find_experts(model))
     hidden_TH, ids_TK = torch.randn(19, 64), torch.rand(19, 4).topk(2).indices
     scores_TK = torch.rand(19, 2)
     expected_TH = module(hidden_TH, ids_TK, scores_TK)
     done = put_kernels_under(model, toolkit, device, max_model_len=512)
-    assert "0 of 3 layers fused, and the experts of 3 of 3" in done.describe()
+    assert "3 of 3 layers fused (3 but for their MLPs), and the experts of 3 of 3" in done.describe()
     found_TH = model.get_submodule(name)(hidden_TH, ids_TK, scores_TK)
     assert (found_TH - expected_TH).abs().max() / expected_TH.abs().max() < 1e-5
 
@@ -198,6 +245,7 @@ def test_quantized_layers_answer_nearly_the_same_in_steps_of_every_size(kernels,
         ("llama", {"cpu_kernels": "off"}, "--cpu-kernels is off"),
         ("llama", {"dtype": "float16"}, "none for torch.float16"),
         ("gpt2", {}, "no effect on this model"),
+        ("mixtral", {}, "no effect on the MLPs of this model"),
     ],
 )
 def test_quantization_that_would_do_nothing_is_refused(kernels, checkpoints, family, options, said):

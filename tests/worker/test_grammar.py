@@ -145,6 +145,14 @@ def test_a_row_that_was_preempted_goes_on_as_if_nothing_had_happened(
     assert demo.generate(params, seed=seed, before=whole[:cut]) == whole
 
 
+def test_an_object_may_have_hundreds_of_optional_properties(demo: World) -> None:
+    properties = {f"p{number}": {"type": "boolean"} for number in range(700)}
+    grammar = schema({"type": "object", "properties": properties, "additionalProperties": False})
+    begun = [demo.tokenizer.token_to_id("{")]
+    tokens = demo.generate(replace(demo.base, grammar=grammar), max_tokens=60, before=begun)  # and none fails
+    assert demo.text([*tokens, demo.eos]).startswith("{")
+
+
 def test_greedy_rows_match_too(demo: World) -> None:
     params = replace(demo.base, grammar=schema(PERSON), temperature=0.0)
     assert is_person(demo.text(demo.generate(params)))

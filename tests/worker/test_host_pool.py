@@ -98,6 +98,14 @@ def test_copies_within_the_device_come_after_what_comes_in(cache: KVCache, pool:
     assert contents(cache) == [-1, 1, 5, 5, 4, 5, 4]
 
 
+def test_a_kernel_for_copies_is_compiled_before_anybody_needs_it(cache: KVCache, pool: HostPool) -> None:
+    asked: list[list[list[int]]] = []
+    pool.copy_with(lambda _, sources, targets: asked.append([sources.tolist(), targets.tolist()]))
+    assert asked == [[[-1], [0]]], "no pair"
+    assert pool.swap([], [], copies((2, 1), (5, 4))) == {}
+    assert asked[1:] == [[[2, 5], [1, 4]]]
+
+
 def test_without_a_host_pool_blocks_are_copied_within_the_device(cache: KVCache, device: CpuDevice) -> None:
     assert HostPool(0, cache, device).swap([], [], copies((6, 1))) == {}
     assert contents(cache) == [-1, 6, 2, 3, 4, 5, 6]

@@ -1,9 +1,13 @@
 """Families without a paged cache give what transformers gives, each sequence by itself."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from scheduler.messages import SamplingParams
 from tests.checkpoints import ALONE_FAMILIES
@@ -12,7 +16,9 @@ from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.test_prompt_logprobs import check
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.config import ModelFacts
-from worker.errors import StartupError
+from worker.device import CpuDevice
+from worker.errors import StartupError, StepOutOfMemory, WorkerError
+from worker.own_cache.model import OwnCacheModel, Way
 from worker.worker import Worker
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]
@@ -85,3 +91,102 @@ def test_states_that_do_not_fit_are_refused_with_the_number_that_would(checkpoin
 def test_a_model_without_a_context_window_of_its_own_has_a_large_one(checkpoints: MakeCheckpoint) -> None:
     assert load_worker(checkpoints("mamba"))[1].max_model_len == 8192
     assert load_worker(checkpoints("mamba"), max_model_len=100)[1].max_model_len == 100
+
+
+@pytest.mark.parametrize("forced", [None, Way.ALL_AGAIN])
+def test_a_prompt_of_which_one_token_comes_later_is_scored_once_and_whole(
+    folder: Path, driver: PlanDriver, forced: Way | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forced is not None:
+        steps: Any = driver._worker._steps
+        monkeypatch.setattr(steps, "_way", forced)
+        monkeypatch.setattr(steps._table, "_way", forced)
+    sequence = driver.add(LONG, replace(GREEDY, num_prompt_logprobs=3))
+    outputs = [driver.step({sequence: num_tokens}) for num_tokens in (len(LONG) - 1, None, None)]
+    found = [entry for output in outputs for entry in output.prompt_logprobs.get(sequence, ())]
+    check(tuple(found), folder, LONG)
+
+
+class Fragile:
+    """A model that fails on sequences that begin with one of some tokens."""
+
+    def __init__(self, model: OwnCacheModel, error: Exception, *firsts: int) -> None:
+        self._model, self._error, self._firsts = model, error, firsts
+
+    def compute(self, token_ids: list[int], *args: Any, **options: Any) -> Tensor:
+        if token_ids[0] in self._firsts:
+            raise self._error
+        return self._model.compute(token_ids, *args, **options)
+
+
+def break_model(driver: PlanDriver, monkeypatch: pytest.MonkeyPatch, error: Exception, *firsts: int) -> None:
+    steps: Any = driver._worker._steps
+    monkeypatch.setattr(steps, "_model", Fragile(steps._model, error, *firsts))
+
+
+def test_one_that_the_model_fails_on_fails_alone_and_tells_no_client_why(
+    folder: Path, driver: PlanDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_model(driver, monkeypatch, RuntimeError("planted in /some/file.py"), LONG[0])
+    bad, good = driver.add(LONG), driver.add(SHORT)
+    output = driver.step({bad: None, good: None})
+    assert output.failures == {bad: "the model failed on this request"}
+    driver.generate([good], NUM_TOKENS)
+    assert driver.generated(good)[:NUM_TOKENS] == expected(folder, tuple(SHORT))
+
+
+def test_a_step_of_which_nothing_can_be_computed_counts_as_failed(
+    driver: PlanDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_model(driver, monkeypatch, RuntimeError("planted"), LONG[0], SHORT[0])
+    with pytest.raises(WorkerError, match="all 2 sequences"):
+        driver.step({driver.add(LONG): None, driver.add(SHORT): None})
+
+
+def test_a_step_without_memory_is_told_as_that_whoever_asked_for_too_much(
+    driver: PlanDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_model(driver, monkeypatch, torch.OutOfMemoryError("planted"), LONG[0])
+    with pytest.raises(StepOutOfMemory):
+        driver.step({driver.add(SHORT): None, driver.add(LONG): None})
+
+
+def test_a_prompt_whose_scores_are_no_numbers_fails_alone(
+    driver: PlanDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Blind(OwnCacheModel):
+        def __init__(self, model: OwnCacheModel) -> None:
+            self._seeing = model
+
+        def compute(self, token_ids: list[int], *args: Any, **options: Any) -> Tensor:
+            logits_TV = self._seeing.compute(token_ids, *args, **options)
+            return logits_TV * float("nan") if token_ids[0] == LONG[0] else logits_TV
+
+    steps: Any = driver._worker._steps
+    monkeypatch.setattr(steps, "_model", Blind(steps._model))
+    asking, other = driver.add(LONG, replace(GREEDY, num_prompt_logprobs=0)), driver.add(SHORT)
+    output = driver.step({asking: None, other: None})
+    assert output.failures == {asking: "logits of the prompt are not finite"}
+    assert not output.prompt_logprobs
+    assert output.token_ids.keys() == {other}
+
+
+@pytest.mark.parametrize("max_model_len", [None, 48])
+def test_no_longer_step_is_tried_at_start_than_can_come(
+    checkpoints: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, max_model_len: int | None
+) -> None:
+    lengths: list[int] = []
+    compute = OwnCacheModel.compute
+
+    def noting(self: OwnCacheModel, token_ids: list[int], *args: Any, **options: Any) -> Tensor:
+        lengths.append(len(token_ids))
+        return compute(self, token_ids, *args, **options)
+
+    def running(self: CpuDevice, run_largest_step: Callable[[], None], **_: object) -> int:
+        run_largest_step()
+        return 1 << 30
+
+    monkeypatch.setattr(OwnCacheModel, "compute", noting)
+    monkeypatch.setattr(CpuDevice, "kv_cache_budget_bytes", running)
+    _, facts = load_worker(checkpoints("bloom"), max_model_len=max_model_len, max_num_batched_tokens=1 << 14)
+    assert max(lengths) == facts.max_model_len

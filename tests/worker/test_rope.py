@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import PlanDriver
 from worker.errors import StartupError
+from worker.rope import fix_rope
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 
@@ -64,3 +65,24 @@ def test_dynamic_rope_is_served_up_to_the_trained_window_only(checkpoints: MakeC
     assert generate(folder, 12) == reference(folder, 12)
     with pytest.raises(StartupError, match="dynamic rope"):
         load_worker(folder, max_model_len=600)
+
+
+@pytest.mark.parametrize(
+    ("family", "max_model_len"), [("phi3_longrope", 64), ("phi3_longrope", 512), ("dynamic_rope", 512)]
+)
+def test_once_chosen_frequencies_do_not_depend_on_a_batch_whatever_was_measured_before(
+    checkpoints: MakeCheckpoint, family: str, max_model_len: int
+) -> None:
+    """On a GPU a look at the batch would wait for the device, and no graph could capture it."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=torch.float32).eval()
+    rotary = model.model.rotary_emb
+    hidden, within, beyond = torch.zeros(1, 1, 1), torch.tensor([[5]]), torch.tensor([[500]])
+    rotary(hidden, beyond if max_model_len > 64 else within)
+    wanted = rotary.inv_freq.clone()
+    rotary(hidden, beyond if max_model_len == 64 else within)
+    fix_rope(model, model.config, max_model_len)
+    assert torch.equal(rotary.inv_freq, wanted)
+    for position in (beyond, within):
+        rotary(hidden, position)
+        assert torch.equal(rotary.inv_freq, wanted)
+    assert rotary.rope_type == "default", "transformers looks at positions for any other that chooses"

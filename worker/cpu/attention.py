@@ -6,6 +6,8 @@ Never: computes. What the kernels cannot (head sizes that are no multiple of a v
 Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,11 +26,19 @@ from worker.cpu.native import (
     CPages,
     CStep,
     Kernels,
+    LayerPlace,
     pointer,
 )
 from worker.device import Device
 from worker.kv_cache import KVCache, PagedTensor
-from worker.layer_call import Rotation
+from worker.layer_call import AngleOrder, Rotation
+
+
+class HandedAngles(NamedTuple):
+    """What a model hands to a layer, and how it is to be read."""
+
+    rotation: Rotation
+    order: AngleOrder
 
 
 class CpuAttention:
@@ -93,19 +103,35 @@ class CpuAttention:
         self._kernels.attend(attention, self._dtype)
         return out_THV
 
-    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, rotation: Rotation | None) -> None:
+    def run_layer(
+        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, handed: HandedAngles | None
+    ) -> None:
         """Compute a whole fused layer, in place."""
-        self._kernels.run_layer(
-            layer, self._step, self._read_angles(rotation), self._caches[layer_idx], hidden_TH
-        )
+        self._kernels.run_layer(layer, self._place_of(layer_idx, handed), hidden_TH, None)
 
-    def _read_angles(self, rotation: Rotation | None) -> CAngles:
+    def run_attention_part(
+        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, handed: HandedAngles | None
+    ) -> Tensor:
+        """Compute a fused layer that has its MLP elsewhere, in place; return the MLP's input [T, H]."""
+        place = self._place_of(layer_idx, handed)
+        if layer.mlp_norm.weight is None and not layer.mlp_is_parallel:
+            self._kernels.run_layer(layer, place, hidden_TH, None)
+            return hidden_TH
+        mlp_input_TH = torch.empty_like(hidden_TH)
+        self._kernels.run_layer(layer, place, hidden_TH, mlp_input_TH)
+        return mlp_input_TH
+
+    def _place_of(self, layer_idx: int, handed: HandedAngles | None) -> LayerPlace:
+        return LayerPlace(self._step, self._read_angles(handed), self._caches[layer_idx])
+
+    def _read_angles(self, handed: HandedAngles | None) -> CAngles:
         """Convert a rotation once for all layers of the step that share it."""
-        if rotation is None:
+        if handed is None:
             return CAngles(None, None)
+        rotation = handed.rotation
         found = self._angles.get(id(rotation[0]))
         if found is None:
-            cosines, sines = (angles[0].float().contiguous() for angles in rotation)
+            cosines, sines = (_all_and_all_again(angles[0].float(), handed.order) for angles in rotation)
             # The tensors are kept too: an id is only unique among those that live.
             found = (CAngles(pointer(cosines), pointer(sines)), rotation, (cosines, sines))
             self._angles[id(rotation[0])] = found
@@ -117,6 +143,13 @@ def attention_options(options: AttentionOptions, sinks: Tensor | None) -> CAtten
     return CAttentionOptions(
         options.scaling, options.sliding_window or 0, options.softcap or 0.0, pointer(sinks)
     )
+
+
+def _all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:
+    """As the kernels read them, contiguous."""
+    if order is AngleOrder.IN_PAIRS:
+        angles_TR = torch.cat((angles_TR[:, ::2], angles_TR[:, 1::2]), dim=1)
+    return angles_TR.contiguous()
 
 
 def _pages(tensor: PagedTensor) -> CPages:

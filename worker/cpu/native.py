@@ -9,11 +9,11 @@ Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H
 
 import ctypes
 import weakref
-from ctypes import Structure, byref, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ _ZERO_OF_INPUTS = 128
 """Added to whole inputs, which the processor's products want without a sign."""
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
-TAKEN = TakenWeights(dtypes=DTYPES, size_multiple=WIDEST_VECTOR)
+TAKEN = TakenWeights(dtypes=DTYPES, size_multiple=WIDEST_VECTOR, takes_layer_norms=True)
 
 
 class CPackedWeight(Structure):
@@ -55,11 +55,12 @@ class CProduct(Structure):
         ("float_output", c_void_p),
         ("bytes", c_void_p),
         ("scales", c_void_p),
+        ("multiplier", c_float),
     )
 
 
 class CNorm(Structure):
-    _fields_ = (("weight", c_void_p), ("epsilon", c_float))
+    _fields_ = (("weight", c_void_p), ("epsilon", c_float), ("bias", c_void_p))
 
 
 class CHeadShape(Structure):
@@ -123,6 +124,8 @@ class CLayer(Structure):
         ("attention_norm", CNorm),
         ("query_key_value", CPackedWeight),
         ("heads", CHeadShape),
+        ("all_queries_norm", CNorm),
+        ("all_keys_norm", CNorm),
         ("rotation", CRotation),
         ("attention", CAttentionOptions),
         ("attention_output", CPackedWeight),
@@ -131,7 +134,17 @@ class CLayer(Structure):
         ("gate_up", CPackedWeight),
         ("down", CPackedWeight),
         ("after_mlp_norm", CNorm),
+        ("residual_multiplier", c_float),
+        ("mlp_is_parallel", c_bool),
     )
+
+
+class LayerPlace(NamedTuple):
+    """Where in a step a layer is computed."""
+
+    step: CStep
+    angles: CAngles
+    cache: CCache
 
 
 def pointer(tensor: Tensor | None) -> int | None:
@@ -259,7 +272,7 @@ class Kernels:
     ) -> None:
         assert weight.data.dtype in (x_TK.dtype, torch.int8)
         assert x_TK.shape[1] == weight.c.num_inputs
-        product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output)
+        product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output, multiplier=1.0)
         self._call("multiply", x_TK.dtype, byref(product))
 
     def attend(self, attention: CAttention, dtype: torch.dtype) -> None:
@@ -267,12 +280,14 @@ class Kernels:
         self._call("attend", dtype, byref(attention))
 
     def run_layer(
-        self, layer: CLayer, step: CStep, angles: CAngles, cache: CCache, hidden_TH: Tensor
+        self, layer: CLayer, place: LayerPlace, hidden_TH: Tensor, mlp_input_TH: Tensor | None
     ) -> None:
-        """Change `hidden_TH` in place, and write the layer's keys and values."""
-        self._call(
-            "run", hidden_TH.dtype, byref(layer), byref(step), byref(angles), byref(cache), pointer(hidden_TH)
-        )
+        """Change `hidden_TH` in place, and write the layer's keys and values.
+
+        `mlp_input_TH` is written for a layer without MLP whose MLP has a norm before it.
+        """
+        structs = (byref(each) for each in (layer, *place))
+        self._call("run", hidden_TH.dtype, *structs, pointer(hidden_TH), pointer(mlp_input_TH))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
         if getattr(self._library, f"tokenyard_{name}_{_SUFFIXES[dtype]}")(self._engine, *arguments):
@@ -286,4 +301,4 @@ class Kernels:
         for suffix in _SUFFIXES.values():
             getattr(library, f"tokenyard_multiply_{suffix}").argtypes = (c_void_p,) * 2
             getattr(library, f"tokenyard_attend_{suffix}").argtypes = (c_void_p,) * 2
-            getattr(library, f"tokenyard_run_{suffix}").argtypes = (c_void_p,) * 6
+            getattr(library, f"tokenyard_run_{suffix}").argtypes = (c_void_p,) * 7

@@ -48,8 +48,8 @@ const char* tokenyard_name(const Engine* engine) { return engine->name(); }
     return guarded([&] { engine->attend(*attention); });                                                      \
   }                                                                                                           \
   int tokenyard_run_##suffix(Engine* engine, const Layer<T>* layer, const Step* step, const Angles* angles,    \
-                             const Cache<T>* cache, T* hidden) {                                              \
-    return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden); });                             \
+                             const Cache<T>* cache, T* hidden, T* mlp_input) {                                \
+    return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden, mlp_input); });                  \
   }
 
 TOKENYARD_API(bf16, Bf16)

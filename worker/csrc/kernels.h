@@ -52,12 +52,14 @@ struct Product {
   // The input as `quantize` makes it; read if the weight is quantized.
   const uint8_t* bytes;  // [T, K]
   const float* scales;   // [T]
+  float multiplier = 1;  // of the sums, before the residual is added; not with an activation
 };
 
-// x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension.
+// x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension; with a bias, of x - mean(x), and plus bias.
 struct Norm {
   const float* weight;  // null: there is no such norm
   float epsilon;
+  const float* bias;  // or null
 };
 
 struct HeadShape {
@@ -160,6 +162,10 @@ struct Kernels {
   void (*normalize)(const T* x, T* out, const Norm&, int64_t size, int64_t begin, int64_t end);
   // residual += norm(x), for x [T, H] float32.
   void (*add_normalized)(const float* x, T* residual, const Norm&, int64_t size, int64_t begin, int64_t end);
+  // Norms that take all heads of a token as one; one without a weight does nothing. Items [begin, end) of 2 T:
+  // a token's queries, then its keys.
+  void (*normalize_all_heads)(float* rows, const HeadShape&, const Norm& queries, const Norm& keys, int64_t begin,
+                              int64_t end);
   // Heads [begin, end) of all T * (Hq + 2 Hk): queries are changed in place, keys and values go to the cache.
   void (*rotate_and_write)(float* rows, const Attention<T>&, const Rotation&, int64_t begin, int64_t end);
   void (*attend)(const Attention<T>&, const AttentionTile&, float* scratch);

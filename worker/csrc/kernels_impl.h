@@ -147,11 +147,12 @@ inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Fl
   for (int part = 0; part < kParts; ++part) {
     const int64_t column = block * kColumns + part * kV;
     if (column >= width) return;
+    const Floats value = sums[part] * product.multiplier;
     if (product.float_output != nullptr) {
-      store_columns(product.float_output + row * width, static_cast<T*>(nullptr), column, width, sums[part]);
+      store_columns(product.float_output + row * width, static_cast<T*>(nullptr), column, width, value);
     } else {
       const T* residual = product.residual == nullptr ? nullptr : product.residual + row * width;
-      store_columns(product.output + row * width, residual, column, width, sums[part]);
+      store_columns(product.output + row * width, residual, column, width, value);
     }
   }
 }
@@ -202,45 +203,11 @@ void multiply(const Product<T>& product, int64_t begin, int64_t end) {
   }
 }
 
-template <typename In>
-inline float scale_of(const In* x, int64_t size, float epsilon) {
-  Floats total = {};
-  for (int64_t i = 0; i < size; i += kV) {
-    const Floats value = load(x + i);
-    total += value * value;
-  }
-  return 1.0f / __builtin_sqrtf(sum(total) / static_cast<float>(size) + epsilon);
-}
-
-template <typename T>
-void normalize(const T* x, T* out, const Norm& norm, int64_t size, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const T* from = x + row * size;
-    const float scale = scale_of(from, size, norm.epsilon);
-    for (int64_t i = 0; i < size; i += kV) {
-      store(out + row * size + i, load(from + i) * scale * load(norm.weight + i));
-    }
-  }
-}
-
-template <typename T>
-void add_normalized(const float* x, T* residual, const Norm& norm, int64_t size, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const float* from = x + row * size;
-    T* to = residual + row * size;
-    const float scale = scale_of(from, size, norm.epsilon);
-    for (int64_t i = 0; i < size; i += kV) {
-      store(to + i, load(to + i) + load(from + i) * scale * load(norm.weight + i));
-    }
-  }
-}
+#include "norms_impl.h"
 
 // Norm and rotation of one head, in place.
 inline void rotate(float* head, int64_t dim, const Norm& norm, const Rotation& rotation, int64_t token) {
-  if (norm.weight != nullptr) {
-    const float scale = scale_of(head, dim, norm.epsilon);
-    for (int64_t i = 0; i < dim; ++i) head[i] = head[i] * scale * norm.weight[i];
-  }
+  if (norm.weight != nullptr) normalize(head, head, norm, dim, 0, 1);
   if (rotation.angles.cosines == nullptr) return;
   const float* cosines = rotation.angles.cosines + token * rotation.rotated_dim;
   const float* sines = rotation.angles.sines + token * rotation.rotated_dim;
@@ -495,5 +462,5 @@ void attend(const Attention<T>& attention, const AttentionTile& tile, float* scr
 
 template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {quantize<T>, multiply<T>, normalize<T>, add_normalized<T>, rotate_and_write<T>, attend<T>};
+  return {quantize<T>, multiply<T>, normalize<T>, add_normalized<T>, normalize_all_heads, rotate_and_write<T>, attend<T>};
 }

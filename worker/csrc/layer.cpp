@@ -73,59 +73,73 @@ void Engine::attend(const Attention<T>& attention) {
 }
 
 template <typename T>
-void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache,
-                 T* hidden) {
+Product<T> Engine::adding(const Layer<T>& layer, const PackedWeight<T>& weight, const Norm& after_norm,
+                          const T* input, int64_t num_tokens, T* hidden) {
+  Product<T> product = {input, num_tokens, weight, nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (after_norm.weight != nullptr) {
+    product.float_output = added_.of<float>(num_tokens * layer.hidden_size);
+  } else {
+    product.residual = product.output = hidden;
+    product.multiplier = layer.residual_multiplier;
+  }
+  return product;
+}
+
+template <typename T>
+void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden,
+                 T* mlp_input) {
   const Kernels<T>& kernel = kernels<T>();
   const HeadShape& heads = layer.heads;
   Rotation rotation = layer.rotation;
   rotation.angles = angles;
   const int64_t num_tokens = step.num_tokens, size = layer.hidden_size;
-  const int64_t mlp_size = layer.gate_up.num_outputs / 2;
-  const bool adds_normed_attention = layer.after_attention_norm.weight != nullptr;
-  const bool adds_normed_mlp = layer.after_mlp_norm.weight != nullptr;
+  const int64_t num_heads = num_tokens * (heads.num_query_heads + 2 * heads.num_kv_heads);
 
   T* normed = normed_.of<T>(num_tokens * size);
   float* rows = rows_.of<float>(num_tokens * heads.row_size());
   T* attended = attended_.of<T>(num_tokens * heads.num_query_heads * heads.value_dim);
-  T* activated = activated_.of<T>(num_tokens * mlp_size);
-  float* added = adds_normed_attention || adds_normed_mlp ? added_.of<float>(num_tokens * size) : nullptr;
+  T* activated = activated_.of<T>(num_tokens * layer.gate_up.num_outputs / 2);
+  if (mlp_input == nullptr) mlp_input = normed;
+  T* attention_input = layer.mlp_is_parallel ? mlp_input : normed;
+  const T* to_attend = layer.attention_norm.weight != nullptr ? attention_input : hidden;
+  const T* to_activate = layer.mlp_is_parallel || layer.mlp_norm.weight != nullptr ? mlp_input : hidden;
 
   const Attention<T> attention = {heads, layer.attention, step, cache, rows, heads.row_size(), attended};
-  Product<T> to_rows = {normed, num_tokens, layer.query_key_value, nullptr, nullptr, rows, nullptr, nullptr};
+  Product<T> to_rows = {to_attend, num_tokens, layer.query_key_value, nullptr, nullptr, rows, nullptr, nullptr};
   Product<T> from_attention =
-      adds_normed_attention
-          ? Product<T>{attended, num_tokens, layer.attention_output, nullptr, nullptr, added, nullptr, nullptr}
-          : Product<T>{attended, num_tokens, layer.attention_output, hidden, hidden, nullptr, nullptr, nullptr};
-  Product<T> to_mlp = {normed, num_tokens, layer.gate_up, nullptr, activated, nullptr, nullptr, nullptr};
-  Product<T> from_mlp = adds_normed_mlp
-                                  ? Product<T>{activated, num_tokens, layer.down, nullptr, nullptr, added, nullptr, nullptr}
-                                  : Product<T>{activated, num_tokens, layer.down, hidden, hidden, nullptr, nullptr, nullptr};
-  const int64_t num_heads = num_tokens * (heads.num_query_heads + 2 * heads.num_kv_heads);
+      adding(layer, layer.attention_output, layer.after_attention_norm, attended, num_tokens, hidden);
+  Product<T> to_mlp = {to_activate, num_tokens, layer.gate_up, nullptr, activated, nullptr, nullptr, nullptr};
+  Product<T> from_mlp = adding(layer, layer.down, layer.after_mlp_norm, activated, num_tokens, hidden);
 
   reserve_bytes(layer, num_tokens);
   std::vector<Phase> phases;
   phases.reserve(Team::kMostPhases);
-  phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
-                      kernel.normalize(hidden, normed, layer.attention_norm, size, begin, end);
-                    }});
+  // What is between two products: the sums of the one, unless it added them itself, and the input of the other.
+  const auto add_norms = [&](const Norm& after, const float* added, const Norm& before, T* out) {
+    if (after.weight == nullptr && before.weight == nullptr) return;
+    phases.push_back({num_tokens, [&kernel, &after, added, &before, hidden, out, size](int64_t begin, int64_t end, int) {
+                        if (after.weight != nullptr) kernel.add_normalized(added, hidden, after, size, begin, end);
+                        if (before.weight != nullptr) kernel.normalize(hidden, out, before, size, begin, end);
+                      }});
+  };
+  const Norm none = {};
+  add_norms(none, nullptr, layer.attention_norm, attention_input);
   add_product(phases, to_rows);
+  if (layer.all_queries_norm.weight != nullptr || layer.all_keys_norm.weight != nullptr) {
+    phases.push_back({2 * num_tokens, [&](int64_t begin, int64_t end, int) {
+                        kernel.normalize_all_heads(rows, heads, layer.all_queries_norm, layer.all_keys_norm, begin, end);
+                      }});
+  }
   phases.push_back({num_heads, [&](int64_t begin, int64_t end, int) {
                       kernel.rotate_and_write(rows, attention, rotation, begin, end);
                     }});
   phases.push_back(attending(attention));
   add_product(phases, from_attention);
-  phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
-                      if (adds_normed_attention) {
-                        kernel.add_normalized(added, hidden, layer.after_attention_norm, size, begin, end);
-                      }
-                      kernel.normalize(hidden, normed, layer.mlp_norm, size, begin, end);
-                    }});
-  add_product(phases, to_mlp);
-  add_product(phases, from_mlp);
-  if (adds_normed_mlp) {
-    phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
-                        kernel.add_normalized(added, hidden, layer.after_mlp_norm, size, begin, end);
-                      }});
+  add_norms(layer.after_attention_norm, from_attention.float_output, layer.mlp_norm, mlp_input);
+  if (layer.has_mlp()) {
+    add_product(phases, to_mlp);
+    add_product(phases, from_mlp);
+    add_norms(layer.after_mlp_norm, from_mlp.float_output, none, nullptr);
   }
   team_.run(phases);
 }
@@ -134,7 +148,7 @@ template void Engine::multiply(Product<Bf16>);
 template void Engine::multiply(Product<float>);
 template void Engine::attend(const Attention<Bf16>&);
 template void Engine::attend(const Attention<float>&);
-template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*);
-template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*);
+template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*, Bf16*);
+template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*, float*);
 
 }  // namespace tokenyard

@@ -12,21 +12,27 @@
 
 namespace tokenyard {
 
-// A pre-norm block: attention, then a gated MLP, each added to the residual stream.
+// Attention, then a gated MLP, each added to the residual stream. A norm whose weight is null is not there.
 template <typename T>
 struct Layer {
   int64_t hidden_size;
   Norm attention_norm;
   PackedWeight<T> query_key_value;
   HeadShape heads;
+  Norm all_queries_norm;  // over all heads of a token as one, before they are rotated
+  Norm all_keys_norm;
   Rotation rotation;  // its angles come with the step
   AttentionOptions attention;
   PackedWeight<T> attention_output;
-  Norm after_attention_norm;  // of what is added to the residual; weight null: none
+  Norm after_attention_norm;  // of what is added to the residual
   Norm mlp_norm;
-  PackedWeight<T> gate_up;
+  PackedWeight<T> gate_up;  // of no outputs: the MLP is the caller's, who adds what it gives
   PackedWeight<T> down;
-  Norm after_mlp_norm;  // as after_attention_norm
+  Norm after_mlp_norm;        // as after_attention_norm
+  float residual_multiplier;  // of what is added to the residual and not normed
+  bool mlp_is_parallel;       // it is given what attention is given
+
+  bool has_mlp() const { return gate_up.num_outputs != 0; }
 };
 
 // Memory that grows to the largest use and stays: a fresh one costs page faults in every layer.
@@ -67,9 +73,10 @@ class Engine {
   template <typename T>
   void attend(const Attention<T>& attention);
 
-  // Changes `hidden` [T, H] in place.
+  // Changes `hidden` [T, H] in place. Of a layer without MLP, what the MLP is to be given comes to `mlp_input` [T, H].
   template <typename T>
-  void run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden);
+  void run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden,
+           T* mlp_input);
 
  private:
   template <typename T>
@@ -85,6 +92,11 @@ class Engine {
 
   template <typename T>
   Phase attending(const Attention<T>& attention);
+
+  // A product whose sums are added to `hidden`, by itself where nothing norms them before.
+  template <typename T>
+  Product<T> adding(const Layer<T>& layer, const PackedWeight<T>& weight, const Norm& after_norm, const T* input,
+                    int64_t num_tokens, T* hidden);
 
   const AllKernels& kernels_;
   Team team_;

@@ -19,7 +19,7 @@ from worker.attention.interface import active_executor
 from worker.gpu.attention import TritonAttention
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
-from worker.layer_call import LayerCall, Rotation, head_shape, in_halves
+from worker.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.layer_parts import GatedMlp, LayerParts, Projection, RmsNorm, Unrecognised
 
 
@@ -32,6 +32,12 @@ class FusedLayer(nn.Module):
         if hidden_size > LARGEST_ROW:
             raise Unrecognised(f"its hidden state has {hidden_size} numbers")
         self._heads = head_shape(parts, call)
+        if any(norms_all_heads(norm, self._heads) for norm in (parts.query_norm, parts.key_norm)):
+            raise Unrecognised("it norms all heads of a token as one")
+        if parts.mlp_is_parallel:
+            raise Unrecognised("its MLP is given what attention is given")
+        if call.turning is not None and call.turning.order is not AngleOrder.TWICE:
+            raise Unrecognised("it is given the angles of its heads in pairs")
         self._parts = in_halves(parts, call)
         self._call = call
         if isinstance(parts.mlp, nn.Module):
@@ -46,15 +52,15 @@ class FusedLayer(nn.Module):
         hidden_states = hidden_states.contiguous()
         parts, hidden_TH = self._parts, hidden_states[0]
         rotation = None if self._call.turning is None else position_embeddings
-        attended_TM = self._attend(executor, norm(hidden_TH, parts.attention_norm), rotation)
-        normed_TH = _add_product_and_norm(
-            hidden_TH, attended_TM, parts.attention_output, parts.after_attention_norm, parts.mlp_norm
-        )
+        to_attend_TH = hidden_TH if parts.attention_norm is None else norm(hidden_TH, parts.attention_norm)
+        attended_TM = self._attend(executor, to_attend_TH, rotation)
+        mlp_input_TH = self._add_attended(hidden_TH, attended_TM)
         if isinstance(parts.mlp, GatedMlp):
-            gated_TI = multiply_by_gates(linear(normed_TH, parts.mlp.gate_up_NK), parts.mlp.activation)
-            _add_product(hidden_TH, gated_TI, parts.mlp.down, parts.after_mlp_norm)
+            gated_TI = multiply_by_gates(linear(mlp_input_TH, parts.mlp.gate_up_NK), parts.mlp.activation)
+            self._add_product(hidden_TH, gated_TI, parts.mlp.down, parts.after_mlp_norm)
         else:
-            add(hidden_TH, self.mlp(normed_TH.unsqueeze(0))[0].contiguous(), parts.after_mlp_norm)
+            delta_TH = self.mlp(mlp_input_TH.unsqueeze(0))[0].contiguous()
+            add(hidden_TH, self._weighed(delta_TH, parts.after_mlp_norm), parts.after_mlp_norm)
         return hidden_states
 
     def _attend(self, executor: TritonAttention, normed_TH: Tensor, rotation: Rotation | None) -> Tensor:
@@ -65,20 +71,27 @@ class FusedLayer(nn.Module):
         attended_THV = executor.attend_written(self._call.layer_idx, queries_THD, self._call.options)
         return attended_THV.flatten(1)
 
+    def _add_attended(self, hidden_TH: Tensor, attended_TM: Tensor) -> Tensor:
+        """Add attention's output in place, and return what the MLP is to be given."""
+        parts = self._parts
+        by, after_norm, mlp_norm = parts.attention_output, parts.after_attention_norm, parts.mlp_norm
+        if mlp_norm is None or (by.bias_N is None and after_norm is None):
+            self._add_product(hidden_TH, attended_TM, by, after_norm)
+            return hidden_TH if mlp_norm is None else norm(hidden_TH, mlp_norm)
+        delta_TH = self._weighed(linear(attended_TM, *by), after_norm)
+        return add_and_norm(hidden_TH, delta_TH, after_norm, mlp_norm)
 
-def _add_product(hidden_TH: Tensor, x_TK: Tensor, by: Projection, after_norm: RmsNorm | None) -> None:
-    """Multiply, norm if there is a norm for it, and add to hidden_TH in place."""
-    if by.bias_N is None and after_norm is None:
-        hidden_TH.addmm_(x_TK, by.weight_NK.t())
-    else:
-        add(hidden_TH, linear(x_TK, *by), after_norm)
+    def _add_product(
+        self, hidden_TH: Tensor, x_TK: Tensor, by: Projection, after_norm: RmsNorm | None
+    ) -> None:
+        """Multiply, norm if there is a norm for it, and add to hidden_TH in place."""
+        if by.bias_N is None and after_norm is None:
+            hidden_TH.addmm_(x_TK, by.weight_NK.t(), alpha=self._parts.residual_multiplier)
+        else:
+            add(hidden_TH, self._weighed(linear(x_TK, *by), after_norm), after_norm)
 
-
-def _add_product_and_norm(
-    hidden_TH: Tensor, x_TK: Tensor, by: Projection, after_norm: RmsNorm | None, sum_norm: RmsNorm
-) -> Tensor:
-    """Do as `_add_product`, and return the sum normed by `sum_norm`."""
-    if by.bias_N is None and after_norm is None:
-        hidden_TH.addmm_(x_TK, by.weight_NK.t())
-        return norm(hidden_TH, sum_norm)
-    return add_and_norm(hidden_TH, linear(x_TK, *by), after_norm, sum_norm)
+    def _weighed(self, delta_TH: Tensor, after_norm: RmsNorm | None) -> Tensor:
+        """By the residual's multiplier, which a norm would undo."""
+        if after_norm is not None or self._parts.residual_multiplier == 1.0:
+            return delta_TH
+        return delta_TH * self._parts.residual_multiplier

@@ -7,7 +7,7 @@ A step of a few tokens is some three hundred kernels, each a few microseconds of
 less than that to compute. Captured, it is launched at once.
 
     decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 sequences of one token each
-    mixed     256 512 1024 2048 tokens of any sequences
+    mixed     256 384 512 768 1024 1536 2048 tokens of any sequences
 
 Those in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
 for so long that nobody waits for the host.
@@ -28,7 +28,7 @@ from worker.inputs import StepInputs
 log = logging.getLogger(__name__)
 
 _DECODES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32))
-_MIXED = (256, 512, 1024, 2048)
+_MIXED = (256, 384, 512, 768, 1024, 1536, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ def capture_all(
     its step cannot be captured: it is computed without graphs, and the log says why.
     """
     graphs = StepGraphs()
+    device.release_cached_memory()  # each capture does: it would be told as what graphs gave back
     free_before = device.free_bytes()
     for each in sizes.largest_first():
         begun_before = num_layers_begun()

@@ -9,8 +9,10 @@ import importlib.util
 import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -44,6 +46,8 @@ def obstacle(config: WorkerConfig) -> str:
         return "triton is not installed"
     if "CC" not in os.environ and not (shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler, with which Triton builds what launches its kernels"
+    if not Path(str(sysconfig.get_config_var("INCLUDEPY")), "Python.h").is_file():
+        return "the headers of Python are not installed, with which Triton builds what launches its kernels"
     return ""
 
 
@@ -89,7 +93,7 @@ def foresee_kernels(config: WorkerConfig) -> Finding:
         topic=_TOPIC,
         verdict=Verdict.WARNING,
         what=f"none: {reason}; torch computes, several times more slowly",
-        fix="install gcc, and triton in the version that torch names",
+        fix="install gcc, Python's headers, and triton in the version that torch names",
     )
 
 

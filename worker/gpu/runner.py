@@ -51,7 +51,9 @@ class GpuSteps:
         self._last_token_C = device.zeros(buffers.limits.num_sequences + 1, torch.int64)
         self._graphs = StepGraphs()
         self._rows_of: dict[BatchSizes, Tensor] = {}
-        self._rows_N = torch.empty(0, dtype=torch.int32)
+        # Compiled now, for nobody's row, and not in the middle of the first step.
+        self._rows_N = device.tensor(np.array([buffers.limits.num_sequences], np.int32))
+        self.remember(self._last_token_C[:1])
         self._num_replayed = self._num_eager = self._num_padding = 0
 
     def capture(self, sizes: GraphSizes) -> None:
@@ -110,7 +112,7 @@ class GpuSteps:
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
         """A step of its own sizes, without padding."""
         self._num_eager += 1
-        sizes = _sizes_of(inputs)
+        sizes = sizes_of(inputs)
         self._buffers.fill(inputs, sizes)
         batch = self._buffers.view(sizes)
         self._rows_N = batch.rows_N
@@ -139,13 +141,15 @@ class _Work:
         self._steps.leave_logits(self._batch)
 
 
-def _sizes_of(inputs: StepInputs) -> BatchSizes:
-    metadata = inputs.metadata
+def sizes_of(inputs: StepInputs) -> BatchSizes:
+    """Of a step without padding."""
+    metadata, num_tokens = inputs.metadata, len(inputs.input_ids_T)
     return BatchSizes(
-        num_tokens=len(inputs.input_ids_T),
+        num_tokens=num_tokens,
         num_sequences=len(metadata.seq_lens),
         num_logits=len(inputs.rows),
-        num_decodes=metadata.num_decodes,
+        # As graphs are: kernels that are told the decodes of a mixed step would be compiled in service.
+        num_decodes=num_tokens if metadata.num_decodes == num_tokens else 0,
         max_query_len=int(np.diff(metadata.query_starts).max()),
         max_seq_len=int(metadata.seq_lens.max()),
     )

@@ -24,9 +24,7 @@ class GpuToolkit:
 
     name = "Triton"
     fused = "fused"
-    weights = TakenWeights(
-        dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}), size_multiple=1, keeps_mlps=True
-    )
+    weights = TakenWeights(dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}), size_multiple=1)
 
     def __init__(self, device: Device) -> None:
         self._device = device

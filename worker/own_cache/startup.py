@@ -69,8 +69,10 @@ def start_with_own_caches(
     way, sizes, _ = find_way(model, loaded, refused)
 
     def run_largest_step() -> None:
-        num_tokens = config.max_num_batched_tokens if way is Way.IN_CHUNKS else loaded.checkpoint_len
-        model.compute([0] * num_tokens, SequenceCache(), way, num_logits=1)
+        longest = min(config.max_model_len or loaded.checkpoint_len, loaded.checkpoint_len)
+        num_tokens = min(config.max_num_batched_tokens, longest) if way is Way.IN_CHUNKS else longest
+        with refusing(loaded.model_type):
+            model.compute([0] * num_tokens, SequenceCache(), way, num_logits=1)
 
     budget_bytes = device.kv_cache_budget_bytes(run_largest_step)
     size = _size(config, device, loaded, sizes, budget_bytes)

@@ -21,7 +21,7 @@ from scheduler.messages import (
     TokenLogprobs,
 )
 from worker.changes import apply_changes
-from worker.errors import SequenceRefused
+from worker.errors import SequenceRefused, WorkerError
 from worker.inputs import check_new_sequence, is_sound
 from worker.logits import report_logprobs
 from worker.own_cache.model import OwnCacheModel, SequenceCache, Way
@@ -34,6 +34,7 @@ _SLICE_LOGITS = 1 << 23
 """32 MiB of float32: so many are asked for at once where the tokens of a prompt are scored."""
 _MOST_LOGITS = 1 << 27
 """Where a prompt is computed at once, so are the logits of all of its tokens."""
+_FAILED = "the model failed on this request"
 
 
 class ScoredPrompt(NamedTuple):
@@ -105,40 +106,55 @@ class OwnCacheSteps:
         self._vocab_size = vocab_size
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Do one step. What is wrong with one sequence fails that sequence; the others go on."""
+        """Do one step. What is wrong with one sequence fails that sequence; the others go on.
+
+        Raises torch.OutOfMemoryError, and WorkerError if there are no others.
+        """
         failures: dict[SequenceId, str] = {}
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         apply_changes(plan, self._table, failures)
         drawing: list[SequenceId] = []
         logits: list[Tensor] = []
+        num_broken = 0
         for share in plan.scheduled:
-            if not is_sound(share, self._table.rows, failures):
+            if not is_sound(share, self._table.rows, failures) or self._waits_for_the_rest(share):
                 continue
             try:
                 last_1V = self._compute(share, prompt_logprobs)
-            except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            except torch.OutOfMemoryError:
+                raise  # no fault of this sequence: the step is made again in parts
+            except SequenceRefused as error:
+                failures[share.sequence_id] = str(error)
+            except (RuntimeError, ValueError, LookupError, TypeError):
                 log.exception("sequence %d failed alone", share.sequence_id)
-                failures[share.sequence_id] = f"{type(error).__name__}: {error}"
-                continue
-            if share.samples and last_1V is not None:
-                drawing.append(share.sequence_id)
-                logits.append(last_1V)
+                failures[share.sequence_id] = _FAILED
+                num_broken += 1
+            else:
+                if share.samples:
+                    drawing.append(share.sequence_id)
+                    logits.append(last_1V)
+        if num_broken and num_broken == len(plan.scheduled):
+            # It may be the device that is broken: whoever counts steps that fail has to know.
+            raise WorkerError(f"the model failed on all {num_broken} sequences of the step")
         token_ids, logprobs = self._draw(drawing, logits, failures)
         return ModelRunnerOutput(
             token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompt_logprobs
         )
 
+    def _waits_for_the_rest(self, share: ScheduledSequence) -> bool:
+        """A part of a prompt that is computed at once, with its last share."""
+        return self._way is not Way.IN_CHUNKS and not share.samples
+
     def _compute(
         self, share: ScheduledSequence, prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
-    ) -> Tensor | None:
-        """Logits [1, V] of the share's last token; None for a part of a prompt that waits for the rest."""
-        if self._way is not Way.IN_CHUNKS and not share.samples:
-            return None
+    ) -> Tensor:
+        """Logits [1, V] of the share's last token. Raises SequenceRefused, and whatever the model raises."""
         rows, cache = self._table.rows, self._table.caches[share.sequence_id]
         end = share.start + share.num_tokens
         token_ids: list[int] = rows.token_ids_CL[rows.row_of(share.sequence_id), :end].tolist()
         scored = self._table.scored.get(share.sequence_id)
-        if scored is None or share.start >= len(scored.token_ids) - 1:
+        # By what was computed: of a prompt that waited for its rest, that is nothing before the last share.
+        if scored is None or cache.num_tokens >= len(scored.token_ids) - 1:
             return self._model.compute(token_ids, cache, self._way, num_logits=1)
         size = end if self._way is not Way.IN_CHUNKS else max(1, _SLICE_LOGITS // self._vocab_size)
         found: list[TokenLogprobs] = []
@@ -147,8 +163,7 @@ class OwnCacheSteps:
             logits_TV = self._model.compute(token_ids[:stop], cache, self._way, num_logits=stop - start)
             next_ids = list(scored.token_ids[start + 1 : stop + 1])
             if next_ids:
-                logits_SV = logits_TV[: len(next_ids)].float()
-                found += report_logprobs(logits_SV, next_ids, [scored.num_top] * len(next_ids))
+                found += _scores(logits_TV[: len(next_ids)].float(), next_ids, scored.num_top)
         prompt_logprobs[share.sequence_id] = tuple(found)
         return logits_TV[-1:]
 
@@ -174,3 +189,10 @@ class OwnCacheSteps:
             if index in result.logprobs:
                 logprobs[drawing[index]] = (result.logprobs[index],)
         return token_ids, logprobs
+
+
+def _scores(logits_SV: Tensor, next_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """One entry for each of S tokens of a prompt. Raises SequenceRefused."""
+    if not bool(logits_SV.amax(-1).isfinite().all()):
+        raise SequenceRefused("logits of the prompt are not finite")
+    return report_logprobs(logits_SV, next_ids, [num_top] * len(next_ids))

@@ -238,6 +238,25 @@ def test_a_long_decode_is_put_together_from_many_segments(monkeypatch: pytest.Mo
         check(Case(shares, Heads(1, 2, 16, 8), **options))
 
 
+def test_no_sequence_is_cut_further_because_a_longer_one_could_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has room for the longest, and is replayed with short ones mostly."""
+    monkeypatch.setattr(attention_decode, "_ENOUGH_PROGRAMS", 3)
+    monkeypatch.setattr(attention_decode, "_LONGEST_SEGMENT", 64)
+    assert count_segments(3, 1000, num_keys=32) == 16
+    made = []
+    make = attention_decode._make_segments
+    monkeypatch.setattr(
+        attention_decode, "_make_segments", lambda *given: made.append(make(*given)) or made[0]
+    )
+    step = Step(Case([(250, 1), (3, 1), (64, 1)], Heads(1, 2)))
+    step.triton.begin_step(step.metadata)
+    step.triton._batch = step.triton._batch._replace(max_seq_len=1000)
+    found = step.triton.attend(LAYER, step.query, step.key, step.value, step.options)
+    assert_close(found, step.expected())
+    num_written_RH = (~made[0].totals_RHS.isnan()).sum(dim=2)
+    assert num_written_RH.tolist() == [[4, 4], [1, 1], [2, 2]]
+
+
 def test_more_query_heads_than_rows_are_attended_in_parts() -> None:
     check(Case([(20, 1), (0, 3)], Heads(1, 70, 8, 8)))
 

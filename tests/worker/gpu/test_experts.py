@@ -244,5 +244,13 @@ def test_a_hopper_gpu_multiplies_on_its_tensor_cores_without_spilling(compiled, 
     assert found.widest_load_bytes == 16
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, 18, 33])
+def test_where_a_routing_lies_makes_nobody_compile_again(num_tokens):
+    """Triton asks each pointer whether it is a multiple of 16."""
+    routing = route(torch.zeros((num_tokens, 2), dtype=torch.int64), num_experts=5, tile_pairs=4)
+    assert [each.data_ptr() % 16 for each in routing] == [0] * 4
+    assert len(routing.expert_of_tile) == num_tokens * 2 // 4 + 5
+
+
 def test_a_hopper_gpu_sorts_without_spilling(compiled):
     assert compiled["route"].local_bytes == 0

@@ -220,9 +220,10 @@ def test_weights_cannot_be_quantized_on_a_gpu(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "there", "verdict", "what"),
     [
-        ({}, {"triton", "clang"}, "ok", "compiled by Triton"),
+        ({}, {"triton", "clang", "headers"}, "ok", "compiled by Triton"),
         ({}, {"gcc"}, "warning", "triton is not installed"),
         ({}, {"triton"}, "warning", "no C compiler"),
+        ({}, {"triton", "gcc"}, "warning", "headers of Python"),
         ({"gpu_kernels": "off"}, {"triton", "gcc"}, "ok", "as asked for"),
     ],
 )
@@ -232,6 +233,8 @@ def test_doctor_tells_what_will_compute(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(opening.importlib.util, "find_spec", lambda name: name if name in there else None)
     monkeypatch.setattr(opening.shutil, "which", lambda name: name if name in there else None)
+    if "headers" not in there:
+        monkeypatch.setattr(opening.sysconfig, "get_config_var", lambda _: "/nowhere")
     finding = opening.foresee_kernels(WorkerConfig(model_path="", **options))
     assert (finding.topic, finding.verdict) == ("GPU kernels", verdict)
     assert what in finding.what

@@ -1,19 +1,22 @@
 """Which steps are replayed from graphs, what a graph knows, and what is done where none can be had."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu, WaitsForDevice
 from worker.attention.interface import note_layers_begun, num_layers_begun
 from worker.config import WorkerConfig
-from worker.device import CudaDevice, Graph
+from worker.device import CudaDevice, Graph, open_device
 from worker.gpu.graphs import CapturedStep, GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.inputs import fill_unknown_tokens
+from worker.gpu.runner import sizes_of
 from worker.gpu.step_buffers import BatchSizes, Limits
 from worker.memory import cuda_budget_bytes, graph_bytes
 
@@ -57,9 +60,10 @@ def test_decodes_are_captured_up_to_the_most_that_run(max_num_seqs: int, expecte
     sizes = GraphSizes(LIMITS._replace(num_sequences=max_num_seqs), max_model_len=36)
     assert [each.num_tokens for each in sizes.decodes] == expected
     assert all(each.num_decodes == each.num_sequences == each.num_tokens for each in sizes.decodes)
-    assert [each.num_tokens for each in sizes.mixed] == [256, 512, 1024, 2048]
+    mixed = [each.num_tokens for each in sizes.mixed]
+    assert mixed == [256, 384, 512, 768, 1024, 1536, 2048]
     everything = [each.num_tokens for each in sizes.largest_first()]
-    assert everything == [2048, 1024, 512, 256, *reversed(expected)], "so that the later find room"
+    assert everything == [*reversed(mixed), *reversed(expected)], "so that the later find room"
 
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
@@ -71,7 +75,7 @@ def test_no_graph_is_larger_than_a_step_may_be() -> None:
 
 @pytest.mark.parametrize(
     ("query_lens", "size"),
-    [([1], 1), ([1] * 3, 4), ([1] * 5, 8), ([1] * 40, 40), ([2], 256), ([1, 7], 256), ([200, 90], 512)],
+    [([1], 1), ([1] * 3, 4), ([1] * 5, 8), ([1] * 40, 40), ([2], 256), ([1, 7], 256), ([200, 90], 384)],
 )
 def test_a_step_is_padded_to_the_next_size(query_lens: list[int], size: int) -> None:
     assert size_for(graphs_of(GraphSizes(LIMITS, max_model_len=36)), step_of(query_lens)) == size
@@ -84,6 +88,16 @@ def test_a_step_that_fits_no_graph_has_none() -> None:
     assert size_for(graphs, step_of([2] * 40, num_logits=40)) == 256
     assert size_for(graphs_of(GraphSizes(LIMITS._replace(num_tokens=64), 36)), step_of([3])) is None
     assert size_for(StepGraphs(), step_of([1])) is None
+
+
+@pytest.mark.parametrize(("query_lens", "num_decodes"), [([1, 1], 2), ([1, 1, 7], 0), ([5, 7], 0)])
+def test_a_step_without_a_graph_is_described_as_graphs_are(query_lens: list[int], num_decodes: int) -> None:
+    """Kernels that no graph has would be compiled in the middle of service."""
+    step = step_of(query_lens, num_logits=len(query_lens))
+    step.metadata.query_starts, step.metadata.seq_lens = np.cumsum([0, *query_lens]), np.array(query_lens)
+    num_tokens, num_sequences = sum(query_lens), len(query_lens)
+    longest = max(query_lens)
+    assert sizes_of(step) == (num_tokens, num_sequences, num_sequences, num_decodes, longest, longest)
 
 
 def doubling(numbers: torch.Tensor, results: torch.Tensor) -> Callable[[BatchSizes], Callable[[], None]]:
@@ -191,28 +205,105 @@ def test_graphs_are_reserved_for_before_the_cache_is_sized() -> None:
     assert cuda_budget_bytes(**common, reserved_bytes=2 << 30) == without - (2 << 30)
 
 
-def test_a_gpu_captures_after_a_first_round_and_shares_memory_among_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class FakeCuda:
+    """Notes what is asked of torch, and in what mode."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.mode = "default"
+        log = self.log
+
+        class Capture:
+            def __init__(self, _graph: object, *, pool: str, capture_error_mode: str) -> None:
+                log.append(f"capture in {pool}, {capture_error_mode}")
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None:
+                log.append("captured")
+
+        fakes: dict[str, Any] = {
+            "set_device": lambda _: None,
+            "Stream": lambda _: None,
+            "current_stream": lambda _: "compute",
+            "stream": self._stream,
+            "graph_pool_handle": lambda: "pool",
+            "synchronize": lambda _: log.append("wait"),
+            "set_sync_debug_mode": self._set_mode,
+            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay),
+            "graph": Capture,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        self.gpu = CudaDevice(WorkerConfig(model_path=""), torch.device("cuda:0"))
+
+    @contextmanager
+    def _stream(self, stream: str) -> Iterator[None]:
+        self.log.append(f"on {stream}")
+        try:
+            yield
+        finally:
+            self.log.append(f"back on {stream}")
+
+    def _set_mode(self, mode: str) -> None:
+        self.mode = mode
+
+    def work(self) -> None:
+        self.log.append(f"work, {self.mode}")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Without a GPU: the order of what is asked of torch."""
-    log: list[str] = []
+    return FakeCuda(monkeypatch)
 
-    class FakeCapture:
-        def __init__(self, graph: object, *, pool: str, capture_error_mode: str) -> None:
-            log.append(f"capture in {pool}, {capture_error_mode}")
 
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None:
-            log.append("captured")
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("wait"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: object())
-    monkeypatch.setattr(torch.cuda, "graph", FakeCapture)
-    gpu = CudaDevice(WorkerConfig(model_path=""), torch.device("cuda:0"))
+def test_a_gpu_captures_after_a_first_round_and_shares_memory_among_graphs(cuda: FakeCuda) -> None:
     for _ in range(2):
-        gpu.capture(lambda: log.append("work"))
-    assert log == ["work", "wait", "capture in pool, thread_local", "work", "captured"] * 2
+        cuda.gpu.capture(cuda.work)
+    round_of_one = [
+        *("work, error", "wait", "on compute", "capture in pool, thread_local", "work, default"),
+        *("captured", "back on compute", "replay", "wait"),
+    ]
+    assert cuda.log == round_of_one * 2
+
+
+def test_a_gpu_begins_no_capture_of_what_would_wait_for_it(cuda: FakeCuda) -> None:
+    def work() -> None:
+        cuda.work()
+        if cuda.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        cuda.gpu.capture(work)
+    assert cuda.log == ["work, error"]
+    assert cuda.mode == "default"
+
+
+def test_a_driver_without_memory_for_a_graph_is_out_of_memory(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the graphs that were captured before are kept."""
+
+    def replay() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(cuda, "replay", replay)
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda.gpu.capture(cuda.work)
+
+
+@pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_is_opened_by_its_number(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str, index: int
+) -> None:
+    """torch makes a device without a number nobody's current one: it raises."""
+    made_current: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made_current.append(device.index))
+    assert open_device(WorkerConfig(model_path="", device=name)).torch_device == torch.device("cuda", index)
+    assert made_current == [index]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.checkpoints import vary_constants
 from tests.families import ALTERNATING, Family
@@ -39,6 +40,10 @@ FUSED: dict[str, dict[str, Any]] = {
     "glm4": {"attention_bias": True},
     "qwen3_moe": {},
     "mixtral": {},
+    "exaone4": ALTERNATING_LAYERS,
+    "granite": {"residual_multiplier": 0.22},
+    "granite, biases": {"residual_multiplier": 0.22, "attention_bias": True},
+    "granitemoe": {"residual_multiplier": 0.22},
 }
 
 
@@ -54,7 +59,7 @@ def toolkit(device) -> GpuToolkit:
 
 def build(name: str):
     torch.manual_seed(5)
-    settings = {"num_hidden_layers": 2, **FUSED[name]}
+    settings = {"num_hidden_layers": 2, **FUSED.get(name, {})}
     config = tiny_config(Family(model_type=name.partition(",")[0], settings=settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     with torch.no_grad():
@@ -133,6 +138,23 @@ def test_a_layer_whose_mlp_is_given_more_than_its_hidden_state_stays_as_it_is(to
         layer.mlp.register_forward_pre_hook(lambda mlp, args, kwargs: (args, {"extra": 1}), with_kwargs=True)
     done = put_kernels_under(model, toolkit, device, max_model_len=64)
     assert dict(done.reasons) == {"its MLP takes or returns more than a hidden state": 2}
+
+
+def test_a_norm_of_all_heads_of_a_token_as_one_has_no_kernel(toolkit, device):
+    done = put_kernels_under(build("olmo2"), toolkit, device, max_model_len=64)
+    assert dict(done.reasons) == {"it norms all heads of a token as one": 2}
+
+
+def test_what_only_the_cpus_kernels_know_is_refused(toolkit, device):
+    model = build("cohere")
+    assert dict(put_kernels_under(model, toolkit, device, max_model_len=64).reasons) == {
+        "its CohereLayerNorm is no root-mean-square norm": 2
+    }
+    for layer in model.model.layers:
+        layer.input_layernorm = LlamaRMSNorm(model.config.hidden_size)
+    assert dict(put_kernels_under(model, toolkit, device, max_model_len=64).reasons) == {
+        "its MLP is given what attention is given": 2
+    }
 
 
 def test_weights_that_were_merged_are_not_kept_twice(toolkit, device):

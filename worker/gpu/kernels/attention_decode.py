@@ -5,8 +5,10 @@ Never: the walk over keys (attention_tiles.py).
 Source: Flash-Decoding (split softmax). What it computes is defined by worker/attention/ref.py.
 
 The number of segments is fixed by counts that the host knows, so that a captured graph can be replayed with
-sequences of any length; where a segment begins is found on the device. Segments that a short sequence does
-not need return at once, and the reduction does not look at them. One segment, if it is enough, is the result.
+sequences of any length; where a segment begins is found on the device. There a sequence is cut only as far as
+the device needs for work, or the longest segment allows: a graph has room for the longest sequence that may
+come, and most are shorter. Segments that a sequence does not need return at once, and the reduction does not
+look at them. One segment, if it is enough for all, is the result.
 
 Shapes: R sequences, Hq query heads, S segments, and those of attention_tiles.py.
 """
@@ -81,10 +83,14 @@ def count_segments(num_programs: int, most_keys: int, num_keys: int) -> int:
 
     `num_programs` is what there is without a cut, `most_keys` what a token sees at most, `num_keys` a tile's.
     """
-    to_fill_device = -(-_ENOUGH_PROGRAMS // num_programs)
+    to_fill_device = _count_to_fill_device(num_programs)
     to_share_longest = -(-most_keys // _LONGEST_SEGMENT)
     most = min(_MOST_SEGMENTS, _MOST_PROGRAMS // num_programs, -(-most_keys // num_keys))
     return max(1, min(max(to_fill_device, to_share_longest), most))
+
+
+def _count_to_fill_device(num_programs: int) -> int:
+    return -(-_ENOUGH_PROGRAMS // num_programs)
 
 
 def attend_decodes(
@@ -110,20 +116,26 @@ def attend_decodes(
     segments = _make_segments(num_decodes, num_segments, out_THV) if num_segments > 1 else None
     keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
     constants = layer_constants(shape, cache, options)
+    cut = {
+        "WINDOW": constants.pop("WINDOW"),
+        "CHUNK": constants.pop("CHUNK"),
+        "NUM_KEYS": tiles.num_keys,
+        "MOST_TILES": max(1, _LONGEST_SEGMENT // tiles.num_keys),
+    }
+    num_wanted = _count_to_fill_device(num_decodes * programs_per_decode)
     decode_kernel[num_decodes, programs_per_decode, num_segments](
         queries_THD, out_THV, *(segments or (None, None, None)), keys, values,
         batch.block_tables_RB, batch.query_starts_R, batch.seq_lens_R, options.sinks, batch.num_sequences,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_RB.stride(0), score_scale(options),
-        **constants,
-        NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys, HEADS=heads_per_program, PARTS=head_parts,
+        num_wanted, **constants, **cut,
+        NUM_ROWS=tiles.num_rows, HEADS=heads_per_program, PARTS=head_parts,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if segments is not None:
         reduce_kernel[num_decodes, out_THV.shape[1]](
             out_THV, *segments,
             batch.query_starts_R, batch.seq_lens_R, options.sinks, batch.num_sequences, num_segments,
-            VALUE_DIM=shape.value_dim, VALUE_WIDTH=shape.widths[1],
-            WINDOW=constants["WINDOW"], CHUNK=constants["CHUNK"], NUM_KEYS=tiles.num_keys,
+            num_wanted, VALUE_DIM=shape.value_dim, VALUE_WIDTH=shape.widths[1], **cut,
             SEGMENTS_WIDTH=side(num_segments), AT_ONCE=_SEGMENTS_AT_ONCE,
         )  # fmt: skip
 
@@ -139,22 +151,23 @@ def _make_segments(num_decodes: int, num_segments: int, out_THV: Tensor) -> _Seg
     )
 
 
-@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "table_stride", "num_wanted"])
 def decode_kernel(
-    queries, out, segment_sums, segment_totals, segment_peaks, keys, values,
-    tables, query_starts, seq_lens, sinks, num_sequences,
-    query_token_stride, query_head_stride, block_stride, table_stride, scale,
-    NUM_GROUPS: tl.constexpr,
+    queries, out, segment_sums, segment_totals, segment_peaks, keys, values, tables, query_starts, seq_lens,
+    sinks, num_sequences, query_token_stride, query_head_stride, block_stride, table_stride, scale,
+    num_wanted, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, MOST_TILES: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: one segment of a sequence, and HEADS query heads of one KV head, which has PARTS such."""
     sequence = tl.program_id(0)
     segment = tl.program_id(2)
     token = _find_token(sequence, query_starts, num_sequences)
     seq_len = tl.load(seq_lens + sequence)
-    first_tile, end_tile, tiles_per_segment = _cut(seq_len, tl.num_programs(2), WINDOW, CHUNK, NUM_KEYS)
+    first_tile, end_tile, tiles_per_segment = _cut(
+        seq_len, tl.num_programs(2), num_wanted, WINDOW, CHUNK, NUM_KEYS, MOST_TILES
+    )
     first_tile += segment * tiles_per_segment
     if (token < 0) | ((segment_sums is not None) & (first_tile >= end_tile)):
         return
@@ -191,12 +204,12 @@ def decode_kernel(
         store_rows(segment_sums + places_M * VALUE_DIM, sums_MV, is_row_M, VALUE_DIM, VALUE_WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "most_segments"])
+@triton.jit(do_not_specialize=["num_sequences", "most_segments", "num_wanted"])
 def reduce_kernel(
     out, segment_sums, segment_totals, segment_peaks, query_starts, seq_lens, sinks,
-    num_sequences, most_segments,
+    num_sequences, most_segments, num_wanted,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    NUM_KEYS: tl.constexpr, SEGMENTS_WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    NUM_KEYS: tl.constexpr, MOST_TILES: tl.constexpr, SEGMENTS_WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: put the segments of one sequence and query head together."""
     sequence = tl.program_id(0)
@@ -205,7 +218,9 @@ def reduce_kernel(
     if token < 0:
         return
     seq_len = tl.load(seq_lens + sequence)
-    first_tile, end_tile, per_segment = _cut(seq_len, most_segments, WINDOW, CHUNK, NUM_KEYS)
+    first_tile, end_tile, per_segment = _cut(
+        seq_len, most_segments, num_wanted, WINDOW, CHUNK, NUM_KEYS, MOST_TILES
+    )
     num_segments = tl.cdiv(end_tile - first_tile, per_segment)
 
     place = (sequence.to(tl.int64) * tl.num_programs(1) + head) * most_segments
@@ -240,11 +255,19 @@ def reduce_kernel(
 
 
 @triton.jit
-def _cut(seq_len, num_segments, WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_KEYS: tl.constexpr):
-    """The tiles with keys that the sequence's last token sees, and how many of them a segment takes."""
+def _cut(
+    seq_len, num_segments, num_wanted, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_KEYS: tl.constexpr, MOST_TILES: tl.constexpr,
+):  # fmt: skip
+    """The tiles with keys that the sequence's last token sees, and how many of them a segment takes.
+
+    Into num_wanted segments, or more if these had more than MOST_TILES; at most num_segments in any case.
+    """
     first_tile = first_seen(seq_len - 1, WINDOW, CHUNK) // NUM_KEYS
     end_tile = tl.cdiv(seq_len, NUM_KEYS)
-    return first_tile, end_tile, tl.maximum(tl.cdiv(end_tile - first_tile, num_segments), 1)
+    num_tiles = end_tile - first_tile
+    wanted = tl.minimum(tl.cdiv(num_tiles, num_wanted), MOST_TILES)
+    return first_tile, end_tile, tl.maximum(tl.maximum(tl.cdiv(num_tiles, num_segments), wanted), 1)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ WORD_BYTES = 8
 _BLOCK = 2048
 
 
-@triton.jit
+# Where the targets begin depends on the number of pairs: nobody should wait for a second compilation.
+@triton.jit(do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
 def _copy_kernel(pool_ptr, sources_ptr, targets_ptr, num_words, BLOCK: tl.constexpr):
     source = tl.load(sources_ptr + tl.program_id(1)).to(tl.int64)
     if source < 0:

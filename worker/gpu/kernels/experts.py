@@ -89,8 +89,9 @@ def route(expert_ids_TK: Tensor, num_experts: int, tile_pairs: int) -> Routing:
     num_pairs, device = expert_ids_TK.numel(), expert_ids_TK.device
     num_tiles = num_pairs // tile_pairs + num_experts
     pairs_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    of_tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
-    routing = Routing(pairs_P, *of_tiles.unbind())
+    # Each begins at a multiple of 16 bytes: Triton would compile all three kernels again for other steps.
+    of_tiles = torch.empty((3, triton.cdiv(num_tiles, 4) * 4), dtype=torch.int32, device=device)
+    routing = Routing(pairs_P, *of_tiles[:, :num_tiles].unbind())
     _route_kernel[(num_experts,)](
         expert_ids_TK, *routing, num_pairs, TILE=tile_pairs, BLOCK=_PAIRS_AT_ONCE, num_warps=4
     )
