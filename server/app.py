@@ -26,7 +26,7 @@ from server.body_limit import BodyLimit
 from server.connections import LastReplies, ReservedPlaces
 from server.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
 from server.errors import ErrorBoundary
-from server.http_metrics import HttpMetrics, RequestCounter
+from server.http_metrics import HttpMetrics
 from server.key_ring import KeyRing
 from server.memory_gate import MemoryGate
 from server.openapi import document
@@ -127,8 +127,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
         redirect_slashes=False,
         middleware=[
             Middleware(RequestIds),
-            Middleware(RequestLog, routes=_ROUTES, spans=edge.spans),
-            Middleware(RequestCounter, metrics=edge.metrics, routes=_ROUTES),
+            Middleware(RequestLog, routes=_ROUTES, spans=edge.spans, metrics=edge.metrics),
             *_cors(settings.edge.cors_origins),
             Middleware(LastReplies, health=edge.engine.health),
             Middleware(ErrorBoundary, count=edge.metrics.error_told),

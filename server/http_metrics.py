@@ -4,16 +4,7 @@ Owns: counters with labels from fixed sets only; no client can make a new series
 Never: the engine's own metrics; both live in the engine's registry and appear on one page.
 """
 
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, Counter
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from server.route_names import RouteNames
-
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-_CLIENT_LEFT = 499
-"""As in nginx's log: the client hung up before a status was sent."""
 
 
 class HttpMetrics:
@@ -48,33 +39,10 @@ class HttpMetrics:
             registry=registry,
         )
 
+    def request_over(self, method: str, route: str, status: int) -> None:
+        """Method and route are of fixed sets."""
+        self.requests.labels(method, route, str(status)).inc()
+
     def error_told(self, code: str) -> None:
         """`code` is one of the catalogue, so that there are no more series than rows in it."""
         self.errors.labels(code).inc()
-
-
-class RequestCounter:
-    """ASGI middleware: one count per request, when it is over."""
-
-    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, routes: Iterable[str]) -> None:
-        self._app = app
-        self._requests = metrics.requests
-        self._routes = RouteNames(routes)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = _CLIENT_LEFT
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        finally:
-            method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._requests.labels(method, self._routes.of(scope["path"]), str(status)).inc()

@@ -1,6 +1,6 @@
-"""One line of the log, and one span, for each HTTP request, when it is over.
+"""One line of the log, one span and one count for each HTTP request, when it is over.
 
-Owns: which facts are told, and at which level.
+Owns: which facts are told, and at which level. One place for all three: each piece of a stream passes it.
 Never: prompts, outputs, headers, bodies, or a path as the client wrote it: the name of its route is enough.
 """
 
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.journal import Journal
 from engine.log_lines import fields
 from server.auth import KEY_NAME, OPEN_PATHS
+from server.http_metrics import HttpMetrics
 from server.request_ids import error_code_of, journal_of
 from server.route_names import RouteNames
 from server.spans import NoSpans, Spans
@@ -29,8 +30,9 @@ _NO_SPANS = NoSpans()
 class RequestLog:
     """ASGI middleware, inside of the request ids and outside of everything that answers."""
 
-    def __init__(self, app: ASGIApp, *, routes: Iterable[str], spans: Spans) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Iterable[str], spans: Spans, metrics: HttpMetrics) -> None:
         self._app = app
+        self._metrics = metrics
         self._routes = RouteNames(routes)
         self._spans = spans
 
@@ -59,6 +61,7 @@ class RequestLog:
             await self._app(scope, receive, watched_send)
         finally:
             total_s = time.monotonic() - began_s
+            self._metrics.request_over(method, route, status)
             span.end(journal, status=status, error_code=error_code_of(scope))
             level = logging.DEBUG if is_probe else logging.INFO
             if log.isEnabledFor(level):

@@ -101,9 +101,8 @@ def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> Found:
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as failure:
             reasons.append(f"{way.value}: {type(failure).__name__}")
             continue
-        if (
-            found.error <= TOLERANCE[loaded.dtype] or not is_finite
-        ):  # damaged weights fail requests one by one
+        # With damaged weights requests will fail one by one, and say so.
+        if found.error <= TOLERANCE[loaded.dtype] or not is_finite:
             return found
         reasons.append(f"{way.value}: error {found.error:.2g}")
     log.info("%s is no better with a cache of its own: %s", loaded.model_type, ", ".join(reasons))
