@@ -11,24 +11,13 @@ import httpx
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server
+from tests.faults.clients import num_tokens_streamed
 
 
 async def stream(server: RunningServer, max_tokens: int) -> int:
     """The number of tokens of a whole stream."""
-    num_tokens = 0
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        answer = await client.completions.create(
-            model="deep",
-            prompt="Once",
-            max_tokens=max_tokens,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        async for chunk in answer:
-            if chunk.usage:
-                num_tokens = chunk.usage.completion_tokens
-    return num_tokens
+        return await num_tokens_streamed(client, max_tokens, model="deep")
 
 
 async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(

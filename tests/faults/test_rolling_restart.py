@@ -9,6 +9,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server
+from tests.faults.clients import num_tokens_streamed, num_tokens_whole
 from tests.faults.proxy import Proxy, proxying
 
 NUM_CLIENTS = 4
@@ -40,32 +41,10 @@ class Load:
 
     async def _ask_on(self) -> None:
         while not self._is_over:
-            assert await self._stream() == NUM_STREAMED
+            assert await num_tokens_streamed(self._client, NUM_STREAMED) == NUM_STREAMED
             self.num_answers["stream"] += 1
-            assert await self._whole() == NUM_WHOLE
+            assert await num_tokens_whole(self._client, NUM_WHOLE) == NUM_WHOLE
             self.num_answers["whole"] += 1
-
-    async def _whole(self) -> int:
-        answer = await self._client.completions.create(
-            model="tiny", prompt="Once", max_tokens=NUM_WHOLE, extra_body={"ignore_eos": True}
-        )
-        assert answer.usage
-        return answer.usage.completion_tokens
-
-    async def _stream(self) -> int:
-        num_tokens = 0
-        answer = await self._client.completions.create(
-            model="tiny",
-            prompt="Once",
-            max_tokens=NUM_STREAMED,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        async for chunk in answer:
-            if chunk.usage:
-                num_tokens = chunk.usage.completion_tokens
-        return num_tokens
 
 
 async def start(stack: contextlib.ExitStack, folder: Path, model: Path) -> RunningServer:

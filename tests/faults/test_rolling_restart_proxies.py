@@ -15,6 +15,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.faults.clients import num_tokens_streamed, num_tokens_whole
 from tests.faults.real_proxies import NAMES, free_address, installed, program, running_proxy
 
 pytestmark = pytest.mark.skipif(not installed(), reason="neither HAProxy nor nginx is installed")
@@ -57,35 +58,13 @@ class Load:
     async def _ask_on(self) -> None:
         while not self._is_over:
             try:
-                assert await self._stream() == NUM_STREAMED
+                assert await num_tokens_streamed(self._client, NUM_STREAMED) == NUM_STREAMED
                 self.num_answers["stream"] += 1
-                assert await self._whole() == NUM_WHOLE
+                assert await num_tokens_whole(self._client, NUM_WHOLE) == NUM_WHOLE
                 self.num_answers["whole"] += 1
             except APIError as error:
                 self.errors.append(error)
             await asyncio.sleep(0.05)  # leaves something of the machine to the replica that starts
-
-    async def _whole(self) -> int:
-        answer = await self._client.completions.create(
-            model="tiny", prompt="Once", max_tokens=NUM_WHOLE, extra_body={"ignore_eos": True}
-        )
-        assert answer.usage
-        return answer.usage.completion_tokens
-
-    async def _stream(self) -> int:
-        num_tokens = 0
-        stream = await self._client.completions.create(
-            model="tiny",
-            prompt="Once",
-            max_tokens=NUM_STREAMED,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
-        )
-        async for chunk in stream:
-            if chunk.usage:
-                num_tokens = chunk.usage.completion_tokens
-        return num_tokens
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+"""What clients of the fault tests ask for, and what they count in the answer."""
+
+from openai import AsyncOpenAI
+
+
+async def num_tokens_whole(client: AsyncOpenAI, max_tokens: int) -> int:
+    """Of an answer that comes at once."""
+    answer = await client.completions.create(
+        model="tiny", prompt="Once", max_tokens=max_tokens, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage
+    return answer.usage.completion_tokens
+
+
+async def num_tokens_streamed(client: AsyncOpenAI, max_tokens: int, *, model: str = "tiny") -> int:
+    """Of a stream that is read to its end; 0 if its usage is missing."""
+    num_tokens = 0
+    chunks = await client.completions.create(
+        model=model,
+        prompt="Once",
+        max_tokens=max_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in chunks:
+        if chunk.usage:
+            num_tokens = chunk.usage.completion_tokens
+    return num_tokens
