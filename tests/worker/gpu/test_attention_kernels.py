@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +21,7 @@ from worker.gpu.attention import TritonAttention
 from worker.gpu.batch import AttentionBatch
 from worker.gpu.kernels import attention_decode
 from worker.gpu.kernels.attention_decode import count_segments
-from worker.gpu.kernels.attention_prefill import attend_prefills
+from worker.gpu.kernels.attention_prefill import attend_prefills, find_tokens
 from worker.gpu.kernels.kv_write import write_kv
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
@@ -230,6 +232,30 @@ def test_prompts_longer_than_a_tile_of_keys_or_rows(dtype: torch.dtype) -> None:
         check(Case([(90, 80)], Heads(1, 2), dtype=dtype, **reach))
 
 
+@triton.jit
+def _find_tokens_kernel(
+    found, blocks, query_starts, seq_lens, num_tokens, num_sequences, TOKENS: tl.constexpr
+):  # fmt: skip
+    place = tl.program_id(0)
+    sequence, first_token, _end, _seq_len = find_tokens(
+        tl.load(blocks + place), query_starts, seq_lens, num_tokens, num_sequences, 0, TOKENS, False
+    )
+    tl.store(found + 2 * place, sequence)
+    tl.store(found + 2 * place + 1, first_token)
+
+
+def test_more_sequences_than_are_looked_at_with_one_load_are_found_all_the_same() -> None:
+    counts = np.array([*[1] * 300, *[3] * 230, 9, 4])
+    starts = np.cumsum([0, *counts])
+    tokens, num_tokens = 4, int(starts[-1])
+    expected = [(0, 0), (299, 299), (300, 300), (529, 987), (530, 990), (530, 994), (531, 999)]
+    blocks = [starts[row] // tokens + row + (first - starts[row]) // tokens for row, first in expected]
+    found = torch.zeros((len(blocks), 2), dtype=torch.int32)
+    numbers = (torch.tensor(each, dtype=torch.int32) for each in (blocks, starts, counts))
+    _find_tokens_kernel[(len(blocks),)](found, *numbers, num_tokens, len(counts), TOKENS=tokens)
+    assert found.tolist() == [list(each) for each in expected]
+
+
 def test_a_long_decode_is_put_together_from_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "_SEGMENTS_AT_ONCE", 2)
     shares = [(250, 1), (3, 1), (64, 1)]
@@ -346,7 +372,8 @@ def test_queries_of_any_strides_are_attended_for() -> None:
 
 
 def test_few_decodes_are_cut_until_all_processors_have_work_and_many_are_not() -> None:
-    assert count_segments(1 * 8, 32768, num_keys=64) == 33
+    assert count_segments(1 * 8, 32768, num_keys=64) == 32
+    assert count_segments(32 * 8, 8192, num_keys=64) == 1
     assert count_segments(64 * 8, 4096, num_keys=64) == 1
     assert count_segments(1 * 8, 100, num_keys=64) == 2, "no segment has less than a tile"
     assert count_segments(512 * 8, 131072, num_keys=64) == 8, "bounded, for empty programs cost time too"

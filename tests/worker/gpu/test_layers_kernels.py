@@ -105,7 +105,7 @@ def test_queries_are_turned_and_keys_and_values_find_their_slots(
         random_norm(heads.key_dim, 1e-2) if norms_queries else None,
         random_norm(heads.key_dim, 1e-2) if norms_keys else None,
     )
-    angles_TR = torch.rand(num_tokens, rotated_dim) * 6
+    angles_TR = (torch.rand(num_tokens, rotated_dim // 2) * 6).repeat(1, 2)
     rotation = (angles_TR.cos()[None], angles_TR.sin()[None]) if rotated_dim else None
     # Two layers, so that strides are not those of one; filled, so that what must stay is seen to stay.
     shape = LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim)
@@ -209,8 +209,6 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128) -> Kernel:
         "HAS_KEY_NORM": has_norms,
         "BLOCK_SIZE": 16,
         "ROWS": 8,
-        "BLOCK_D": 128,
-        "BLOCK_V": value_dim,
     }
     return Kernel(
         function="worker.gpu.kernels.rotary:_turn_and_write_kernel",
@@ -227,6 +225,7 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128) -> Kernel:
         },
         constants=constants | ({} if has_norms else dict.fromkeys(weights)),
         unaligned=("num_tokens",),
+        num_warps=2,
     )
 
 

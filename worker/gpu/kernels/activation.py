@@ -14,7 +14,8 @@ from torch import Tensor
 
 from worker.layer_parts import Activation
 
-_BLOCK = 1024
+BLOCK = 1024
+"""Gates of a program."""
 
 
 @triton.jit
@@ -47,11 +48,11 @@ def _gate_kernel(gate_up_ptr, out_ptr, num_gates, ACTIVATION: tl.constexpr, BLOC
     tl.store(out_ptr + token * num_gates + gates, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def multiply_by_gates(gate_up_TM: Tensor, activation: Activation) -> Tensor:
+def multiply_by_gates(gate_up_TM: Tensor, activation: Activation, block: int = BLOCK) -> Tensor:
     """From [T, 2 * I], contiguous, to [T, I]."""
     num_tokens, num_gates = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
     out_TI = torch.empty((num_tokens, num_gates), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
-    _gate_kernel[(num_tokens, triton.cdiv(num_gates, _BLOCK))](
-        gate_up_TM, out_TI, num_gates, ACTIVATION=int(activation), BLOCK=_BLOCK, num_warps=4
+    _gate_kernel[(num_tokens, triton.cdiv(num_gates, block))](
+        gate_up_TM, out_TI, num_gates, ACTIVATION=int(activation), BLOCK=block, num_warps=4
     )
     return out_TI

@@ -46,7 +46,7 @@ _TILES = {
     128: Tiles(num_rows=64, num_keys=64, num_warps=4, num_stages=5),
     256: Tiles(num_rows=64, num_keys=64, num_warps=4, num_stages=5),
     512: Tiles(num_rows=32, num_keys=32, num_warps=4, num_stages=3),
-    1024: Tiles(num_rows=16, num_keys=32, num_warps=4, num_stages=2),
+    1024: Tiles(num_rows=16, num_keys=32, num_warps=8, num_stages=2),
     2048: Tiles(num_rows=16, num_keys=16, num_warps=4, num_stages=2),
 }
 # No tensor core multiplies float32 exactly; without them, larger tiles do not fit into registers.
@@ -54,14 +54,29 @@ _FLOAT32_TILES = {
     1024: Tiles(num_rows=16, num_keys=32, num_warps=8, num_stages=1),
     4096: Tiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
 }
-# Two programs for each of an H100's 132 processors: one computes while the other's keys are on their way.
-_ENOUGH_PROGRAMS = 264
+# Two programs for nearly all of an H100's 132 processors: one computes while the other's keys come.
+# A few more would give 32 sequences of 8 KV heads a second segment, and a reduction, for nothing.
+_ENOUGH_PROGRAMS = 256
 # However many sequences there are, one that is much longer than the others should not be waited for ...
 _LONGEST_SEGMENT = 8192
 # ... but programs without work cost time as well, and each needs room for what it would find.
 _MOST_PROGRAMS = 32768
 _MOST_SEGMENTS = 128
 _SEGMENTS_AT_ONCE = 16
+
+
+class Lengths(NamedTuple):
+    """What the constants above say of segments."""
+
+    enough_programs: int
+    longest_segment: int
+
+
+class DecodeChoices(NamedTuple):
+    """All that decides the speed of decodes, and nothing of their result: to be measured (bench/gpu/tune)."""
+
+    tiles: Tiles
+    lengths: Lengths
 
 
 class _Segments(NamedTuple):
@@ -78,19 +93,35 @@ def decode_tiles(shape: HeadGroups, dtype: torch.dtype) -> Tiles:
     return tiles._replace(num_rows=min(side(shape.num_groups), tiles.num_rows))
 
 
-def count_segments(num_programs: int, most_keys: int, num_keys: int) -> int:
+def decode_choices(shape: HeadGroups, dtype: torch.dtype) -> DecodeChoices:
+    """Those that serve."""
+    return DecodeChoices(decode_tiles(shape, dtype), _lengths())
+
+
+def _lengths() -> Lengths:
+    return Lengths(_ENOUGH_PROGRAMS, _LONGEST_SEGMENT)
+
+
+def count_segments(num_programs: int, most_keys: int, num_keys: int, lengths: Lengths | None = None) -> int:
     """Into how many segments to cut each sequence.
 
     `num_programs` is what there is without a cut, `most_keys` what a token sees at most, `num_keys` a tile's.
     """
-    to_fill_device = _count_to_fill_device(num_programs)
-    to_share_longest = -(-most_keys // _LONGEST_SEGMENT)
+    lengths = lengths or _lengths()
+    to_fill_device = _count_to_fill_device(num_programs, lengths)
+    to_share_longest = -(-most_keys // lengths.longest_segment)
     most = min(_MOST_SEGMENTS, _MOST_PROGRAMS // num_programs, -(-most_keys // num_keys))
     return max(1, min(max(to_fill_device, to_share_longest), most))
 
 
-def _count_to_fill_device(num_programs: int) -> int:
-    return -(-_ENOUGH_PROGRAMS // num_programs)
+def tiles_per_segment(num_programs: int, num_segments: int, num_tiles: int) -> int:
+    """How many tiles a segment of a sequence of `num_tiles` gets of the kernel; counts as above."""
+    wanted = -(-num_tiles // _count_to_fill_device(num_programs, _lengths()))
+    return max(1, -(-num_tiles // num_segments), wanted)
+
+
+def _count_to_fill_device(num_programs: int, lengths: Lengths) -> int:
+    return -(-lengths.enough_programs // num_programs)
 
 
 def attend_decodes(
@@ -99,6 +130,7 @@ def attend_decodes(
     batch: AttentionBatch,
     options: AttentionOptions,
     out_THV: Tensor,
+    choices: DecodeChoices | None = None,
 ) -> None:
     """Attend for the batch's decodes; where the host does not know them, for all sequences with one token.
 
@@ -107,12 +139,12 @@ def attend_decodes(
     """
     num_decodes = batch.num_decodes or batch.num_sequences
     shape = head_groups(queries_THD, cache)
-    tiles = decode_tiles(shape, queries_THD.dtype)
+    tiles, lengths = choices or decode_choices(shape, queries_THD.dtype)
     heads_per_program = min(shape.num_groups, tiles.num_rows)
     head_parts = triton.cdiv(shape.num_groups, heads_per_program)
     programs_per_decode = shape.num_kv_heads * head_parts
     most_keys = min(batch.max_seq_len, options.reach.most_tokens or batch.max_seq_len)
-    num_segments = count_segments(num_decodes * programs_per_decode, most_keys, tiles.num_keys)
+    num_segments = count_segments(num_decodes * programs_per_decode, most_keys, tiles.num_keys, lengths)
     segments = _make_segments(num_decodes, num_segments, out_THV) if num_segments > 1 else None
     keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
     constants = layer_constants(shape, cache, options)
@@ -120,9 +152,9 @@ def attend_decodes(
         "WINDOW": constants.pop("WINDOW"),
         "CHUNK": constants.pop("CHUNK"),
         "NUM_KEYS": tiles.num_keys,
-        "MOST_TILES": max(1, _LONGEST_SEGMENT // tiles.num_keys),
+        "MOST_TILES": max(1, lengths.longest_segment // tiles.num_keys),
     }
-    num_wanted = _count_to_fill_device(num_decodes * programs_per_decode)
+    num_wanted = _count_to_fill_device(num_decodes * programs_per_decode, lengths)
     decode_kernel[num_decodes, programs_per_decode, num_segments](
         queries_THD, out_THV, *(segments or (None, None, None)), keys, values,
         batch.block_tables_RB, batch.query_starts_R, batch.seq_lens_R, options.sinks, batch.num_sequences,

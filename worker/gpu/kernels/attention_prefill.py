@@ -38,7 +38,7 @@ from worker.kv_cache import LayerCache
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
 # whole warp groups. Compiled within shared memory and registers; speed was estimated, not measured.
 _TILES = {
-    128: Tiles(num_rows=128, num_keys=64, num_warps=4, num_stages=5),
+    128: Tiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
     256: Tiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
     512: Tiles(num_rows=64, num_keys=64, num_warps=8, num_stages=2),
     1024: Tiles(num_rows=32, num_keys=32, num_warps=8, num_stages=2),
@@ -49,6 +49,9 @@ _FLOAT32_TILES = {
     512: Tiles(num_rows=32, num_keys=32, num_warps=8, num_stages=1),
     4096: Tiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
 }
+
+_AT_ONCE = tl.constexpr(512)
+"""Sequences that are looked at with one load."""
 
 
 def prefill_tiles(shape: HeadGroups, dtype: torch.dtype) -> Tiles:
@@ -62,6 +65,7 @@ def attend_prefills(
     batch: AttentionBatch,
     options: AttentionOptions,
     out_THV: Tensor,
+    tiles: Tiles | None = None,
 ) -> None:
     """Attend for all sequences behind the decodes; tokens that belong to none get zeros.
 
@@ -69,7 +73,7 @@ def attend_prefills(
     any strides, but its last is 1; out_THV is contiguous.
     """
     shape = head_groups(queries_THD, cache)
-    tiles = prefill_tiles(shape, queries_THD.dtype)
+    tiles = tiles or prefill_tiles(shape, queries_THD.dtype)
     heads_per_program = min(shape.num_groups, tiles.num_rows)
     tokens_per_program = tiles.num_rows // heads_per_program
     head_parts = triton.cdiv(shape.num_groups, heads_per_program)
@@ -104,7 +108,7 @@ def prefill_kernel(
     """One program: TOKENS tokens of a sequence, and HEADS query heads of a KV head, which has PARTS such."""
     # From the end: later tokens see more keys, and the longest work should not begin last.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence, first_token, end_token, seq_len = _find_tokens(
+    sequence, first_token, end_token, seq_len = find_tokens(
         block, query_starts, seq_lens, num_tokens, num_sequences, first_sequence, TOKENS, LEAVE_DECODES
     )
     if first_token >= end_token:
@@ -173,22 +177,24 @@ def _attend(
 
 
 @triton.jit
-def _find_tokens(
+def find_tokens(
     block, query_starts, seq_lens, num_tokens, num_sequences, first_sequence,
     TOKENS: tl.constexpr, LEAVE_DECODES: tl.constexpr,
-):  # fmt: skip
+) -> tl.tuple:  # fmt: skip
     """Find a block's sequence, its first token, where the sequence's tokens end, and the sequence's length.
 
     Sequence num_sequences stands for the padding, with a length of 0.
     """
+    # All at once: a search by halves is as many loads that wait for one another, and most programs of a step
+    # with many decodes do nothing else.
     offset = tl.load(query_starts + first_sequence) // TOKENS + first_sequence
-    low = first_sequence
-    high = num_sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins_before = tl.load(query_starts + middle) // TOKENS + middle - offset <= block
-        low = tl.where(begins_before, middle, low)
-        high = tl.where(begins_before, high, middle - 1)
+    low = first_sequence - 1
+    for some in range(first_sequence, num_sequences + 1, _AT_ONCE):
+        sequences = some + tl.arange(0, _AT_ONCE)
+        is_one = sequences <= num_sequences
+        starts = tl.load(query_starts + sequences, mask=is_one, other=0)
+        begins_before = is_one & (starts // TOKENS + sequences - offset <= block)
+        low += tl.sum(begins_before.to(tl.int32), axis=0)
     start = tl.load(query_starts + low)
     is_sequence = low < num_sequences
     end = tl.load(query_starts + low + 1, mask=is_sequence, other=0)

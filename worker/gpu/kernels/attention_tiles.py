@@ -80,7 +80,11 @@ def pick_tiles(
 
 
 def score_scale(options: AttentionOptions) -> float:
-    """What the kernels multiply a product of query and key with, see `_squeeze`."""
+    """What the kernels multiply a product of query and key with, see `_squeeze`.
+
+    It is positive: what is highest is found before it is scaled.
+    """
+    assert options.scaling > 0
     if options.softcap is None:
         return options.scaling * LOG2_E
     return options.scaling * 2 * LOG2_E / options.softcap
@@ -130,27 +134,29 @@ def attend_tiles(
     for tile in range(first_tile, end_tile):
         places_K = tile * NUM_KEYS + tl.arange(0, NUM_KEYS)
         is_there_K = (places_K >= first_key) & (places_K < end_key)
+        entries_K, offsets_K = _find_in_blocks(tile, NUM_KEYS, BLOCK_SIZE)
         if MASKED:
-            blocks_K = tl.load(table + places_K // BLOCK_SIZE, mask=is_there_K, other=0)
+            blocks_K = tl.load(table + entries_K, mask=is_there_K, other=0)
         else:
-            blocks_K = tl.load(table + places_K // BLOCK_SIZE)
+            blocks_K = tl.load(table + entries_K)
         starts_K = blocks_K.to(tl.int64) * block_stride
-        offsets_K = places_K % BLOCK_SIZE
 
         keys_KD = _load_rows(keys + starts_K + offsets_K * KEY_DIM, is_there_K, KEY_DIM, KEY_WIDTH, MASKED)
-        scores_MK = tl.dot(queries_MD, tl.trans(keys_KD), input_precision="ieee") * scale
+        scores_MK = tl.dot(queries_MD, tl.trans(keys_KD), input_precision="ieee")
         if SOFTCAP > 0:
-            scores_MK = _squeeze(scores_MK, SOFTCAP)
+            scores_MK = _squeeze(scores_MK * scale, SOFTCAP)
         if MASKED:
             is_seen_MK = is_there_K[None, :] & (places_K[None, :] <= positions_M[:, None])
             if (WINDOW > 0) or (CHUNK > 0):
                 is_seen_MK = is_seen_MK & (places_K[None, :] >= earliest_M[:, None])
             scores_MK = tl.where(is_seen_MK, scores_MK, float("-inf"))
 
-        higher_M = tl.maximum(peaks_M, tl.max(scores_MK, axis=1))
+        # Only what is highest is scaled here: with each score, that is a part of the subtraction below.
+        unit = 1.0 if SOFTCAP > 0 else scale
+        higher_M = tl.maximum(peaks_M, tl.max(scores_MK, axis=1) * unit)
         # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
         base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
-        weights_MK = tl.exp2(scores_MK - base_M[:, None])
+        weights_MK = tl.exp2(scores_MK * unit - base_M[:, None])
         shrink_M = tl.exp2(peaks_M - base_M)
         totals_M = totals_M * shrink_M + tl.sum(weights_MK, axis=1)
         peaks_M = higher_M
@@ -161,6 +167,18 @@ def attend_tiles(
         sums_MV = sums_MV * shrink_M[:, None]
         sums_MV = tl.dot(weights_MK.to(values_KV.dtype), values_KV, sums_MV, input_precision="ieee")
     return sums_MV, totals_M, peaks_M
+
+
+@triton.jit
+def _find_in_blocks(tile, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Find the entry of each key's block in the table, and its place in the block."""
+    keys_K = tl.arange(0, NUM_KEYS)
+    if NUM_KEYS % BLOCK_SIZE == 0:
+        # What is divided here is known to the compiler; a division by what is not takes five instructions.
+        return tile * (NUM_KEYS // BLOCK_SIZE) + keys_K // BLOCK_SIZE, keys_K % BLOCK_SIZE
+    else:
+        places_K = tile * NUM_KEYS + keys_K
+        return places_K // BLOCK_SIZE, places_K % BLOCK_SIZE
 
 
 @triton.jit

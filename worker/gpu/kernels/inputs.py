@@ -1,9 +1,10 @@
-"""Tokens that go from one step to the next without the host.
+"""What a step does to its own inputs: tokens that the host does not know, and block tables that came packed.
 
 Owns: the last token drawn for each row, on its way out of one step and into another.
 Never: draws it (sampling.py), or decides whose step may begin before it is known (the scheduler).
 
-Shapes: T tokens, N logits wanted, C rows of the worker and one more that is nobody's.
+Shapes: T tokens, N logits wanted, C rows of the worker and one more that is nobody's, R sequences, B
+blocks of the longest table that there may be.
 """
 
 import triton
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256
+_TABLE_BLOCK = 1024
 
 
 def fill_unknown_tokens(input_ids_1T: Tensor, rows_T: Tensor, last_token_C: Tensor) -> None:
@@ -37,6 +39,17 @@ def remember_tokens(last_token_C: Tensor, rows_N: Tensor, token_ids_N: Tensor) -
     )
 
 
+def spread_tables(packed: Tensor, width_1: Tensor, tables_RB: Tensor) -> None:
+    """Put R lines of the width that width_1 has where lines of B are read; what lies behind them stays.
+
+    All are int32. packed is flat, and holds R lines of any width up to B.
+    """
+    num_sequences, most_blocks = tables_RB.shape
+    _spread_kernel[(num_sequences, triton.cdiv(most_blocks, _TABLE_BLOCK))](
+        packed, width_1, tables_RB, tables_RB.stride(0), BLOCK=_TABLE_BLOCK
+    )
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fill_kernel(input_ids, rows, last_tokens, num_tokens, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -53,3 +66,13 @@ def _remember_kernel(last_tokens, rows, token_ids, num_tokens, BLOCK: tl.constex
     is_there = places < num_tokens
     row = tl.load(rows + places, mask=is_there, other=0)
     tl.store(last_tokens + row, tl.load(token_ids + places, mask=is_there, other=0), mask=is_there)
+
+
+@triton.jit
+def _spread_kernel(packed, width, tables, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_blocks = tl.load(width)
+    is_there = places < num_blocks
+    block_ids = tl.load(packed + row * num_blocks + places, mask=is_there, other=0)
+    tl.store(tables + row * stride + places, block_ids, mask=is_there)

@@ -53,10 +53,10 @@ def _norm_kernel(
         tl.store(normed_ptr + row + numbers, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
-def norm(hidden_TH: Tensor, by: RmsNorm) -> Tensor:
+def norm(hidden_TH: Tensor, by: RmsNorm, num_warps: int | None = None) -> Tensor:
     """Return the normed rows, as torch.nn.functional.rms_norm does; hidden_TH is contiguous."""
     normed_TH = hidden_TH.new_empty(hidden_TH.shape)
-    _launch(hidden_TH, None, normed_TH, None, by)
+    _launch(hidden_TH, None, normed_TH, None, by, num_warps)
     return normed_TH
 
 
@@ -78,6 +78,7 @@ def _launch(
     normed_TH: Tensor | None,
     delta_norm: RmsNorm | None,
     sum_norm: RmsNorm | None,
+    num_warps: int | None = None,
 ) -> None:
     num_tokens, num_numbers = hidden_TH.shape
     block = triton.next_power_of_2(num_numbers)
@@ -94,7 +95,7 @@ def _launch(
         NORMS_DELTA=delta_norm is not None,
         NORMS_SUM=sum_norm is not None,
         BLOCK=block,
-        num_warps=warps_for_row(block),
+        num_warps=num_warps or warps_for_row(block),
     )
 
 

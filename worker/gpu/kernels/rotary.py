@@ -18,42 +18,69 @@ from worker.kv_cache import LayerCache
 from worker.layer_call import HeadShape, Rotation
 from worker.layer_parts import RmsNorm
 
+# 16 of them for a thread: of heads that are turned whole, a load of 16 bytes from each half.
 _NUMBERS_PER_PROGRAM = 1024
+_NUM_WARPS = 2
 
 
 @triton.jit
-def _turned_heads(
-    heads_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, is_row,
-    HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_D: tl.constexpr,
+def _load_part(heads_ptr, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """SIZE numbers of each head, from FIRST on: [rows, BLOCK] float32."""
+    dims = tl.arange(0, BLOCK)
+    mask = is_row[:, None] & (dims < SIZE)[None, :]
+    return tl.load(heads_ptr[:, None] + (FIRST + dims)[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_part(out_ptr, numbers, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    dims = tl.arange(0, BLOCK)
+    mask = is_row[:, None] & (dims < SIZE)[None, :]
+    tl.store(out_ptr[:, None] + (FIRST + dims)[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_part(weight_ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    dims = tl.arange(0, BLOCK)
+    return tl.load(weight_ptr + FIRST + dims, mask=dims < SIZE, other=0.0)[None, :]
+
+
+@triton.jit
+def _turn_heads(
+    heads_ptr, out_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, is_row,
+    HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head per row, [rows, BLOCK_D] float32, normed and turned. The weight alone is one for all rows."""
-    dims = tl.arange(0, BLOCK_D)
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    x = tl.load(heads_ptr[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + epsilon)[:, None]
-        x = x * scale * tl.load(weight_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+    """One head per row, from one place to another, normed and turned. The weight alone is one for all rows.
+
+    A head is two halves that turn each other, and the rest; any of these may be nothing.
+    """
+    HALF: tl.constexpr = ROTATED_DIM // 2
+    REST: tl.constexpr = HEAD_DIM - ROTATED_DIM
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
     if ROTATED_DIM > 0:
-        # The other number of a pair is loaded again, from the first-level cache.
-        is_first = dims < ROTATED_DIM // 2
-        partners = tl.where(is_first, dims + ROTATED_DIM // 2, dims - ROTATED_DIM // 2)
-        is_turned = dims < ROTATED_DIM
-        mask = is_row[:, None] & is_turned[None, :]
-        partner = tl.load(heads_ptr[:, None] + partners[None, :], mask=mask, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            partner = partner * scale * tl.load(weight_ptr + partners, mask=is_turned, other=0.0)[None, :]
-        cosines = tl.load(cosines_ptr[:, None] + dims[None, :], mask=mask, other=1.0).to(tl.float32)
-        sines = tl.load(sines_ptr[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = x * cosines + partner * tl.where(is_first[None, :], -sines, sines)
-    return x
-
-
-@triton.jit
-def _store_heads(out_ptr, starts, heads, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One head per row, [rows, BLOCK_D], to where each starts."""
-    dims = tl.arange(0, BLOCK_D)
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out_ptr + starts[:, None] + dims[None, :], heads.to(out_ptr.dtype.element_ty), mask=mask)
+        first = _load_part(heads_ptr, is_row, 0, HALF, BLOCK_HALF)
+        second = _load_part(heads_ptr, is_row, HALF, HALF, BLOCK_HALF)
+        cosines = _load_part(cosines_ptr, is_row, 0, HALF, BLOCK_HALF)
+        sines = _load_part(sines_ptr, is_row, 0, HALF, BLOCK_HALF)
+    if REST > 0:
+        rest = _load_part(heads_ptr, is_row, ROTATED_DIM, REST, BLOCK_REST)
+    if HAS_NORM:
+        squares = tl.zeros(is_row.shape, tl.float32)
+        if ROTATED_DIM > 0:
+            squares += tl.sum(first * first + second * second, axis=1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + epsilon)[:, None]
+        if ROTATED_DIM > 0:
+            first = first * scale * _weight_part(weight_ptr, 0, HALF, BLOCK_HALF)
+            second = second * scale * _weight_part(weight_ptr, HALF, HALF, BLOCK_HALF)
+        if REST > 0:
+            rest = rest * scale * _weight_part(weight_ptr, ROTATED_DIM, REST, BLOCK_REST)
+    if ROTATED_DIM > 0:
+        _store_part(out_ptr, first * cosines - second * sines, is_row, 0, HALF, BLOCK_HALF)
+        _store_part(out_ptr, second * cosines + first * sines, is_row, HALF, HALF, BLOCK_HALF)
+    if REST > 0:
+        _store_part(out_ptr, rest, is_row, ROTATED_DIM, REST, BLOCK_REST)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -64,7 +91,7 @@ def _turn_and_write_kernel(
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr,
     HAS_QUERY_NORM: tl.constexpr, HAS_KEY_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     # A row is one head of one token: first those of all queries, then of all keys, then of all values.
     tile = tl.program_id(0)
@@ -75,12 +102,12 @@ def _turn_and_write_kernel(
         rows = tile * ROWS + tl.arange(0, ROWS)
         is_row = rows < num_tokens * NUM_QUERY_HEADS
         tokens = (rows // NUM_QUERY_HEADS).to(tl.int64)
-        queries = _turned_heads(
+        _turn_heads(
             merged_ptr + tokens * merged_size + (rows % NUM_QUERY_HEADS) * KEY_DIM,
+            queries_ptr + rows.to(tl.int64) * KEY_DIM,
             query_weight_ptr, query_epsilon, cosines_ptr + tokens * angle_stride,
-            sines_ptr + tokens * angle_stride, is_row, KEY_DIM, ROTATED_DIM, HAS_QUERY_NORM, BLOCK_D,
+            sines_ptr + tokens * angle_stride, is_row, KEY_DIM, ROTATED_DIM, HAS_QUERY_NORM,
         )  # fmt: skip
-        _store_heads(queries_ptr, rows.to(tl.int64) * KEY_DIM, queries, is_row, KEY_DIM, BLOCK_D)
         return
     is_key = tile < num_query_tiles + num_kv_tiles
     rows = tl.where(is_key, tile - num_query_tiles, tile - num_query_tiles - num_kv_tiles) * ROWS
@@ -92,18 +119,19 @@ def _turn_and_write_kernel(
     block_starts = (slots // BLOCK_SIZE) * block_stride
     places = heads * BLOCK_SIZE + slots % BLOCK_SIZE
     if is_key:
-        keys = _turned_heads(
+        _turn_heads(
             merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + heads) * KEY_DIM,
+            key_cache_ptr + block_starts + places * KEY_DIM,
             key_weight_ptr, key_epsilon, cosines_ptr + tokens * angle_stride,
-            sines_ptr + tokens * angle_stride, is_row, KEY_DIM, ROTATED_DIM, HAS_KEY_NORM, BLOCK_D,
+            sines_ptr + tokens * angle_stride, is_row, KEY_DIM, ROTATED_DIM, HAS_KEY_NORM,
         )  # fmt: skip
-        _store_heads(key_cache_ptr, block_starts + places * KEY_DIM, keys, is_row, KEY_DIM, BLOCK_D)
         return
-    starts = tokens * merged_size + (NUM_QUERY_HEADS + NUM_KV_HEADS) * KEY_DIM + heads * VALUE_DIM
-    dims = tl.arange(0, BLOCK_V)
-    mask = is_row[:, None] & (dims < VALUE_DIM)[None, :]
-    values = tl.load(merged_ptr + starts[:, None] + dims[None, :], mask=mask, other=0.0)
-    _store_heads(value_cache_ptr, block_starts + places * VALUE_DIM, values, is_row, VALUE_DIM, BLOCK_V)
+    values_ptr = merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + NUM_KV_HEADS) * KEY_DIM
+    values_width: tl.constexpr = triton.next_power_of_2(VALUE_DIM)
+    values = _load_part(values_ptr + heads * VALUE_DIM, is_row, 0, VALUE_DIM, values_width)
+    _store_part(
+        value_cache_ptr + block_starts + places * VALUE_DIM, values, is_row, 0, VALUE_DIM, values_width
+    )
 
 
 def turn_and_write(
@@ -117,7 +145,8 @@ def turn_and_write(
     """Return the queries [T, Hq, D]; keys and values go to their slots, those of -1 nowhere.
 
     Rows of merged_TM are contiguous: all queries, then all keys, then all values. `norms` are those of a
-    query head and of a key head. R is the last size of the rotation; None turns nothing.
+    query head and of a key head. R is the last size of the rotation; None turns nothing. The second half of
+    a row of it is the first once more (AngleOrder.TWICE), and is not read.
     Raises nothing: a slot out of range corrupts memory, so inputs.py checks on the host.
     """
     num_tokens = merged_TM.shape[0]
@@ -142,8 +171,6 @@ def turn_and_write(
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
         ROTATED_DIM=0 if cosines is None else cosines.shape[-1],
         HAS_QUERY_NORM=query_norm is not None, HAS_KEY_NORM=key_norm is not None,
-        BLOCK_SIZE=keys_NHSD.shape[2], ROWS=rows,
-        BLOCK_D=triton.next_power_of_2(heads.key_dim), BLOCK_V=triton.next_power_of_2(heads.value_dim),
-        num_warps=4,
+        BLOCK_SIZE=keys_NHSD.shape[2], ROWS=rows, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return queries_THD

@@ -79,7 +79,7 @@ class Lines(NamedTuple):
 
     logits_LV: Tensor
     rows_MF: Tensor
-    """float64; see weights.py."""
+    """float64; see gpu/draw_fields.py. A row whose line is -1 is nobody's, and fails."""
     faults_MS: Tensor | None = None
     """+inf where a span was unsound before it was edited, else -inf."""
 
@@ -176,7 +176,8 @@ def _peaks_kernel(
     line = tl.load(rows + row * FIELDS_PER_ROW + AT_LINE).to(tl.int64)
     blocks = span * _SPAN_BLOCKS + tl.arange(0, _SPAN_BLOCKS)
     ids = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(logits + line * stride + ids, mask=ids < num_tokens, other=-float("inf")).to(tl.float32)
+    is_there = tl.where(line >= 0, ids < num_tokens, 0) > 0  # padding of a captured step reads nothing
+    x = tl.load(logits + line * stride + ids, mask=is_there, other=-float("inf")).to(tl.float32)
     # What a maximum makes of NaN differs from device to device.
     is_fault = (x != x) | (x == float("inf"))
     x = tl.where(is_fault, -float("inf"), x)
@@ -234,7 +235,7 @@ def _best_kernel(
     """One program for each row."""
     row = tl.program_id(0)
     fields = rows + row * FIELDS_PER_ROW
-    line_logits = logits + tl.load(fields + AT_LINE).to(tl.int64) * stride
+    line_logits = logits + tl.maximum(tl.load(fields + AT_LINE), 0.0).to(tl.int64) * stride
     peak = _peak_of(peaks, row, num_spans, ALL_SPANS)
     is_sound = tl.abs(peak) < float("inf")
     token = _best(line_logits, maxima + row * num_blocks, peak, num_tokens, num_blocks, ALL_BLOCKS)

@@ -1,4 +1,4 @@
-"""What a row is drawn with, on the device: its fields, and the weights of its tokens.
+"""What a row is drawn with, on the device: its fields (gpu/draw_fields.py), and the weights of its tokens.
 
 Owns: the arithmetic that all kernels of a draw must do alike.
 Never: walks over a row (sampling.py, truncation.py).
@@ -12,16 +12,7 @@ uniform number hits the border between two tokens to about one part in 10**7.
 import triton
 import triton.language as tl
 
-NUM_FIELDS = 8
-LINE = 0
-PLACE = 1
-TEMPERATURE = 2
-MIN_P = 3
-TOP_K = 4
-TOP_P = 5
-UNIFORM = 6
-"""Fields of a row, all of them float64: its line in the logits, its position in the outcome, its parameters.
-top_k is 0 for all and 1 for greedy; top_p is above 0."""
+from worker.gpu.draw_fields import LINE, MIN_P, NUM_FIELDS, PLACE, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 
 # A kernel may read a global number only if it is one of these.
 FIELDS_PER_ROW = tl.constexpr(NUM_FIELDS)
