@@ -7,6 +7,7 @@ Never: computes.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from engine.loop import Executor, Launched
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
@@ -38,6 +39,9 @@ class _CheckedStep:
 
     def _impossible(self, drawn: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, str]:
         """Why each of these fails; empty nearly always."""
+        all_drawn = list(chain.from_iterable(drawn.values()))
+        if not all_drawn or (min(all_drawn) >= 0 and max(all_drawn) < self._vocab_size):
+            return {}
         return {
             sequence_id: f"the model drew a token that is none of its {self._vocab_size}"
             for sequence_id, token_ids in drawn.items()

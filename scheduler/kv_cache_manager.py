@@ -215,7 +215,10 @@ class KVCacheManager:
         seq.num_computed_tokens = 0
 
     def copy_out(self, seq: Sequence) -> list[BlockCopy]:
-        """Take host blocks for all that it has computed and still reaches; what it holds stays its own."""
+        """Take host blocks for all that it has computed and still reaches; what it holds stays its own.
+
+        The copies are in the order in which `free` lets others have the blocks.
+        """
         num_written = self.blocks_for(seq.num_computed_tokens)
         sources = seq.block_ids[seq.num_passed_blocks : num_written]
         targets = self.swap_space.take(len(sources))
@@ -223,7 +226,9 @@ class KVCacheManager:
             self._index.publish_swapped(source, target)
         seq.host_block_ids = [_PASSED] * seq.num_passed_blocks + targets
         seq.num_swapped_tokens = seq.num_computed_tokens
-        return [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+        copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
+        reused_last = [copy for copy in reversed(copies) if copy.source in self.prefix_cache]
+        return [copy for copy in copies if copy.source not in self.prefix_cache] + reused_last
 
     def drop_copy(self, seq: Sequence) -> None:
         """It is back, it ended while it was swapped out, or its copy cannot be trusted."""

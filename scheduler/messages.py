@@ -46,6 +46,8 @@ class Grammar:
     text: str
     begins_after: int | None = None
     """Free until this token was generated (the end of a reasoning block); None: from the start."""
+    cost_s: float = 0.0
+    """Processor time that compiling it and its first mask took when it was tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +273,8 @@ class SchedulerOutput(NamedTuple):
     num_scheduled_tokens: int
     swap_out: tuple[BlockCopy, ...] = ()
     """From the device's pool to the host's, before anything else is written: what preempted sequences have
-    computed, and cached prefixes that the device gives up."""
+    computed, and cached prefixes that the device gives up. Those first whose blocks are the first to be
+    written again, as far as that can be told: a device that copies beside its steps waits for no others."""
     swap_in: tuple[BlockCopy, ...] = ()
     """From the host's pool to the device's, after all of `swap_out`."""
     copies: tuple[BlockCopy, ...] = ()
@@ -348,11 +351,11 @@ class WaitReason(StrEnum):
     STEP = "step"  # nothing: the next step will look at it
     PLACES = "places"  # max_num_seqs sequences run
     BLOCKS = "blocks"  # too few KV blocks are free for the first in line
-    TOKENS = "tokens"  # the step's token budget was spent
+    TOKENS = "tokens"  # the step's token budget was spent, or what prompts may have of it
     PREEMPTION = "preemption"  # somebody was just sent away, or the first in line was, and is still drawn for
     ADAPTER = "adapter"  # max_adapters others are in use
     ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
-    GRAMMAR = "grammar"  # max_new_grammars others with a grammar were admitted to the step
+    GRAMMAR = "grammar"  # compiling those that were admitted to the step takes long enough
 
 
 class SequenceReport(NamedTuple):

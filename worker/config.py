@@ -107,6 +107,9 @@ class ModelFacts:
     runs_ahead: bool = False
     """A step that was launched is computed while the host goes on: the next one can be launched before its
     result is known."""
+    saturating_tokens: int = 0
+    """With more tokens of prompts a step computes no more of them per second: its time is linear from here
+    on. 0: that is not known, or not so."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
     pooling: PoolingFacts | None = None

@@ -68,13 +68,14 @@ class DecoderPrompts:
         if inputs is None:
             return NOTHING_POOLED
         backend = self._ready.backend
-        backend.begin_step(inputs.metadata)
-        hidden_TH = self._ready.runner.forward(
-            self._device.tensor(inputs.input_ids_T[None]),
-            self._device.tensor(inputs.position_ids_T[None]),
-            self._device.tensor(np.arange(len(inputs.input_ids_T))),
-            backend,
-        )
+        with self._ready.host_pool.step(inputs.metadata):
+            backend.begin_step(inputs.metadata)
+            hidden_TH = self._ready.runner.forward(
+                self._device.tensor(inputs.input_ids_T[None]),
+                self._device.tensor(inputs.position_ids_T[None]),
+                self._device.tensor(np.arange(len(inputs.input_ids_T))),
+                backend,
+            )
         if not inputs.rows:
             return NOTHING_POOLED
         return PooledPrompts(inputs.sequence_ids, self._readout.pool(hidden_TH, _spans(inputs)))

@@ -1,14 +1,14 @@
 """The device behind one interface, so that nothing else asks whether it is a GPU.
 
-Owns: moving host arrays to the device, allocating the KV pools, copying between them, measuring memory,
-naming the device, marking points in the order of its work, recording work to be done again.
+Owns: moving host arrays to the device, allocating the KV pools, choosing who copies between them, measuring
+memory, naming the device, marking points in the order of its work, recording work to be done again.
 Never: what the memory is for (memory.py) or what is computed on it.
 """
 
 import mmap
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.block_copies import PlainCopier, PoolCopier, Pools
 from worker.config import WorkerConfig
 from worker.errors import StartupError
+from worker.gpu.copy_streams import CopyStreams
+from worker.gpu.cuda_streams import open_streams
 from worker.host import available_memory_bytes, usable_cores
 from worker.memory import (
     WeightBytes,
@@ -31,13 +34,6 @@ from worker.memory import (
 HostArray = np.ndarray[Any, Any]
 
 
-class Pools(NamedTuple):
-    """The two ends of a swap. One row per block; N and M rows of E numbers."""
-
-    device_NE: Tensor
-    host_ME: Tensor
-
-
 class Reserve(NamedTuple):
     """What a GPU will hold beside weights, KV cache and the step that was measured."""
 
@@ -46,22 +42,6 @@ class Reserve(NamedTuple):
 
 
 NO_RESERVE = Reserve()
-
-
-class BlockRun(NamedTuple):
-    """Rows that are neighbours in both pools: one copy."""
-
-    source: int
-    target: int
-    num_blocks: int
-
-    @property
-    def source_rows(self) -> slice:
-        return slice(self.source, self.source + self.num_blocks)
-
-    @property
-    def target_rows(self) -> slice:
-        return slice(self.target, self.target + self.num_blocks)
 
 
 class Event(Protocol):
@@ -133,7 +113,7 @@ class Device(Protocol):
         """Allocate flat zeroed memory for the life of the process."""
 
     def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate flat zeroed memory on the host that `swap` can copy from and to.
+        """Allocate flat zeroed memory for the host's end of `open_copier`.
 
         Raises MemoryError, OSError or RuntimeError where the system refuses.
         """
@@ -146,12 +126,8 @@ class Device(Protocol):
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
 
-    def swap(self, pools: Pools, out: Sequence[BlockRun], back: Sequence[BlockRun]) -> None:
-        """Copy all of `out` to the host's pool, then all of `back` to the device's.
-
-        What was computed before is in the copies, and what is computed from here on finds them done.
-        Rows are not checked: one out of range corrupts memory, so host_pool.py checks before.
-        """
+    def open_copier(self, pools: Pools) -> PoolCopier:
+        """Who copies between these two from now on. What was asked of the device before must be done."""
 
     def wait(self) -> None:
         """Return when everything asked of the device is done."""
@@ -218,15 +194,8 @@ class CpuDevice:
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         check_host_memory(available_memory_bytes(), cache_bytes=cache_bytes, swap_bytes=swap_bytes)
 
-    def swap(self, pools: Pools, out: Sequence[BlockRun], back: Sequence[BlockRun]) -> None:
-        # Through numpy, as bytes: one memcpy per run. torch's copy_ costs 2 us more per call, and cuts
-        # large copies among threads, where it waits for the slowest; memory is the limit, not cores.
-        device_NE = pools.device_NE.view(torch.uint8).numpy()
-        host_ME = pools.host_ME.view(torch.uint8).numpy()
-        for run in out:
-            host_ME[run.target_rows] = device_NE[run.source_rows]
-        for run in back:
-            device_NE[run.target_rows] = host_ME[run.source_rows]
+    def open_copier(self, pools: Pools) -> PoolCopier:
+        return PlainCopier(pools)
 
     def wait(self) -> None:
         """Nothing to wait for: each call returns when it is done."""
@@ -243,10 +212,6 @@ class CudaDevice:
         self._graph_pool: Any = None
         self._utilization = config.gpu_memory_utilization
         self.make_current()
-        new_stream: Any = torch.cuda.Stream  # torch leaves its constructor untyped
-        # One per direction, since a GPU has a copy engine for each.
-        self._out_stream: torch.cuda.Stream = new_stream(torch_device)
-        self._back_stream: torch.cuda.Stream = new_stream(torch_device)
 
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
@@ -341,23 +306,8 @@ class CudaDevice:
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:  # noqa: ARG002 - the cache is not on the host
         check_host_memory(available_memory_bytes(), cache_bytes=0, swap_bytes=swap_bytes)
 
-    def swap(self, pools: Pools, out: Sequence[BlockRun], back: Sequence[BlockRun]) -> None:
-        compute = torch.cuda.current_stream(self.torch_device)
-        # Earlier steps still write the blocks that go out, and read those that are about to be overwritten.
-        self._out_stream.wait_stream(compute)
-        self._back_stream.wait_stream(compute)
-        with torch.cuda.stream(self._out_stream):
-            for run in out:
-                pools.host_ME[run.target_rows].copy_(pools.device_NE[run.source_rows], non_blocking=True)
-        if is_in_the_way(out, back):
-            self._back_stream.wait_stream(self._out_stream)
-        with torch.cuda.stream(self._back_stream):
-            for run in back:
-                pools.device_NE[run.target_rows].copy_(pools.host_ME[run.source_rows], non_blocking=True)
-        # This step writes into blocks that went out, and reads those that came back. The host never
-        # waits: it touches the host's pool only through these streams.
-        compute.wait_stream(self._out_stream)
-        compute.wait_stream(self._back_stream)
+    def open_copier(self, pools: Pools) -> PoolCopier:
+        return CopyStreams(pools, open_streams(self.torch_device))
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -388,20 +338,6 @@ class _CudaEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
-
-
-def is_in_the_way(out: Sequence[BlockRun], back: Sequence[BlockRun]) -> bool:
-    """Whether `back` touches a row that `out` touches, so that the two cannot run at the same time."""
-    device_rows = {row for run in out for row in _rows(run.source_rows)}
-    host_rows = {row for run in out for row in _rows(run.target_rows)}
-    return any(
-        not device_rows.isdisjoint(_rows(run.target_rows)) or not host_rows.isdisjoint(_rows(run.source_rows))
-        for run in back
-    )
-
-
-def _rows(rows: slice) -> range:
-    return range(rows.start, rows.stop)
 
 
 def _map_zeros(numel: int, dtype: torch.dtype) -> Tensor:

@@ -40,9 +40,9 @@ def start_generating(
     steps: StepRunner
     sampler: RowSampler
     if device.is_gpu and ready.surgery is not None:
-        from worker.gpu.opening import open_sampler, open_steps  # only here: a CPU has no use for them
+        from worker.gpu.opening import open_steps  # only here: a CPU has no use for them
 
-        steps, sampler = open_steps(config, ready, device, stage), open_sampler(facts, device, grammars)
+        steps, sampler = open_steps(config, ready, device, stage, grammars)
         facts = replace(facts, runs_ahead=True)
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)

@@ -16,7 +16,7 @@ Shapes: N tokens that are drawn in a step, V vocabulary.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -112,7 +112,8 @@ class GenerationSteps:
         inputs = build_inputs(plan, self.rows, failures)
         if inputs is None:
             return ComputedStep(ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures))
-        logits_NV, prompts = self._compute(inputs)
+        with self._host_pool.step(inputs.metadata):
+            logits_NV, prompts = self._compute(inputs)
         failures.update(prompts.failures)
         told = ModelRunnerOutput(
             token_ids={}, logprobs={}, failures=failures, prompt_logprobs=prompts.logprobs
@@ -124,7 +125,8 @@ class GenerationSteps:
             for earlier in tuple(self._pending):
                 earlier.result()
         sample = self._sampler.begin(logits_NV, inputs.rows)
-        self._steps.remember(sample.token_ids_N)
+        if sample.is_news:
+            self._steps.remember(sample.token_ids_N)
         step = _PendingStep(inputs, sample, told, self)
         self._pending.append(step)
         if not self._works_ahead:
@@ -179,6 +181,9 @@ class _PendingStep:
     def _collect(self) -> ModelRunnerOutput:
         result = self._sample.result()
         self._steps.learn(self, result.token_ids)
+        if not (result.failed or result.logprobs or self._told.failures):
+            tokens = dict(zip(self._sequence_ids, zip(result.token_ids, strict=True), strict=True))
+            return replace(self._told, token_ids=tokens)
         failures = dict(self._told.failures)
         for index, reason in result.failed.items():
             failures[self._sequence_ids[index]] = reason

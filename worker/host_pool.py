@@ -1,7 +1,7 @@
 """The host's pool of KV blocks, for preempted sequences and cached prefixes; all copies of a plan.
 
 Owns: its memory, in the device pool's format; the check of a plan's copies; how fast a copy is.
-Never: whose block is where, or who is swapped (scheduler/); how this device copies (device.py).
+Never: whose block is where, or who is swapped (scheduler/); when a copy is made (block_copies.py).
 
 Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padding, so block n is row n - 1.
 """
@@ -9,14 +9,17 @@ Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padd
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from scheduler.messages import BlockCopy, BlockId
-from worker.device import BlockRun, Device, Pools
+from worker.attention.interface import AttentionMetadata
+from worker.block_copies import Pools, RowCopy, TouchedRows
+from worker.device import Device
 from worker.errors import StartupError
 from worker.kv_cache import KVCache
 from worker.memory import num_host_blocks
@@ -57,7 +60,10 @@ class HostPool:
                     fix="ask for less with --swap-space",
                 ) from error
         self._memory = memory  # itself, not only views of it: a device may pin it while this tensor lives
-        self._pools = Pools(device_NE=cache.pool_NE, host_ME=memory.view(self.num_blocks, layout.block_numel))
+        self._pool_NE = cache.pool_NE
+        self._block_size = layout.block_size
+        host_ME = memory.view(self.num_blocks, layout.block_numel)
+        self._copier = device.open_copier(Pools(device_NE=cache.pool_NE, host_ME=host_ME))
         self._filled: set[BlockId] = set()
         self._copy_rows: CopyRows = _copy_rows
 
@@ -65,6 +71,8 @@ class HostPool:
         self, out: Sequence[BlockCopy], back: Sequence[BlockCopy], within: Sequence[BlockCopy] = ()
     ) -> dict[BlockId, str]:
         """Carry out a plan's copies: all of `out` before any of `back`, and all of these before `within`.
+
+        A device that works by itself makes them later, beside its steps: see `step`.
 
         Returns the device blocks whose content could not be brought, with the reason: whoever has one of
         them in its table must fail. A copy is left out if it names a block that is not in the pools, or
@@ -84,13 +92,21 @@ class HostPool:
             copy.target: reason for copy in back if (reason := self._why_not_back(copy, arrived)) is not None
         }
         returning = [copy for copy in back if copy.target not in lost]
-        self._device.swap(
-            self._pools,
-            merge_runs((copy.source, copy.target - 1) for copy in leaving),
-            merge_runs((copy.source - 1, copy.target) for copy in returning),
+        self._copier.swap(
+            [RowCopy(copy.source, copy.target - 1) for copy in leaving],
+            [RowCopy(copy.source - 1, copy.target) for copy in returning],
         )
+        # Not there yet, perhaps; but whoever reads it from here on waits for it.
         self._filled |= arrived
         return lost
+
+    def step(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
+        """For what computes a step: within, the copies asked before are as good as done."""
+        read_blocks_R = -(-metadata.seq_lens // self._block_size)
+        return self._among_copies(TouchedRows(metadata.token_blocks, metadata.block_tables, read_blocks_R))
+
+    def _among_copies(self, touched: TouchedRows) -> AbstractContextManager[None]:
+        return self._copier.step(touched) if self.num_blocks else nullcontext()
 
     def _copy_within(self, copies: Sequence[BlockCopy], lost: dict[BlockId, str]) -> None:
         """In the order of the device's computations; all sources are read before any target is written."""
@@ -105,8 +121,11 @@ class HostPool:
                 sound.append(copy)
         if sound:
             # One row of sources and one of targets, each without gaps.
-            sources, targets = self._device.tensor(np.ascontiguousarray(np.array(sound).T))
-            self._copy_rows(self._pools.device_NE, sources, targets)
+            sources_P, targets_P = np.ascontiguousarray(np.array(sound).T)
+            touched = TouchedRows(targets_P, sources_P[None], np.array([len(sources_P)]))
+            with self._among_copies(touched):
+                sources, targets = self._device.tensor(np.stack([sources_P, targets_P]))
+                self._copy_rows(self._pool_NE, sources, targets)
 
     def copy_with(self, copy_rows: CopyRows) -> None:
         """Let a kernel make the copies within the device's pool from now on.
@@ -115,19 +134,19 @@ class HostPool:
         """
         self._copy_rows = copy_rows
         source, target = self._device.tensor(np.array([[-1], [0]]))
-        copy_rows(self._pools.device_NE, source, target)
+        copy_rows(self._pool_NE, source, target)
 
     def measure_copy_s(self) -> float:
         """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""
         if not self.num_blocks:
             return 0.0
-        block_bytes = self._pools.device_NE.shape[1] * self._pools.device_NE.itemsize
-        affordable = max(1, _MEASURED_MOST_BYTES // block_bytes)
+        affordable = max(1, _MEASURED_MOST_BYTES // self.block_bytes)
         num_blocks = min(self.num_blocks, self._num_device_blocks, affordable, _MEASURED_BLOCKS)
         ids = [BlockId(block_id) for block_id in range(1, num_blocks + 1)]
         # One descends where the other ascends: after some hours of service few blocks are neighbours.
         out = [BlockCopy(*pair) for pair in zip(ids, reversed(ids), strict=True)]
         back = [BlockCopy(copy.target, copy.source) for copy in out]
+        self._device.wait()
         # Once without the clock: the first round takes the pages from the system.
         self._time_round(out, back)
         seconds = [self._time_round(out, back)]
@@ -164,14 +183,3 @@ class HostPool:
 
 def _copy_rows(pool_NE: Tensor, sources_P: Tensor, targets_P: Tensor) -> None:
     pool_NE.index_copy_(0, targets_P, pool_NE.index_select(0, sources_P))
-
-
-def merge_runs(rows: Iterable[tuple[int, int]]) -> list[BlockRun]:
-    """Turn pairs of a source and a target row into as few copies as possible."""
-    runs: list[BlockRun] = []
-    for source, target in sorted(rows):
-        if runs and (source, target) == (runs[-1].source_rows.stop, runs[-1].target_rows.stop):
-            runs[-1] = runs[-1]._replace(num_blocks=runs[-1].num_blocks + 1)
-        else:
-            runs.append(BlockRun(source, target, 1))
-    return runs

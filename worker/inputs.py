@@ -7,8 +7,10 @@ Never: changes a row.
 Shapes: R sequences, T tokens, N logits wanted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,44 +49,84 @@ def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
         raise SequenceRefused(f"{wrong}: the model knows tokens 0 to {vocab_size - 1}")
 
 
+class _Shares(NamedTuple):
+    """The shares of a step as arrays, one number for each of R."""
+
+    rows_R: NDArray[np.int64]
+    """-1 where the worker does not know the sequence."""
+    starts_R: NDArray[np.int64]
+    counts_R: NDArray[np.int64]
+    samples_R: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, shares: Sequence[ScheduledSequence], rows: RowTable) -> "_Shares":
+        numbers = np.fromiter(
+            chain.from_iterable(shares), np.int64, len(shares) * len(ScheduledSequence._fields)
+        )
+        _, starts_R, counts_R, samples_R = numbers.reshape(len(shares), -1).T
+        rows_R = rows.rows_of(share.sequence_id for share in shares)
+        return cls(rows_R, starts_R, counts_R, samples_R.astype(np.bool_))
+
+    def are_sound(self, rows: RowTable) -> bool:
+        """Whether `is_sound` would say so of each."""
+        rows_R, starts_R, counts_R, samples_R = self
+        if rows_R.min() < 0:
+            return False
+        ends_R = starts_R + counts_R
+        has_slots_R = ends_R <= np.minimum(
+            rows.num_tokens_C[rows_R], rows.num_blocks_C[rows_R] * rows.block_size
+        )
+        has_slots_R &= rows.first_reads(starts_R) >= rows.first_position_C[rows_R]
+        has_room_R = ends_R + samples_R <= rows.token_ids_CL.shape[1]
+        return bool((has_slots_R & has_room_R & (starts_R >= 0) & (counts_R >= 1)).all())
+
+
 def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceId, str]) -> StepInputs | None:
     """Build the step; None if nothing is left of it.
 
     A share that the rows do not bear out is left out and explained in `failures`, alone.
     """
-    shares = [share for share in plan.scheduled if is_sound(share, rows, failures)]
+    shares: Sequence[ScheduledSequence] = plan.scheduled
     if not shares:
         return None
-    if any(later.num_tokens == 1 < earlier.num_tokens for earlier, later in pairwise(shares)):
-        shares.sort(key=lambda share: share.num_tokens > 1)
-    # is_sound has seen a row for each.
-    row_of_R = np.array([rows.row_of(share.sequence_id) for share in shares], dtype=np.int64)
-    starts_R = np.array([share.start for share in shares], dtype=np.int64)
-    counts_R = np.array([share.num_tokens for share in shares], dtype=np.int64)
-    samples_R = np.array([share.samples for share in shares], dtype=np.bool_)
+    arrays = _Shares.of(shares, rows)
+    if not arrays.are_sound(rows):
+        shares = [share for share in shares if is_sound(share, rows, failures)]
+        if not shares:
+            return None
+        arrays = _Shares.of(shares, rows)
+    is_long_R = arrays.counts_R > 1
+    if (is_long_R[:-1] & ~is_long_R[1:]).any():
+        shares = sorted(shares, key=lambda share: share.num_tokens > 1)
+        arrays = _Shares.of(shares, rows)
+    row_of_R, starts_R, counts_R, samples_R = arrays
+    num_decodes = len(shares) - int(np.count_nonzero(is_long_R))
 
     ends_R = np.cumsum(counts_R)
-    rows_T = np.repeat(row_of_R, counts_R)
-    positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R + counts_R - ends_R, counts_R)
-    token_ids_T = rows.token_ids_CL[rows_T, positions_T].astype(np.int64)
+    if num_decodes == len(shares):
+        rows_T, positions_T = row_of_R, starts_R
+    else:
+        rows_T = np.repeat(row_of_R, counts_R)
+        positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R + counts_R - ends_R, counts_R)
     wanted_N = np.flatnonzero(samples_R)
+    seq_lens_R = starts_R + counts_R
     metadata = AttentionMetadata(
-        num_decodes=int(np.count_nonzero(counts_R == 1)),
+        num_decodes=num_decodes,
         query_starts=np.concatenate([[0], ends_R]),
-        seq_lens=starts_R + counts_R,
-        block_tables=_block_tables(rows, row_of_R, starts_R + counts_R),
+        seq_lens=seq_lens_R,
+        block_tables=_block_tables(rows, row_of_R, seq_lens_R),
         token_blocks=rows.block_ids_CB[rows_T, positions_T // rows.block_size].astype(np.int64),
         token_offsets=positions_T % rows.block_size,
     )
     return StepInputs(
-        input_ids_T=token_ids_T,
+        input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),
         position_ids_T=positions_T,
         rows_T=rows_T,
         logits_indices_N=ends_R[wanted_N] - 1,
         metadata=metadata,
-        sequence_ids=[shares[index].sequence_id for index in wanted_N],
+        sequence_ids=[share.sequence_id for share in shares if share.samples],
         rows=row_of_R[wanted_N].tolist(),
-        shares=shares,
+        shares=list(shares),
     )
 
 

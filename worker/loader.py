@@ -44,6 +44,7 @@ from worker.checksums import Checksums
 from worker.config import WorkerConfig
 from worker.device import Device
 from worker.errors import FamilyRefused, StartupError
+from worker.experts import find_experts
 from worker.generation_config import default_sampling, eos_token_ids
 from worker.memory import WeightBytes
 from worker.progress import LoadStage, Stage
@@ -94,6 +95,8 @@ class LoadedModel:
     checkpoint_len: int
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]
+    has_experts: bool = False
+    """It is a mixture: a token reads the weights of some experts only."""
 
 
 def find_kind(config: WorkerConfig) -> ModelKind:
@@ -141,6 +144,7 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
         checkpoint_len=_checkpoint_len(config, kind, text_config),
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
         default_sampling=sampling,
+        has_experts=any(find_experts(model)),
     )
 
 

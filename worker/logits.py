@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from scheduler.messages import TokenLogprobs
 from worker.sampling_state import SamplingRow, TokenIds
@@ -82,7 +83,7 @@ def report_logprobs(
     """
     chosen_N = torch.tensor(token_ids, device=logits_NW.device)
     measures_NF = measure_logprobs(logits_NW, chosen_N, max(num_top))
-    return write_reports(measures_NF.tolist(), token_ids, num_top)
+    return write_reports(measures_NF.cpu().numpy(), token_ids, num_top)
 
 
 def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: int) -> torch.Tensor:
@@ -100,19 +101,26 @@ def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: i
 
 
 def write_reports(
-    measures: Sequence[Sequence[float]], token_ids: Sequence[int], num_top: Sequence[int]
+    measures_NF: NDArray[np.float64], token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Reports of chosen tokens from lines of `measure_logprobs`."""
+    num_best = (measures_NF.shape[1] - 2) // 2
+    logprobs, ranks, values_NK = measures_NF[:, 0], measures_NF[:, 1], measures_NF[:, 2 : 2 + num_best]
+    ids_NK = measures_NF[:, 2 + num_best :].astype(np.int64)
+    # As nearly always: no equals whose order were in question, and nothing to be left out.
+    is_falling_N = np.all(values_NK[:, 1:] < values_NK[:, :-1], axis=1)
+    is_plain_N = is_falling_N & np.all(values_NK > -np.inf, axis=1)
     report = []
-    for n, (logprob, rank, *best) in enumerate(measures):
-        values, ids = best[: len(best) // 2], [int(each) for each in best[len(best) // 2 :]]
-        top = dict(zip(ids[: num_top[n]], values[: num_top[n]], strict=True))
-        if top and rank <= num_top[n] and token_ids[n] not in top:
+    lines = zip(token_ids, num_top, logprobs.tolist(), ranks.astype(np.int64).tolist(), strict=True)
+    bests = zip(is_plain_N.tolist(), values_NK.tolist(), ids_NK.tolist(), strict=True)
+    for (token_id, num, logprob, rank), (is_plain, values, ids) in zip(lines, bests, strict=True):
+        best = list(zip(ids[:num], values[:num], strict=True))
+        if best and rank <= num and token_id not in ids[:num]:
             # Its equals took the last places: among equals the chosen one is worth showing.
-            top.popitem()
-            top[token_ids[n]] = logprob
-        listed = sorted((item for item in top.items() if item[1] != -torch.inf), key=_best_first)
-        report.append(TokenLogprobs(token_ids[n], logprob, int(rank), tuple(listed)))
+            best[-1] = (token_id, logprob)
+        if not is_plain:
+            best = sorted((entry for entry in best if entry[1] != -torch.inf), key=_best_first)
+        report.append(TokenLogprobs(token_id, logprob, rank, tuple(best)))
     return report
 
 

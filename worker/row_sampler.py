@@ -12,13 +12,15 @@ between, and a step that does not need to know it may begin:
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from scheduler.messages import SamplingParams, TokenLogprobs
 from worker.grammar import Grammars
-from worker.sampling_state import SamplingRow
+from worker.sampling_state import SamplingRow, TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,17 @@ class SampleResult:
     """By position: why no token could be drawn, for the log."""
 
 
+class Drawing(NamedTuple):
+    """What was asked of the device."""
+
+    token_ids_N: Tensor
+    """[N] int64 on the device of the logits, in the order of its work; 0 where a position fails."""
+    collect: Callable[[], SampleResult]
+    """Waits for the device where there is need to."""
+    is_news: bool = True
+    """False where the step that made the logits had drawn all of it."""
+
+
 class PendingSample:
     """Tokens that are being drawn.
 
@@ -40,24 +53,22 @@ class PendingSample:
     before the result is collected.
     """
 
-    def __init__(
-        self, token_ids_N: Tensor, states: Sequence[SamplingRow], collect: Callable[[], SampleResult]
-    ) -> None:
-        """`collect` waits for the device where there is need to."""
-        self.token_ids_N = token_ids_N
-        """[N] int64 on the device of the logits, in the order of its work; 0 where a position fails."""
+    def __init__(self, drawing: Drawing, states: Sequence[SamplingRow]) -> None:
+        self.token_ids_N = drawing.token_ids_N
+        self.is_news = drawing.is_news
         self._states = states
-        self._collect = collect
+        self._learners = [(n, state) for n, state in enumerate(states) if state.learns]
+        self._collect = drawing.collect
         self._result: SampleResult | None = None
 
     def result(self) -> SampleResult:
         """Wait for the tokens, and record them for their rows. Results of one row are collected in order."""
         if self._result is None:
             self._result = self._collect()
-            for n, state in enumerate(self._states):
-                if n in self._result.failed:
-                    state.withdraw()
-                else:
+            for n in self._result.failed:
+                self._states[n].withdraw()
+            for n, state in self._learners:
+                if n not in self._result.failed:
                     state.record(self._result.token_ids[n])
         return self._result
 
@@ -70,6 +81,7 @@ class RowSampler(ABC):
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._rows: dict[int, SamplingRow] = {}
+        self._learners: set[int] = set()
 
     def add_row(
         self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
@@ -84,18 +96,23 @@ class RowSampler(ABC):
         if params.grammar is not None:
             assert self._grammars is not None, "a sampler without grammars"
             state.grammar = self._grammars.row(params.grammar, token_ids[num_prompt_tokens:])
+        if state.is_penalized:
+            self._begin_counting(row, state, token_ids, num_prompt_tokens)
         self._rows[row] = state
+        if state.learns:
+            self._learners.add(row)
 
     def remove_row(self, row: int) -> None:
         """Forget `row`; nothing happens if it is unknown."""
         self._rows.pop(row, None)
+        self._learners.discard(row)
 
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether results must be collected before `begin` is called for `rows`.
 
         So it is where what one of them may draw depends on a token of its own that is still pending.
         """
-        return any(self._rows[row].needs_history for row in rows)
+        return bool(self._learners) and any(self._rows[row].needs_history for row in rows)
 
     @torch.inference_mode()
     def begin(self, logits_NV: Tensor, rows: Sequence[int]) -> PendingSample:
@@ -107,17 +124,26 @@ class RowSampler(ABC):
         """
         assert logits_NV.shape == (len(rows), self._vocab_size)
         states = [self._rows[row] for row in rows]
-        token_ids_N, collect = self._draw(logits_NV, states)
+        drawing = self._draw(logits_NV, rows, states)
         for state in states:
             state.advance()
-        return PendingSample(token_ids_N, states, collect)
+        return PendingSample(drawing, states)
 
     def sample(self, logits_NV: Tensor, rows: Sequence[int]) -> SampleResult:
         """`begin`, and wait for the result."""
         return self.begin(logits_NV, rows).result()
 
+    def _begin_counting(
+        self,
+        row: int,  # noqa: ARG002 - for those who count elsewhere
+        state: SamplingRow,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+    ) -> None:
+        """Count the tokens of a row with penalties, from now on."""
+        history = np.asarray(token_ids, np.int64)
+        state.counts = TokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
+
     @abstractmethod
-    def _draw(
-        self, logits_NV: Tensor, states: Sequence[SamplingRow]
-    ) -> tuple[Tensor, Callable[[], SampleResult]]:
+    def _draw(self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]) -> Drawing:
         """What a PendingSample is made of."""

@@ -8,7 +8,7 @@ Never: the scheduler's view of a sequence (scheduler/sequence.py), or sampling s
 Arrays are indexed by row, so that a step is built from them without a loop over tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,11 @@ class RowTable:
         """None for a sequence that has no row: never sent, released, or refused."""
         return self._row_of.get(sequence_id)
 
+    def rows_of(self, sequence_ids: Iterable[SequenceId]) -> NDArray[np.int64]:
+        """`row_of` of many; -1 for none."""
+        row_of = self._row_of
+        return np.array([row_of.get(each, -1) for each in sequence_ids], dtype=np.int64)
+
     def add(self, new: NewSequence) -> int:
         """Give a sequence a row. Raises SequenceRefused and changes nothing if it cannot have one."""
         if not self._free:
@@ -96,6 +101,11 @@ class RowTable:
     def first_read(self, start: int) -> int:
         """The first position that a share from `start` on attends to."""
         return 0 if self._sliding_window is None else max(start - self._sliding_window + 1, 0)
+
+    def first_reads(self, starts_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`first_read` of R shares."""
+        window = self._sliding_window
+        return np.zeros_like(starts_R) if window is None else np.maximum(starts_R - window + 1, 0)
 
     def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
         """Append one token to each row; the rows are distinct."""

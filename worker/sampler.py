@@ -10,14 +10,14 @@ preemption change it. gpu/sampler.py draws the same tokens without ever waiting 
 Shapes: N rows, V vocabulary, W vocabulary padded to whole blocks of draw.BLOCK.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from worker.draw import BLOCK, LEAST_TOP_P, Draw, draw, pick_best
 from worker.grammar import Grammars
 from worker.logits import edit_logits, report_logprobs
-from worker.row_sampler import PendingSample, RowSampler, SampleResult
+from worker.row_sampler import Drawing, PendingSample, RowSampler, SampleResult
 from worker.sampling_state import SamplingRow
 
 __all__ = ["PendingSample", "SampleResult", "Sampler"]
@@ -45,8 +45,11 @@ class Sampler(RowSampler):
         self._scratch_NW = torch.empty((num_lines, width), dtype=torch.float32, device=device)
 
     def _draw(
-        self, logits_NV: torch.Tensor, states: Sequence[SamplingRow]
-    ) -> tuple[torch.Tensor, Callable[[], SampleResult]]:
+        self,
+        logits_NV: torch.Tensor,
+        rows: Sequence[int],  # noqa: ARG002 - their states say all
+        states: Sequence[SamplingRow],
+    ) -> Drawing:
         result = SampleResult(token_ids=[0] * len(states), logprobs={}, failed={})
         greedy = [n for n, state in enumerate(states) if state.is_greedy]
         drawn = [n for n, state in enumerate(states) if not state.is_greedy]
@@ -56,7 +59,7 @@ class Sampler(RowSampler):
         for lines in self._in_chunks([n for n in asked if n not in result.failed]):
             self._report_lines(logits_NV, lines, states, result)
         token_ids_N = torch.tensor(result.token_ids, dtype=torch.int64, device=logits_NV.device)
-        return token_ids_N, lambda: result
+        return Drawing(token_ids_N, lambda: result)
 
     def _in_chunks(self, lines: list[int]) -> Iterator[list[int]]:
         size = len(self._scratch_NW)

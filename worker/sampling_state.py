@@ -107,18 +107,15 @@ class SamplingRow:
         self.bad_words: BadWords | None = None
         if params.bad_words:
             self.bad_words = BadWords(params.bad_words, token_ids[num_prompt_tokens:], vocab_size=vocab_size)
+        self.is_penalized = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
         self.counts: TokenCounts | None = None
-        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-            history = np.asarray(token_ids, np.int64)
-            self.counts = TokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
+        """For the penalties, where the host counts."""
         self.grammar: RowGrammar | None = None
         # Most rows edit nothing, and are asked so in each step.
-        self._may_edit = bool(
-            bias
-            or params.allowed_token_ids
-            or self.bad_words is not None
-            or self.counts is not None
-            or params.min_tokens > 0
+        self._names_tokens = bool(
+            bias or params.allowed_token_ids or self.bad_words is not None or params.min_tokens > 0
         )
         # top_k=1 leaves one candidate, whatever the draw: the cheap way comes to the same token.
         self.is_greedy = params.temperature == 0.0 or params.top_k == 1
@@ -137,12 +134,21 @@ class SamplingRow:
         return self.num_generated < self.params.min_tokens and len(self.stop_ids) > 0
 
     @property
+    def may_edit(self) -> bool:
+        """Whether `edits_logits` may ever be true."""
+        return self.is_penalized or self.names_tokens
+
+    @property
+    def names_tokens(self) -> bool:
+        """Whether it may ever edit tokens that it names itself: a bias, bans, a mask. Penalties do not."""
+        return self._names_tokens or self.grammar is not None
+
+    @property
     def edits_logits(self) -> bool:
-        if self.grammar is not None and self.grammar.is_active:
+        if self.is_penalized or (self.grammar is not None and self.grammar.is_active):
             return True
-        return self._may_edit and (
+        return self._names_tokens and (
             len(self.bias_ids) > 0
-            or self.counts is not None
             or self.must_not_stop
             or self.bad_words is not None
             or bool(self.params.allowed_token_ids)
@@ -160,9 +166,12 @@ class SamplingRow:
     @property
     def needs_history(self) -> bool:
         """Whether what may be drawn now depends on a token that is being drawn, and so is not known yet."""
-        return self._num_pending > 0 and (
-            self.counts is not None or self.bad_words is not None or self.grammar is not None
-        )
+        return self._num_pending > 0 and self.learns
+
+    @property
+    def learns(self) -> bool:
+        """Whether it wants to know the tokens that are drawn: others need not be told by `record`."""
+        return self.counts is not None or self.bad_words is not None or self.grammar is not None
 
     @property
     def failure(self) -> str:

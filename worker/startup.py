@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 # Quantized weights answer a little otherwise, by intent; broken ones would answer anything.
 _TOLERANCE_OF_QUANTIZATION = {"int8": 0.3}
 
+# Products of so many rows are as fast as they get: docs/benchmarks/serving.md has the measurement.
+_CPU_SATURATING_TOKENS = 256
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
@@ -228,6 +230,8 @@ def _facts(
         sliding_window=cache.layout.sliding_window,
         num_host_blocks=host_pool.num_blocks,
         copy_s_per_block=host_pool.measure_copy_s(),
+        # Of a mixture each expert has a few of the rows only, and gains by more.
+        saturating_tokens=0 if device.is_gpu or loaded.has_experts else _CPU_SATURATING_TOKENS,
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
     )

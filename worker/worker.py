@@ -6,6 +6,7 @@ Never: chooses what is computed (scheduler/), or knows of requests, text or clie
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.config import LoadProgress, ModelFacts, WorkerConfig
@@ -81,4 +82,7 @@ class Worker:
         """Let go of the model and the cache; their memory returns when nobody else holds them."""
         if isinstance(self._steps, GenerationSteps) and (done := self._steps.describe()):
             log.info("%s", done)
+        if self._device is not None:
+            with suppress(RuntimeError):  # a device that is broken does nothing any more
+                self._device.wait()  # blocks may still be on their way to the host's pool
         self._steps = self._device = None

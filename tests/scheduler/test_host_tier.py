@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import HostTier, PreemptionMode
+from scheduler.config import HostTier, PreemptionMode, SchedulingPolicy
 from scheduler.messages import PreemptionCause, SequenceId
 from scheduler.swap_space import SwapSpace
 from tests.fakes import continuation, make_sequence
@@ -203,3 +203,22 @@ def test_a_swapped_sequence_leaves_its_prefix_to_others_when_it_is_gone() -> Non
     world.run()
     evict(world, number=3)
     assert start_of(world, 4, prompt(7, 2)) == 4
+
+
+def test_what_a_plan_writes_over_is_copied_out_before_what_a_preempted_sequence_leaves() -> None:
+    world = with_host(
+        num_blocks=8,
+        policy=SchedulingPolicy.PRIORITY,
+        preemption_mode=PreemptionMode.SWAP,
+        num_host_blocks=20,
+    )
+    world.add(make_sequence(1, prompt(12, 1), max_tokens=1))
+    world.run()
+    world.add(make_sequence(2, prompt(15, 2), max_tokens=9, priority=5))
+    world.step()
+    world.add(make_sequence(3, prompt(22, 3), max_tokens=1, priority=0))
+    plan = world.step()
+    num_kept = world.scheduler.stats().num_kept_host_blocks
+    assert 0 < num_kept < len(plan.swap_out), "somebody was displaced, and cached blocks were taken as well"
+    [new] = plan.new_sequences
+    assert {copy.source for copy in plan.swap_out[:num_kept]} <= set(new.block_ids)

@@ -156,3 +156,19 @@ def test_only_tokens_that_are_computed_again_count_as_recomputed(caching: Prefix
     num_again = sum(num - 1 for num in computed.values())
     assert world.scheduler.stats().num_recomputed_tokens == num_again
     assert num_again > 0 or caching is PrefixCaching.ON
+
+
+@pytest.mark.parametrize("caching", PrefixCaching)
+def test_blocks_are_copied_out_in_the_order_in_which_others_get_them(caching: PrefixCaching) -> None:
+    world = World(
+        small_config(preemption_mode=PreemptionMode.SWAP, num_host_blocks=8, prefix_caching=caching)
+    )
+    world.add(make_sequence(1, prompt(14, 1), max_tokens=9), make_sequence(2, prompt(14, 2), max_tokens=9))
+    while not world.num_swaps():
+        plan = world.step()
+    sources = [copy.source for copy in plan.swap_out]
+    assert len(sources) == 4
+    taken = [block for blocks in plan.new_blocks.values() for block in blocks]
+    assert sources[: len(taken)] == taken, "written by this very plan"
+    left = [block for block in world.scheduler.kv.pool.free_blocks() if block in sources]
+    assert sources[len(taken) :] == left

@@ -2,14 +2,16 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from scheduler.messages import BlockCopy, BlockId
+from worker.block_copies import BlockRun, Pools, RowCopy, TouchedRows, merge_runs
 from worker.config import WorkerConfig
-from worker.device import BlockRun, CpuDevice, CudaDevice, Pools, is_in_the_way
+from worker.device import CpuDevice, CudaDevice
 from worker.errors import StartupError
-from worker.host_pool import HostPool, merge_runs
+from worker.host_pool import HostPool
 from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
 LAYOUT = BlockLayout(layers={0: LayerShape(1, 8, 8)}, block_size=4, dtype=torch.bfloat16)
@@ -82,11 +84,11 @@ def test_what_was_never_swapped_out_is_lost(cache: KVCache, pool: HostPool, sour
 
 
 def test_what_was_being_copied_when_a_step_failed_is_lost(
-    cache: KVCache, pool: HostPool, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+    cache: KVCache, pool: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.swap(copies((1, 1)), [])
     with monkeypatch.context() as broken:
-        broken.setattr(device, "swap", lambda *_: 1 / 0)
+        broken.setattr(pool._copier, "swap", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pool.swap(copies((2, 1)), [])
     assert list(pool.swap([], copies((1, 3)))) == [3]
@@ -145,36 +147,23 @@ def test_measuring_leaves_no_trace(cache: KVCache, device: CpuDevice, num_blocks
 
 
 def test_neighbours_in_both_pools_are_copied_at_once_in_whatever_order_they_are_named() -> None:
-    assert merge_runs([]) == []
-    assert merge_runs([(5, 2), (4, 1), (3, 0)]) == [BlockRun(3, 0, 3)]
-    assert merge_runs([(1, 7), (2, 6), (3, 5)]) == [BlockRun(1, 7, 1), BlockRun(2, 6, 1), BlockRun(3, 5, 1)]
-    assert merge_runs([(1, 1), (2, 2), (4, 3), (5, 4)]) == [BlockRun(1, 1, 2), BlockRun(4, 3, 2)]
+    def runs(*pairs: tuple[int, int]) -> list[BlockRun]:
+        return merge_runs(RowCopy(*pair) for pair in pairs)
 
-
-OUT = [BlockRun(1, 10, 3)]
-
-
-@pytest.mark.parametrize(
-    ("back", "is_so"),
-    [
-        (BlockRun(20, 4, 2), False),
-        (BlockRun(1, 10, 3), False),  # the same numbers, but of the other pool
-        (BlockRun(20, 3, 1), True),  # to a block that goes out
-        (BlockRun(12, 30, 1), True),  # from a block that arrives
-        (BlockRun(13, 30, 1), False),
-    ],
-)
-def test_the_way_back_waits_for_the_way_out_where_they_meet(back: BlockRun, is_so: bool) -> None:
-    assert is_in_the_way(OUT, [back]) is is_so
-    assert not is_in_the_way(OUT, [])
+    assert runs() == []
+    assert runs((5, 2), (4, 1), (3, 0)) == [BlockRun(3, 0, 3)]
+    assert runs((1, 7), (2, 6), (3, 5)) == [BlockRun(1, 7, 1), BlockRun(2, 6, 1), BlockRun(3, 5, 1)]
+    assert runs((1, 1), (2, 2), (4, 3), (5, 4)) == [BlockRun(1, 1, 2), BlockRun(4, 3, 2)]
 
 
 class FakeStream:
+    """Does at once what it is asked, and tells of events."""
+
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self._log = name, log
 
-    def wait_stream(self, other: "FakeStream") -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
+    def wait_event(self, event: "FakeEvent") -> None:
+        self._log.append(f"{self.name} waits for {event.stream.name}")
 
     def __enter__(self) -> None:
         self._log.append(f"on {self.name}")
@@ -182,25 +171,41 @@ class FakeStream:
     def __exit__(self, *_: object) -> None: ...
 
 
-@pytest.mark.parametrize("meets", [False, True])
-def test_a_gpu_orders_its_streams_by_events(monkeypatch: pytest.MonkeyPatch, meets: bool) -> None:
-    """Without a GPU: the order of what is asked of the streams, and that the copies are the right ones."""
+class FakeEvent:
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_gpu_copies_on_streams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what is asked of torch.cuda."""
     log: list[str] = []
-    names = iter(("out", "back"))
+    names = iter(("out", "late out", "back"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream(next(names), log))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream("compute", log))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     gpu = CudaDevice(WorkerConfig(model_path=""), torch.device("cpu"))
     pools = Pools(torch.arange(8.0).view(4, 2), torch.zeros(3, 2))
-    gpu.swap(pools, [BlockRun(1, 0, 2)], [BlockRun(1 if meets else 2, 1 if meets else 3, 1)])
-    middle = ["back waits for out"] if meets else []
+    copier = gpu.open_copier(pools)
+    rows = np.array([1])
+    with copier.step(TouchedRows(rows, rows[None], rows)):
+        log.append("step 1")
+    copier.swap([RowCopy(1, 0), RowCopy(2, 1)], [RowCopy(1, 3)])
+    with copier.step(TouchedRows(rows, rows[None], rows)):
+        log.append("step 2")
     assert log == [
-        *("out waits for compute", "back waits for compute", "on out", *middle, "on back"),
-        *("compute waits for out", "compute waits for back"),
+        "step 1",
+        "on out",
+        *("late out waits for compute", "on late out"),
+        *("back waits for out", "on back"),
+        *("compute waits for late out", "step 2"),
     ]
     assert pools.host_ME.tolist() == [[2.0, 3.0], [4.0, 5.0], [0.0, 0.0]]
-    assert pools.device_NE[1 if meets else 3].tolist() == ([4.0, 5.0] if meets else [0.0, 0.0])
+    assert pools.device_NE[3].tolist() == [4.0, 5.0]
 
 
 def test_a_gpu_pins_the_hosts_pool_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +217,6 @@ def test_a_gpu_pins_the_hosts_pool_while_it_lives(monkeypatch: pytest.MonkeyPatc
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     gpu = CudaDevice(WorkerConfig(model_path=""), torch.device("cuda:0"))

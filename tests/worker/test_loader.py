@@ -160,6 +160,13 @@ def test_state_besides_keys_and_values_shows_in_the_logits(
     assert not facts.is_paged
 
 
+@pytest.mark.parametrize(("family", "expected"), [("llama", 256), ("mixtral", 0)])
+def test_a_cpu_tells_how_many_tokens_saturate_it_unless_experts_share_them(
+    checkpoints: MakeCheckpoint, family: str, expected: int
+) -> None:
+    assert load_worker(checkpoints(family))[1].saturating_tokens == expected
+
+
 def test_an_unknown_dtype_and_an_unknown_device(folder: Path) -> None:
     assert "unknown dtype" in refusal(folder, dtype="int3")
     assert "unknown device" in refusal(folder, device="abacus")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scheduler.messages import SamplingParams
 from tests.worker.sampling_oracle import choose
 from worker.draw import BLOCK, Draw, draw
+from worker.logits import report_logprobs
 from worker.sampler import Sampler
 from worker.sampling_state import SamplingRow
 
@@ -255,6 +256,14 @@ def test_logprobs_are_those_of_the_raw_logits(row, num_logprobs, temperature, se
     assert values == pytest.approx(sorted(expected.tolist(), reverse=True)[:num_logprobs], abs=1e-5)
     assert all(logprob == pytest.approx(float(expected[n]), abs=1e-5) for n, logprob in report.top)
     assert (report.token_id in dict(report.top)) == (report.rank <= num_logprobs)
+
+
+def test_the_drawn_token_takes_the_place_of_an_equal_one_that_is_listed_before_it() -> None:
+    """Two are asked for, and both of the second best weigh the same."""
+    logits = logits_of([3.0, 2.0, 0.5, 2.0, *[0.0] * (VOCAB - 4)])
+    [report] = report_logprobs(logits, [3], [2])
+    assert report.rank == 2
+    assert [token_id for token_id, _ in report.top] == [0, 3]
 
 
 def test_only_rows_that_ask_get_logprobs() -> None:

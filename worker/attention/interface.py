@@ -91,8 +91,8 @@ class AttentionMetadata:
     seq_lens: NDArray[np.int64]
     """[R], after this step."""
     block_tables: NDArray[np.int32]
-    """[R, longest table], padded with block 0. Where all layers have a window, entries before it are 0 as
-    well, or blocks of others by now: they must not be read."""
+    """[R, longest table]. Entries behind a sequence's last block, and before the window where all layers have
+    one, are 0 or blocks of others: they must not be read."""
     token_blocks: NDArray[np.int64]
     """[T]: the block that each token's key and value go to."""
     token_offsets: NDArray[np.int64]

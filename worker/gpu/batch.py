@@ -57,3 +57,9 @@ class DeviceBatch(NamedTuple):
     """int64; padding points to token 0."""
     rows_N: Tensor
     """int32: for whom a token is drawn; padding has the one row that belongs to nobody, max_num_seqs."""
+    draws_NF: Tensor
+    """float64: how it is drawn (draw_fields.py); padding has line -1."""
+    packed_tables: Tensor
+    """int32, flat: the block tables as they came, to be spread to those of `attention`."""
+    table_width_1: Tensor
+    """int32: blocks of each line of packed_tables."""

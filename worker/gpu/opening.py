@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from worker.config import ModelFacts, WorkerConfig
+from worker.config import WorkerConfig
 from worker.device import NO_RESERVE, Device, Reserve
 from worker.errors import StartupError
 from worker.findings import Finding, Verdict
@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 
 _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
-_SAMPLER_BYTES = 128 << 20
-"""What drawing takes for a moment at most: a copy of some rows of logits in float32. An estimate."""
+_SAMPLER_BYTES = 160 << 20
+"""What drawing takes at most, with what it takes for a moment: copies of some rows of logits in float32. An
+estimate."""
 
 
 def obstacle(config: WorkerConfig) -> str:
@@ -104,17 +105,24 @@ def reserve(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
     longest = config.max_model_len or loaded.checkpoint_len
     limits = _limits(config, longest, config.block_size or _SMALLEST_BLOCK)
     num_graphs = 0 if config.enforce_eager else len(GraphSizes(limits, longest))
-    logits_bytes = limits.num_sequences * loaded.vocab_size * loaded.dtype.itemsize
+    num_logits = limits.num_sequences * loaded.vocab_size
+    # Of each: the logits of graphs, and the count that penalties need.
+    logits_bytes = num_logits * (loaded.dtype.itemsize + torch.int32.itemsize)
     return Reserve(num_graphs, StepBuffers.num_bytes(limits) + logits_bytes + _SAMPLER_BYTES)
 
 
 def open_steps(
-    config: WorkerConfig, ready: ReadyModel[ModelRunner], device: Device, stage: LoadStage
-) -> StepRunner:
-    """Who computes steps, with graphs unless they are not wanted. Raises StartupError."""
+    config: WorkerConfig,
+    ready: ReadyModel[ModelRunner],
+    device: Device,
+    stage: LoadStage,
+    grammars: Grammars,
+) -> tuple[StepRunner, RowSampler]:
+    """Who computes steps, with graphs unless they are not wanted, and who draws. Raises StartupError."""
     from worker.gpu.attention import TritonAttention
     from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
     from worker.gpu.runner import GpuSteps
+    from worker.gpu.sampler import GpuSampler
 
     facts = ready.facts
     limits = _limits(config, facts.max_model_len, facts.block_size)
@@ -123,6 +131,11 @@ def open_steps(
     try:
         logits = device.zeros(limits.num_sequences * facts.vocab_size, dtype)
         buffers = StepBuffers(device, limits)
+        sampler = GpuSampler(
+            vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device, grammars=grammars
+        )
+        with refusing_kernels():
+            sampler.warm_up(dtype)
     except torch.OutOfMemoryError as error:
         raise StartupError(
             "memory ran out beside the KV cache", fix="lower --gpu-memory-utilization or --max-num-seqs"
@@ -130,21 +143,12 @@ def open_steps(
     if ready.host_pool.block_bytes % WORD_BYTES == 0:
         ready.host_pool.copy_with(copy_blocks)
     logits_NV = logits.view(limits.num_sequences, facts.vocab_size)
-    steps = GpuSteps(ready.runner, ready.backend, device, buffers, logits_NV)
+    with refusing_kernels():
+        steps = GpuSteps(ready.runner, ready.backend, device, buffers, sampler, logits_NV)
     if not config.enforce_eager:
         stage.enter(Stage.CAPTURING)
         steps.capture(GraphSizes(limits, facts.max_model_len))
-    return steps
-
-
-def open_sampler(facts: ModelFacts, device: Device, grammars: Grammars) -> RowSampler:
-    """Who draws tokens. Raises StartupError."""
-    from worker.gpu.sampler import GpuSampler
-
-    sampler = GpuSampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
-    with refusing_kernels():
-        sampler.warm_up(getattr(torch, facts.dtype))
-    return sampler
+    return steps, sampler
 
 
 def _refuse_quantization(config: WorkerConfig) -> None:

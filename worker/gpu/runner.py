@@ -1,12 +1,15 @@
 """A step on a GPU: what the host asks for, without waiting for anything.
 
-Owns: the order of a step on the device (fill in tokens that the host does not know, attention's batch, the
-model, the logits), and who does it: a captured graph, or the host kernel by kernel.
-Never: builds a step (inputs.py, step_buffers.py) or draws (gpu/sampler.py).
+Owns: the order of a step on the device (spread block tables, fill in tokens that the host does not know,
+attention's batch, the model, the logits, the draw, the last token of each row), and who does it: a captured
+graph, or the host kernel by kernel.
+Never: builds a step (inputs.py, step_buffers.py), or says how is drawn (gpu/sampler.py).
 
-Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more that is nobody's.
+Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more that is nobody's, F fields
+of a draw.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +21,7 @@ from worker.attention.interface import LayerExecutor, note_layers_begun
 from worker.device import Device
 from worker.gpu.batch import AttentionBatch, DeviceBatch
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
-from worker.gpu.kernels.inputs import fill_unknown_tokens, remember_tokens
+from worker.gpu.kernels.inputs import fill_unknown_tokens, remember_tokens, spread_tables
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.inputs import StepInputs
 from worker.model_runner import BodyOutputs, ModelRunner
@@ -31,6 +34,16 @@ class BatchAttention(LayerExecutor, Protocol):
         """Prepare what all layers of the step share, without waiting for the device."""
 
 
+class StepSampler(Protocol):
+    """Who knows how rows are drawn."""
+
+    def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """[N, F]: how the step that is about to be launched draws for these rows."""
+
+    def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:
+        """Ask for the tokens of a step, without waiting; they stand in the memory that is returned, [N]."""
+
+
 class GpuSteps:
     """A StepRunner that asks and does not wait. One step's memory: each is filled in after the one before."""
 
@@ -40,6 +53,7 @@ class GpuSteps:
         backend: BatchAttention,
         device: Device,
         buffers: StepBuffers,
+        sampler: StepSampler,
         logits_NV: Tensor,
     ) -> None:
         """`logits_NV` is where graphs leave their logits, for the most sequences that may draw at once."""
@@ -47,20 +61,20 @@ class GpuSteps:
         self._backend = backend
         self._device = device
         self._buffers = buffers
+        self._sampler = sampler
         self._logits_NV = logits_NV
         self._last_token_C = device.zeros(buffers.limits.num_sequences + 1, torch.int64)
         self._graphs = StepGraphs()
+        self._rows_N: Tensor
         self._rows_of: dict[BatchSizes, Tensor] = {}
-        # Compiled now, for nobody's row, and not in the middle of the first step.
-        self._rows_N = device.tensor(np.array([buffers.limits.num_sequences], np.int32))
-        self.remember(self._last_token_C[:1])
         self._num_replayed = self._num_eager = self._num_padding = 0
+        self._warm_up()
 
     def capture(self, sizes: GraphSizes) -> None:
         """Capture what there is memory for. Steps that fit into these sizes are replayed from then on."""
 
         def work_on(each: BatchSizes) -> "_Work":
-            self._buffers.fill(None, each)
+            self._buffers.fill_with_padding(each)
             batch = self._buffers.view(each)
             self._rows_of[each] = batch.rows_N
             return _Work(self, batch)
@@ -71,8 +85,11 @@ class GpuSteps:
         """See StepRunner."""
         captured = self._graphs.find(inputs)
         if captured is None:
-            return self._forward(self._begin(inputs))
-        self._buffers.fill(inputs, captured.sizes)
+            batch = self._begin(inputs)
+            logits_NV = self._forward(batch)
+            self._draw(logits_NV, batch)
+            return logits_NV
+        self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), captured.sizes)
         self._rows_N = self._rows_of[captured.sizes]
         captured.graph.replay()
         note_layers_begun(captured.num_layers)
@@ -84,9 +101,11 @@ class GpuSteps:
         """See StepRunner."""
         batch = self._begin(inputs)
         self._prepare(batch)
-        return self._runner.forward_keeping_body(
+        logits_NV, body = self._runner.forward_keeping_body(
             batch.input_ids_1T, batch.position_ids_1T, batch.logits_indices_N, self._backend
         )
+        self._draw(logits_NV, batch)
+        return logits_NV, body
 
     def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
         """See StepRunner."""
@@ -104,16 +123,17 @@ class GpuSteps:
             f"padding; {self._num_eager} were not"
         )
 
-    def leave_logits(self, batch: DeviceBatch) -> None:
-        """Compute a batch and leave its logits where those of graphs are found."""
-        logits_NV = self._forward(batch)
-        self._logits_NV[: len(logits_NV)].copy_(logits_NV)
+    def compute_and_draw(self, batch: DeviceBatch) -> None:
+        """Compute a batch. Logits are left where those of graphs are found, tokens with the sampler."""
+        logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
+        logits_NV.copy_(self._forward(batch))
+        self._draw(logits_NV, batch)
 
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
         """A step of its own sizes, without padding."""
         self._num_eager += 1
         sizes = sizes_of(inputs)
-        self._buffers.fill(inputs, sizes)
+        self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), sizes)
         batch = self._buffers.view(sizes)
         self._rows_N = batch.rows_N
         return batch
@@ -126,8 +146,26 @@ class GpuSteps:
 
     @torch.inference_mode()
     def _prepare(self, batch: DeviceBatch) -> None:
+        spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
         fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compile now, with nobody's step, and not in the middle of the first one."""
+        sizes = BatchSizes(1, 1, 1, 1, 1, 1)
+        self._buffers.fill_with_padding(sizes)
+        batch = self._buffers.view(sizes)
+        self._rows_N = batch.rows_N
+        spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
+        fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
+        remember_tokens(self._last_token_C, batch.rows_N, self._last_token_C[:1])
+
+    @torch.inference_mode()
+    def _draw(self, logits_NV: Tensor, batch: DeviceBatch) -> None:
+        if len(batch.rows_N):
+            token_ids_N = self._sampler.draw_in_step(logits_NV, batch.draws_NF)
+            remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)
 
 
 class _Work:
@@ -138,7 +176,7 @@ class _Work:
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        self._steps.leave_logits(self._batch)
+        self._steps.compute_and_draw(self._batch)
 
 
 def sizes_of(inputs: StepInputs) -> BatchSizes:

@@ -5,15 +5,17 @@ is copied from: two pieces in turn, so that one is filled while the other is sti
 Never: what the numbers mean (inputs.py), or who reads them (runner.py).
 
     pinned  | token ids | positions | slots | logits indices | rows | ... | block tables, as wide as need be |
-    device  | the same, one copy                                         | -> tables of full width, one copy |
+    device  | the same, in one copy                                      | -> of full width, within the step |
 
 Where a field begins depends on the sizes alone. Block tables come last and narrow: at full width, those of
 256 sequences of a long context are 8 MiB, of which a step reads a hundredth.
 
-Shapes: T tokens, R sequences, B blocks of the longest table, N logits wanted; all with padding.
+Shapes: T tokens, R sequences, B blocks of the longest table, N logits wanted, F fields of a draw; all with
+padding.
 """
 
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +24,14 @@ from torch import Tensor
 
 from worker.device import Device, Event
 from worker.gpu.batch import AttentionBatch, DeviceBatch
+from worker.gpu.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.inputs import StepInputs
 
 _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""
+
+_NUM_KEPT_SIZES = 256
+"""Of sizes, where in memory their fields are: all graphs', and some others."""
 
 
 class BatchSizes(NamedTuple):
@@ -66,6 +72,7 @@ class _Field(NamedTuple):
 class _Layout(NamedTuple):
     """Where in the memory of a step its fields are."""
 
+    draws_NF: _Field
     input_ids_T: _Field
     position_ids_T: _Field
     slots_T: _Field
@@ -74,14 +81,15 @@ class _Layout(NamedTuple):
     query_starts_R: _Field
     seq_lens_R: _Field
     rows_N: _Field
-    block_tables: _Field
+    table_width_1: _Field
+    tables: _Field
     """Without a size of its own: it begins here."""
 
     @classmethod
-    def of(cls, sizes: BatchSizes) -> "_Layout":
-        num_tokens, num_sequences, num_logits = sizes[:3]
+    def of(cls, num_tokens: int, num_sequences: int, num_logits: int) -> "_Layout":
         fields, end = [], 0
         for dtype, numel in (
+            (torch.float64, num_logits * NUM_FIELDS),
             (torch.int64, num_tokens),
             (torch.int64, num_tokens),
             (torch.int64, num_tokens),
@@ -90,12 +98,36 @@ class _Layout(NamedTuple):
             (torch.int32, num_sequences + 1),
             (torch.int32, num_sequences),
             (torch.int32, num_logits),
+            (torch.int32, 1),
             (torch.int32, 0),
         ):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             fields.append(_Field(dtype, start, numel))
             end = fields[-1].end
         return cls(*fields)
+
+
+class _HostFields(NamedTuple):
+    """The fields of a step in one of the two pieces of pinned memory, to be written to."""
+
+    draws_NF: NDArray[np.float64]
+    input_ids_T: NDArray[np.int64]
+    position_ids_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    logits_indices_N: NDArray[np.int64]
+    rows_T: NDArray[np.int32]
+    query_starts_R: NDArray[np.int32]
+    seq_lens_R: NDArray[np.int32]
+    rows_N: NDArray[np.int32]
+    table_width_1: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    """All memory behind the others."""
+
+    @classmethod
+    def of(cls, memory: Tensor, layout: _Layout) -> "_HostFields":
+        tables = memory[layout.tables.start :].view(torch.int32).numpy()
+        draws, *others = (field.of(memory).numpy() for field in layout[:-1])
+        return cls._make((draws.reshape(-1, NUM_FIELDS), *others, tables))
 
 
 class _Staging:
@@ -106,11 +138,10 @@ class _Staging:
         self.memory = device.pinned(num_bytes, torch.uint8)
         self._copied: Event | None = None
 
-    def take(self) -> Tensor:
-        """To write to, once the device has read what it was last asked to."""
+    def wait(self) -> None:
+        """Until the device has read what it was last asked to: then it may be written to."""
         if self._copied is not None:
             self._copied.wait()
-        return self.memory
 
     def send(self, num_bytes: int, target: Tensor) -> None:
         target[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
@@ -122,24 +153,25 @@ class StepBuffers:
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self.limits = limits
-        largest = BatchSizes(limits.num_tokens, limits.num_sequences, limits.num_sequences, 0, 0, 0)
+        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_sequences)
         tables_numel = limits.num_sequences * limits.num_blocks
-        num_bytes = _Layout.of(largest).block_tables.start + tables_numel * torch.int32.itemsize
+        num_bytes = largest.tables.start + tables_numel * torch.int32.itemsize
         self._memory = device.zeros(num_bytes, torch.uint8)
         self._tables_RB = device.zeros(tables_numel, torch.int32).view(-1, limits.num_blocks)
         self._stagings = (_Staging(device, num_bytes), _Staging(device, num_bytes))
         self._turn = 0
+        self._host_fields = lru_cache(_NUM_KEPT_SIZES)(self._find_host_fields)
 
     @staticmethod
     def num_bytes(limits: Limits) -> int:
         """On the device, about."""
-        return limits.num_tokens * 32 + limits.num_sequences * (24 + 8 * limits.num_blocks)
+        return limits.num_tokens * 32 + limits.num_sequences * (24 + 8 * NUM_FIELDS + 8 * limits.num_blocks)
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
         """Where a step of these sizes is found, whenever it is filled in."""
         assert sizes.num_tokens <= self.limits.num_tokens, "a step of more tokens than max_num_batched_tokens"
         assert sizes.num_sequences <= self.limits.num_sequences
-        layout, memory = _Layout.of(sizes), self._memory
+        layout, memory = _Layout.of(*sizes[:3]), self._memory
         return DeviceBatch(
             attention=AttentionBatch(
                 num_decodes=sizes.num_decodes,
@@ -155,55 +187,68 @@ class StepBuffers:
             rows_T=layout.rows_T.of(memory),
             logits_indices_N=layout.logits_indices_N.of(memory),
             rows_N=layout.rows_N.of(memory),
+            draws_NF=layout.draws_NF.of(memory).view(-1, NUM_FIELDS),
+            packed_tables=memory[layout.tables.start :].view(torch.int32),
+            table_width_1=layout.table_width_1.of(memory),
         )
 
     @torch.inference_mode()
-    def fill(self, inputs: StepInputs | None, sizes: BatchSizes) -> None:
-        """Bring a step, with padding behind it, to where `view` of these sizes looks; None is all padding."""
+    def fill(self, inputs: StepInputs, draws_NF: NDArray[np.float64], sizes: BatchSizes) -> None:
+        """Bring a step, with padding behind it, to where `view` of these sizes looks."""
         staging = self._stagings[self._turn]
+        staging.wait()
+        layout, host = self._host_fields(self._turn, *sizes[:3])
         self._turn = 1 - self._turn
-        host = staging.take()
-        layout = _Layout.of(sizes)
-        if inputs is None:
-            self._write(layout, host, _NOTHING)
-            staging.send(layout.block_tables.start, self._memory)
-            return
         metadata = inputs.metadata
-        self._write(
-            layout,
-            host,
-            {
-                "input_ids_T": inputs.input_ids_T,
-                "position_ids_T": inputs.position_ids_T,
-                "slots_T": metadata.token_blocks * self.limits.block_size + metadata.token_offsets,
-                "logits_indices_N": inputs.logits_indices_N,
-                "rows_T": inputs.rows_T,
-                "query_starts_R": metadata.query_starts,
-                "seq_lens_R": metadata.seq_lens,
-                "rows_N": np.array(inputs.rows),
-            },
+        num_tokens, num_sequences, num_logits = sizes_without_padding = (
+            len(inputs.input_ids_T),
+            len(metadata.seq_lens),
+            len(inputs.rows),
         )
+        host.draws_NF[:num_logits] = draws_NF
+        host.input_ids_T[:num_tokens] = inputs.input_ids_T
+        host.position_ids_T[:num_tokens] = inputs.position_ids_T
+        slots_T = host.slots_T[:num_tokens]
+        np.multiply(metadata.token_blocks, self.limits.block_size, out=slots_T)
+        slots_T += metadata.token_offsets
+        host.logits_indices_N[:num_logits] = inputs.logits_indices_N
+        host.rows_T[:num_tokens] = inputs.rows_T
+        host.query_starts_R[: num_sequences + 1] = metadata.query_starts
+        host.seq_lens_R[:num_sequences] = metadata.seq_lens
+        host.rows_N[:num_logits] = inputs.rows
+        if sizes_without_padding != sizes[:3]:
+            self._pad(host, *sizes_without_padding)
         tables_RB = metadata.block_tables
-        tables = _Field(torch.int32, layout.block_tables.start, tables_RB.size)
-        tables.of(host).numpy()[:] = tables_RB.reshape(-1)
-        staging.send(tables.end, self._memory)
-        num_sequences, num_blocks = tables_RB.shape
-        self._tables_RB[:num_sequences, :num_blocks].copy_(tables.of(self._memory).view(tables_RB.shape))
+        host.table_width_1[0] = tables_RB.shape[1]
+        host.tables[: tables_RB.size].reshape(tables_RB.shape)[:] = tables_RB
+        staging.send(layout.tables.start + tables_RB.nbytes, self._memory)
 
-    def _write(self, layout: _Layout, host: Tensor, arrays: dict[str, NDArray[Any]]) -> None:
-        for name, field in zip(_Layout._fields, layout, strict=True):
-            if name in arrays:
-                given, target = arrays[name], field.of(host).numpy()
-                target[: len(given)] = given
-                # No sequence behind the last has tokens: all of them begin where the last one ends.
-                padding = given[-1] if name == "query_starts_R" else _PADDING.get(name, 0)
-                target[len(given) :] = padding
-        rows_N = layout.rows_N.of(host).numpy()
-        rows_N[len(arrays["rows_N"]) :] = self.limits.num_sequences
+    @torch.inference_mode()
+    def fill_with_padding(self, sizes: BatchSizes) -> None:
+        """As `fill`, with a step that has nothing but padding."""
+        staging = self._stagings[self._turn]
+        staging.wait()
+        layout, host = self._host_fields(self._turn, *sizes[:3])
+        self._turn = 1 - self._turn
+        host.query_starts_R[0] = host.table_width_1[0] = 0
+        self._pad(host, 0, 0, 0)
+        staging.send(layout.tables.start, self._memory)
 
+    def _find_host_fields(
+        self, turn: int, num_tokens: int, num_sequences: int, num_logits: int
+    ) -> tuple[_Layout, _HostFields]:
+        layout = _Layout.of(num_tokens, num_sequences, num_logits)
+        return layout, _HostFields.of(self._stagings[turn].memory, layout)
 
-_PADDING = {"slots_T": -1}
-_NOTHING: dict[str, NDArray[Any]] = {
-    **{name: np.zeros(0) for name in _Layout._fields if name != "block_tables"},
-    "query_starts_R": np.zeros(1),
-}
+    def _pad(self, host: _HostFields, num_tokens: int, num_sequences: int, num_logits: int) -> None:
+        """Behind so many of each."""
+        host.draws_NF[num_logits:] = 0
+        host.draws_NF[num_logits:, LINE] = NOBODY
+        host.draws_NF[num_logits:, PLACE] = np.arange(num_logits, len(host.draws_NF))
+        host.input_ids_T[num_tokens:] = host.position_ids_T[num_tokens:] = host.rows_T[num_tokens:] = 0
+        host.slots_T[num_tokens:] = -1
+        host.logits_indices_N[num_logits:] = 0
+        # No sequence behind the last has tokens: all of them begin where the last one ends.
+        host.query_starts_R[num_sequences:] = host.query_starts_R[num_sequences]
+        host.seq_lens_R[num_sequences:] = 0
+        host.rows_N[num_logits:] = self.limits.num_sequences

@@ -28,19 +28,17 @@ def upload(device: Device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
     for array, start in zip(arrays, starts, strict=True):
         packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     memory = device.tensor(packed)
-    return [
-        memory[start : start + array.nbytes].view(_dtype_of(array)).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
-    ]
+    tensors = []
+    for array, start in zip(arrays, starts, strict=True):
+        flat = memory[start : start + array.nbytes].view(_DTYPES[array.dtype])
+        tensors.append(flat if array.ndim == 1 else flat.view(array.shape))
+    return tensors
 
 
-def _dtype_of(array: NDArray[Any]) -> torch.dtype:
-    return _DTYPES[array.dtype.name]
-
-
+# By the type itself: numpy puts its name together anew each time.
 _DTYPES = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "float64": torch.float64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
 }

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.worker.gpu.device_mirror import mirrored
+from tests.worker.gpu.interpreter import mend_interpreter
 
+mend_interpreter()
 _VARIABLE = "TOKENYARD_TEST_DEVICE"
 
 

@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
+from tests.worker.gpu.interpreter import mend_interpreter
 from worker.config import WorkerConfig
 from worker.device import CpuDevice, Device, Event, Graph, open_device
 
+mend_interpreter()
 HAS_GPU = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu"
 
 _aten = torch.ops.aten
@@ -36,8 +38,8 @@ _WAITING = {
     _aten.repeat_interleave.Tensor,
     _aten.bincount.default,
 }
-_INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
-_WITHOUT_CONTENT = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+WITHOUT_CONTENT = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
 class WaitsForDevice(RuntimeError):
@@ -113,7 +115,7 @@ class _Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if not isinstance(old, Tensor) or old.data_ptr() == new.data_ptr():
                     continue  # written in place, or another view of the same memory
-                if content_free is not None and content_free.__name__ in _WITHOUT_CONTENT:
+                if content_free is not None and content_free.__name__ in WITHOUT_CONTENT:
                     if old.is_floating_point():
                         old.fill_(torch.nan)
                 else:
@@ -127,9 +129,14 @@ def open_gpu(config: WorkerConfig) -> Device:
     return InterpretedGpu(config)
 
 
-def _refuse_waiting(func: Any, args: Any) -> None:
-    by_mask = func in _INDEXING and any(
+def waits_for_device(func: Any, args: Any) -> bool:
+    """Whether a GPU would have to tell the host something before this operation returns."""
+    by_mask = func in INDEXING and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
-    if func in _WAITING or by_mask:
+    return func in _WAITING or by_mask
+
+
+def _refuse_waiting(func: Any, args: Any) -> None:
+    if waits_for_device(func, args):
         raise WaitsForDevice(f"{func} waits for the device")

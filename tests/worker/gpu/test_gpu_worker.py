@@ -143,6 +143,29 @@ def test_graphs_with_steps_in_flight_draw_the_cpus_tokens(captured: Worker, on_c
     assert steps._num_padding > 20
 
 
+def test_rows_that_are_edited_draw_beside_others_whom_their_graph_draws(
+    captured: Worker, on_cpu: Worker
+) -> None:
+    """Steps in flight: the next step takes a token from the graph, or from what was drawn behind it."""
+    each = (
+        replace(SEEDED, num_logprobs=None),
+        SamplingParams(seed=3, frequency_penalty=2.0, presence_penalty=1.0),
+        SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=tuple(range(200))),
+        SamplingParams(seed=4, bad_words=((8,), (7, 9)), logit_bias=((8, 50.0), (9, 49.0))),
+    )
+    found = []
+    for driver in (PlanDriver(on_cpu, BLOCK_SIZE), AheadDriver(captured, BLOCK_SIZE, depth=2)):
+        numbers = [driver.add([7, number, 5], params) for number, params in enumerate(each)]
+        for several in (numbers[:3], numbers, numbers, numbers[1:], numbers, numbers):
+            driver.step(dict.fromkeys(several))
+        if isinstance(driver, AheadDriver):
+            driver.collect_all()
+        found.append([driver.generated(number) for number in numbers])
+        driver.release_all()
+    assert found[0] == found[1]
+    assert steps_of(captured)._num_eager == 0
+
+
 def test_a_graph_draws_the_same_for_whoever_stands_in_its_padding(captured: Worker, on_cpu: Worker) -> None:
     """Three sequences in a graph for four, whose last place others have had before."""
     found = []

@@ -213,9 +213,10 @@ def test_copies_of_a_later_plan_come_after_the_computing_of_an_earlier_one(
 ) -> None:
     order: list[str] = []
     steps = steps_of(ahead)
-    compute, swap = steps._steps.compute, steps.device.swap
+    copier = steps._host_pool._copier
+    compute, swap = steps._steps.compute, copier.swap
     monkeypatch.setattr(steps._steps, "compute", lambda inputs: order.append("compute") or compute(inputs))
-    monkeypatch.setattr(steps.device, "swap", lambda *args: order.append("swap") or swap(*args))
+    monkeypatch.setattr(copier, "swap", lambda *args: order.append("swap") or swap(*args))
     driver = AheadDriver(ahead, BLOCK_SIZE, depth=2)
     leaving, staying = driver.add(PROMPTS[0]), driver.add(PROMPTS[3])
     driver.step({leaving: None, staying: None})

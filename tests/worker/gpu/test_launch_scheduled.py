@@ -2,6 +2,7 @@
 
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,7 +14,9 @@ from tests.fakes import make_sequence
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.ahead import let_work_ahead
 from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.config import ModelFacts
 from worker.generation_step import LaunchedStep
+from worker.worker import Worker
 
 PROMPTS = [
     [(step * index + 3) % 300 for index in range(length)]
@@ -26,12 +29,13 @@ def folder(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> Path:
     return checkpoints(request.param)
 
 
-@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
-def test_sequences_that_are_preempted_with_a_token_in_flight_draw_what_they_draw_alone(
-    folder: Path, swap_bytes: int
-) -> None:
-    worker, facts = load_worker(folder, num_blocks=60, swap_space_bytes=swap_bytes)
-    steps = let_work_ahead(worker)
+class Served(NamedTuple):
+    tokens: dict[SequenceId, list[int]]
+    num_preemptions: int
+
+
+def serve_with_scheduler(worker: Worker, facts: ModelFacts) -> Served:
+    """PROMPTS in too few blocks, with two plans in flight."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=15,
@@ -59,6 +63,21 @@ def test_sequences_that_are_preempted_with_a_token_in_flight_draw_what_they_draw
         for output in scheduler.update_from_output(plan, result).get(0, []):
             tokens[output.sequence_id] += output.token_ids
         check_invariants(scheduler)
-    assert {number: expected(folder, tuple(PROMPTS[number])) for number in tokens} == tokens
-    assert sum(each.num for each in scheduler.stats().preemptions) > 0
+    return Served(tokens, sum(each.num for each in scheduler.stats().preemptions))
+
+
+def expected_tokens(folder: Path) -> dict[SequenceId, list[int]]:
+    """By transformers, each prompt alone."""
+    return {SequenceId(number): expected(folder, tuple(prompt)) for number, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 20])
+def test_sequences_that_are_preempted_with_a_token_in_flight_draw_what_they_draw_alone(
+    folder: Path, swap_bytes: int
+) -> None:
+    worker, facts = load_worker(folder, num_blocks=60, swap_space_bytes=swap_bytes)
+    steps = let_work_ahead(worker)
+    served = serve_with_scheduler(worker, facts)
+    assert served.tokens == expected_tokens(folder)
+    assert served.num_preemptions > 0
     assert steps.num_filled > NUM_TOKENS

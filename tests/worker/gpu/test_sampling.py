@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
@@ -16,13 +17,16 @@ from tests.worker.sampling_oracle import choose
 from tests.worker.test_sampler import GREEDY, VOCAB, histories, rows_of_logits, sampling_params
 from worker.config import WorkerConfig
 from worker.gpu import edits
+from worker.gpu.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.sampler import GpuSampler
 from worker.grammar import Grammars
-from worker.row_sampler import PendingSample, RowSampler
+from worker.row_sampler import PendingSample, RowSampler, SampleResult
 from worker.sampler import Sampler
 
 Rows = list[tuple[SamplingParams, list[int], list[int]]]
 CPU = torch.device("cpu")
+MOST = 48
+"""Rows of a GPU's sampler."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def add_rows(sampler: RowSampler, rows: Rows) -> RowSampler:
 
 def pair(gpu: InterpretedGpu, rows: Rows, vocab_size: int = VOCAB) -> tuple[RowSampler, RowSampler]:
     """The GPU's sampler and the CPU's, with the same rows."""
-    found = GpuSampler(vocab_size=vocab_size, device=gpu)
+    found = GpuSampler(vocab_size=vocab_size, max_num_seqs=MOST, device=gpu)
     return add_rows(found, rows), add_rows(Sampler(vocab_size=vocab_size, device=CPU), rows)
 
 
@@ -174,7 +178,7 @@ def test_grammars_mask_their_rows_and_no_others(gpu):
     rows: Rows = [(params, [5], []) for params in each]
     options = {"vocab_size": demo.vocab_size, "grammars": demo.grammars()}
     found, expected = (
-        add_rows(GpuSampler(device=gpu, **options), rows),
+        add_rows(GpuSampler(device=gpu, max_num_seqs=MOST, **options), rows),
         add_rows(Sampler(device=CPU, **options), rows),
     )
     for step in range(3):
@@ -188,7 +192,7 @@ class Ahead:
     """Two rows whose sequences come and go while results are still pending."""
 
     def __init__(self, gpu: InterpretedGpu) -> None:
-        self.sampler = GpuSampler(vocab_size=VOCAB, device=gpu)
+        self.sampler = GpuSampler(vocab_size=VOCAB, max_num_seqs=MOST, device=gpu)
         self.params: list[SamplingParams] = []
         """By sequence."""
         self.drawn: list[list[int]] = []
@@ -264,17 +268,18 @@ def test_results_may_be_collected_late_and_rows_may_change_hands_before(gpu, ste
 
 def test_only_what_depends_on_history_asks_for_it_and_only_while_it_is_pending(gpu):
     plain = SamplingParams(min_tokens=3, stop_token_ids=(1,), logit_bias=((2, 1.0),), seed=5)
-    rows: Rows = [(plain, [0], []), (replace(plain, temperature=0.0, frequency_penalty=2.0), [0], [])]
+    penalized = replace(plain, temperature=0.0, frequency_penalty=2.0)  # counted on the device
+    rows: Rows = [(plain, [0], []), (penalized, [0], []), (replace(plain, bad_words=((1, 2),)), [0], [])]
     sampler, expected = pair(gpu, rows)
-    logits = random_logits(1, 2, VOCAB)
+    logits = random_logits(1, 3, VOCAB)
+    assert not sampler.needs_history([0, 1, 2])
+    pending = sampler.begin(logits, [0, 1, 2])
     assert not sampler.needs_history([0, 1])
-    pending = sampler.begin(logits, [0, 1])
-    assert not sampler.needs_history([0])
-    assert sampler.needs_history([0, 1])
-    assert pending.result() == pending.result() == expected.sample(logits, [0, 1])
-    assert not sampler.needs_history([0, 1])
+    assert sampler.needs_history([0, 1, 2])
+    assert pending.result() == pending.result() == expected.sample(logits, [0, 1, 2])
+    assert not sampler.needs_history([0, 1, 2])
     for _ in range(4):  # asked for twice, recorded once
-        assert sampler.sample(logits, [0, 1]) == expected.sample(logits, [0, 1])
+        assert sampler.sample(logits, [0, 1, 2]) == expected.sample(logits, [0, 1, 2])
 
 
 def test_the_tokens_are_on_the_device_before_the_result_is_collected(gpu):
@@ -303,7 +308,9 @@ def test_nothing_is_waited_for_until_the_result_is_collected(gpu, monkeypatch):
         grammar=regex("[ab]+"),
     )
     rows: Rows = [(params, [5], []) for params in (GREEDY, SamplingParams(seed=1), everything)]
-    sampler = add_rows(GpuSampler(vocab_size=demo.vocab_size, device=gpu, grammars=demo.grammars()), rows)
+    sampler = add_rows(
+        GpuSampler(vocab_size=demo.vocab_size, max_num_seqs=MOST, device=gpu, grammars=demo.grammars()), rows
+    )
     waiting = add_rows(Sampler(vocab_size=demo.vocab_size, device=CPU), rows[:2])
     logits = random_logits(1, 3, demo.vocab_size)
 
@@ -327,7 +334,7 @@ def test_warming_up_asks_for_every_kernel_that_rows_may_need(gpu, monkeypatch):
         launch(executor, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", note)
-    sampler = GpuSampler(vocab_size=VOCAB, device=gpu)
+    sampler = GpuSampler(vocab_size=VOCAB, max_num_seqs=MOST, device=gpu)
     sampler.warm_up(torch.bfloat16)
     warm = set(asked)
     each = [
@@ -342,3 +349,89 @@ def test_warming_up_asks_for_every_kernel_that_rows_may_need(gpu, monkeypatch):
             add_rows(sampler, rows[start : start + size])
             sampler.sample(random_logits(1, size, VOCAB).bfloat16(), range(size))
     assert asked == warm
+
+
+def draw_in_step(sampler: GpuSampler, logits: torch.Tensor, rows: list[int]) -> None:
+    """As a step of a GPU does, padded; what it leaves is drawn when `begin` is called."""
+    draws_NF = sampler.draws_of_step(rows)
+    padded_NF = np.zeros((len(rows) + 2, NUM_FIELDS))
+    padded_NF[: len(rows)] = draws_NF
+    padded_NF[len(rows) :, LINE], padded_NF[:, PLACE] = NOBODY, np.arange(len(rows) + 2)
+    drawn_N = sampler.draw_in_step(logits, torch.from_numpy(padded_NF))
+    assert drawn_N[len(rows) :].tolist() == [0, 0]
+
+
+def test_what_a_step_draws_and_what_it_leaves_are_the_tokens_of_the_cpu(gpu):
+    """Rows that always edit, that cease to, and that begin to while the step is under way, by a token that is
+    collected when the step has drawn.
+    """
+    demo = Demo()
+    reasoning = replace(regex("[0-9]{9}"), begins_after=11)
+    each = [
+        GREEDY,
+        SamplingParams(seed=1, top_p=0.9, temperature=0.8),
+        SamplingParams(seed=2, min_tokens=2, stop_token_ids=tuple(range(2000))),
+        SamplingParams(seed=3, frequency_penalty=3.0, num_logprobs=2),
+        SamplingParams(seed=4, grammar=reasoning),
+        SamplingParams(seed=5, bad_words=((11, 12), (7,))),
+    ]
+    rows: Rows = [(params, [5], []) for params in each]
+    options = {"vocab_size": demo.vocab_size, "grammars": demo.grammars()}
+    found = GpuSampler(device=gpu, max_num_seqs=MOST, **options)
+    add_rows(found, rows)
+    expected = add_rows(Sampler(device=CPU, **options), rows)
+    order = [3, 0, 5, 4, 1, 2]
+    pending: list[PendingSample] = []
+    expected_before: list[object] = []
+    for step in range(5):
+        logits = random_logits(step, 6, demo.vocab_size)
+        logits[3, 11] = 99.0 * (step == 1)
+        draw_in_step(found, logits, order)
+        drawn = [sample.result() for sample in pending]
+        pending = [found.begin(logits, order)]
+        assert pending[0].is_news
+        assert [numbered(result) for result in drawn] == expected_before
+        expected_before = [numbered(expected.sample(logits, order))]
+    assert [numbered(sample.result()) for sample in pending] == expected_before
+    assert found.draws_of_step([3, 0])[:, LINE].tolist() == [NOBODY, 1], "no work for whom it is in vain"
+
+
+def numbered(result: SampleResult) -> tuple[object, ...]:
+    """Without what is almost equal."""
+    return result.token_ids, result.failed, sorted(result.logprobs)
+
+
+def test_a_step_in_which_nobody_edits_leaves_nothing_to_be_drawn(gpu, monkeypatch):
+    rows: Rows = [(GREEDY, [0], []), (SamplingParams(seed=3, top_k=5), [0], []), (SamplingParams(), [0], [])]
+    found, expected = pair(gpu, rows)
+    assert isinstance(found, GpuSampler)
+    for step in range(3):
+        logits = random_logits(step, 3, VOCAB)
+        found.draw_in_step(logits, torch.from_numpy(found.draws_of_step([2, 0, 1])))
+        with monkeypatch.context() as patch:
+            patch.setattr(GridExecutor, "__call__", None)  # no kernel any more
+            pending = found.begin(logits, [2, 0, 1])
+        assert not pending.is_news
+        assert pending.result() == expected.sample(logits, [2, 0, 1])
+
+
+def test_penalties_count_a_row_anew_for_each_sequence_that_has_it(gpu):
+    penalized = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=5.0)
+    found, expected = pair(gpu, [(penalized, [1, 2, 3], [4, 4]), (GREEDY, [1], [])])
+    logits = random_logits(3, 2, VOCAB)
+    histories = [([7, 8], [9]), ([1, 2, 3], [4, 4, 5]), ([6], [])]
+    for prompt, output in histories:
+        for _ in range(3):
+            assert found.sample(logits, [0, 1]) == expected.sample(logits, [0, 1])
+        for sampler in (found, expected):
+            sampler.remove_row(0)
+            sampler.add_row(0, penalized, prompt + output, len(prompt))
+
+
+def test_a_token_that_could_not_be_drawn_is_not_counted(gpu):
+    penalized = SamplingParams(temperature=0.0, frequency_penalty=100.0)
+    found, expected = pair(gpu, [(penalized, [1], []), (penalized, [1], [])])
+    for poison in (math.nan, 0.0, 0.0):
+        logits = random_logits(3, 2, VOCAB)
+        logits[0, 0] = 50.0 + poison
+        assert found.sample(logits, [0, 1]) == expected.sample(logits, [0, 1])

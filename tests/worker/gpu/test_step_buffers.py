@@ -6,12 +6,15 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from scheduler.messages import SequenceId
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
 from worker.attention.interface import AttentionMetadata
 from worker.config import WorkerConfig
 from worker.device import Event
+from worker.gpu.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
+from worker.gpu.kernels.inputs import spread_tables
 from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
 from worker.inputs import StepInputs
 
@@ -72,6 +75,17 @@ def make_inputs(query_lens: list[int], seed: int) -> StepInputs:
     )
 
 
+def draws_of(inputs: StepInputs) -> NDArray[np.float64]:
+    return np.random.default_rng(len(inputs.rows)).random((len(inputs.rows), NUM_FIELDS))
+
+
+def fill(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
+    """As a step does: the tables are spread by its first kernel."""
+    buffers.fill(inputs, draws_of(inputs), sizes)
+    batch = buffers.view(sizes)
+    spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
+
+
 def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     batch, metadata = buffers.view(sizes), inputs.metadata
     num_tokens, num_sequences = len(inputs.input_ids_T), len(metadata.seq_lens)
@@ -83,6 +97,9 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     padding = sizes.num_logits - num_logits
     assert batch.logits_indices_N.tolist() == [*inputs.logits_indices_N, *[0] * padding]
     assert batch.rows_N.tolist() == [*inputs.rows, *[LIMITS.num_sequences] * padding]
+    assert batch.draws_NF[:num_logits].tolist() == draws_of(inputs).tolist()
+    assert batch.draws_NF[num_logits:, LINE].tolist() == [NOBODY] * padding
+    assert batch.draws_NF[num_logits:, PLACE].tolist() == list(range(num_logits, sizes.num_logits))
     attention = batch.attention
     slots = metadata.token_blocks * LIMITS.block_size + metadata.token_offsets
     assert attention.slots_T.tolist() == [*slots, *[-1] * (sizes.num_tokens - num_tokens)]
@@ -92,7 +109,7 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     tables = attention.block_tables_RB[:num_sequences, : metadata.block_tables.shape[1]]
     assert tables.tolist() == metadata.block_tables.tolist()
     assert attention.block_tables_RB.stride() == (LIMITS.num_blocks, 1)
-    for tensor in (batch.input_ids_1T, batch.position_ids_1T, attention.slots_T):
+    for tensor in (batch.input_ids_1T, batch.position_ids_1T, attention.slots_T, batch.draws_NF):
         assert tensor.data_ptr() % 16 == 0
 
 
@@ -113,7 +130,7 @@ def test_a_step_is_read_as_it_was_written_with_its_padding(drawn: list[Any]) -> 
             max_query_len=6,
             max_seq_len=36,
         )
-        buffers.fill(inputs, sizes)
+        fill(buffers, inputs, sizes)
         check(buffers, inputs, sizes)
 
 
@@ -123,7 +140,7 @@ def test_steps_of_the_same_sizes_stand_at_the_same_addresses() -> None:
     before = buffers.view(sizes)
     for seed in range(3):
         inputs = make_inputs([1, 2, 3], seed)
-        buffers.fill(inputs, sizes)
+        fill(buffers, inputs, sizes)
         check(buffers, inputs, sizes)
     after = buffers.view(sizes)
     assert [tensor.data_ptr() for tensor in (*before.attention[3:], *before[1:])] == [
@@ -137,7 +154,7 @@ def test_pinned_memory_is_written_again_only_when_the_device_has_read_it() -> No
     assert len(device.pinned_memory) == 2
     sizes = BatchSizes(16, 4, 4, 0, 6, 36)
     for seed in range(5):
-        buffers.fill(make_inputs([1, 2], seed), sizes)
+        fill(buffers, make_inputs([1, 2], seed), sizes)
     assert device.waited == [1, 2, 3], "of five copies, those before the last two"
 
 
@@ -146,9 +163,9 @@ def test_the_step_before_can_still_be_on_its_way_while_one_is_packed() -> None:
     device = TransferLog()
     buffers = StepBuffers(device, LIMITS)
     sizes = BatchSizes(16, 4, 4, 0, 6, 36)
-    buffers.fill(make_inputs([1, 2], seed=1), sizes)
+    fill(buffers, make_inputs([1, 2], seed=1), sizes)
     first = [memory.clone() for memory in device.pinned_memory]
-    buffers.fill(make_inputs([2, 3], seed=2), sizes)
+    fill(buffers, make_inputs([2, 3], seed=2), sizes)
     assert torch.equal(device.pinned_memory[0], first[0])
     assert not torch.equal(device.pinned_memory[1], first[1])
 
@@ -156,13 +173,15 @@ def test_the_step_before_can_still_be_on_its_way_while_one_is_packed() -> None:
 def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None:
     buffers = StepBuffers(TransferLog(), LIMITS)
     sizes = BatchSizes(8, 4, 4, 0, 8, 36)
-    buffers.fill(make_inputs([1, 2, 3], seed=3), sizes)
-    buffers.fill(None, sizes)
+    fill(buffers, make_inputs([1, 2, 3], seed=3), sizes)
+    buffers.fill_with_padding(sizes)
     batch = buffers.view(sizes)
     assert batch.attention.slots_T.tolist() == [-1] * 8
     assert batch.attention.seq_lens_R.tolist() == [0] * 4
     assert batch.attention.query_starts_R.tolist() == [0] * 5
     assert batch.rows_N.tolist() == [LIMITS.num_sequences] * 4
+    assert batch.draws_NF[:, LINE].tolist() == [NOBODY] * 4
+    assert batch.table_width_1.item() == 0
     assert not batch.input_ids_1T.any()
     assert not batch.logits_indices_N.any()
 

@@ -1,0 +1,122 @@
+"""Swapping on the real CudaDevice, which does everything late: who is preempted draws what it draws alone."""
+
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import worker.device
+from scheduler.config import PreemptionMode, SchedulerConfig
+from scheduler.invariants import check_invariants
+from scheduler.messages import FinishReason, SchedulerOutput, SchedulerStats, SequenceId
+from scheduler.scheduler import Scheduler
+from tests.fakes import make_sequence
+from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
+from tests.worker.gpu.interpreted_gpu import HAS_GPU
+from tests.worker.gpu.lazy_cuda import LazyCuda
+from tests.worker.transformers_generate import expected
+from worker.config import ModelFacts, WorkerConfig
+from worker.device import CudaDevice
+from worker.generation_step import LaunchedStep
+from worker.gpu.copy_streams import CopyStreams
+from worker.worker import Worker
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="a device that stands for one is needed")
+
+NUM_TOKENS = 6
+ORDERS = (None, 1)
+"""As late as possible, and in one other."""
+FAMILY = [(7 * index + 3) % 300 for index in range(17)]
+PROMPTS = [
+    FAMILY + [(5 * index + 1) % 300 for index in range(6)],
+    [(13 * index + 2) % 300 for index in range(21)],
+    FAMILY + [(11 * index + 4) % 300 for index in range(3)],
+    FAMILY + [(5 * index + 1) % 300 for index in range(8)],
+]
+ABORTED = SequenceId(1)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: MakeCheckpoint) -> Path:
+    return checkpoints("llama")
+
+
+def drive(worker: Worker, facts: ModelFacts, *, aborts: bool) -> tuple[Scheduler, dict[int, list[int]]]:
+    """All prompts, two plans in flight, in a pool for two of them."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=9,
+            block_size=facts.block_size,
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            max_model_len=facts.max_model_len,
+            watermark=0.0,
+            num_host_blocks=facts.num_host_blocks,
+            preemption_mode=PreemptionMode.SWAP,
+            max_plans_in_flight=2,
+        )
+    )
+    tokens: dict[int, list[int]] = {}
+    for number, prompt in enumerate(PROMPTS):
+        scheduler.add_request(make_sequence(number, prompt, max_tokens=NUM_TOKENS), now_s=0.0)
+        tokens[number] = []
+    in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
+    while scheduler.has_unfinished_requests:
+        while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=0.0)).is_empty:
+            in_flight.append((plan, worker.launch(plan)))
+        plan, launched = in_flight.popleft()
+        result = launched.result()
+        assert not result.failures
+        if aborts and scheduler.get_request_counts().swapped:
+            scheduler.finish_requests([ABORTED], FinishReason.ABORTED)
+        for output in scheduler.update_from_output(plan, result).get(0, []):
+            tokens[output.sequence_id] += output.token_ids
+        check_invariants(scheduler)
+    return scheduler, tokens
+
+
+def test_sequences_that_are_swapped_beside_steps_draw_what_they_draw_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.device, "CopyStreams", partial(CopyStreams, piece_bytes=1))
+    with LazyCuda() as cuda:
+        gpu_worker = Worker(
+            WorkerConfig(
+                model_path=str(folder),
+                device="cuda:1",
+                dtype="float32",
+                block_size=BLOCK_SIZE,
+                num_blocks=12,
+                max_num_seqs=4,
+                max_num_batched_tokens=24,
+                swap_space_bytes=1 << 18,
+                enforce_eager=True,
+            )
+        )
+        facts = gpu_worker.load(lambda _: None)
+        for seed in ORDERS:
+            cuda.start_order(seed)
+            stats = check_tokens(folder, gpu_worker, facts, aborts=seed == 1)
+            assert sum(each.num for each in stats.preemptions if each.was_swapped) > 0
+            assert stats.num_kept_host_blocks > 0
+            assert stats.num_prefix_host_hits > 0
+        check_that_closing_waits(gpu_worker, monkeypatch)
+
+
+def check_that_closing_waits(gpu_worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the host's pool goes with the worker, and copies may still be under way."""
+    waits: list[CudaDevice] = []
+    monkeypatch.setattr(CudaDevice, "wait", lambda device: waits.append(device))
+    gpu_worker.close()
+    assert waits
+
+
+def check_tokens(folder: Path, gpu_worker: Worker, facts: ModelFacts, *, aborts: bool) -> SchedulerStats:
+    scheduler, tokens = drive(gpu_worker, facts, aborts=aborts)
+    gpu_worker.launch(SchedulerOutput(0, tuple(map(SequenceId, tokens)), (), {}, (), 0))
+    for number, prompt in enumerate(PROMPTS):
+        wanted = expected(folder, tuple(prompt))[:NUM_TOKENS]
+        assert tokens[number] == wanted[: len(tokens[number])]
+        assert len(tokens[number]) == NUM_TOKENS or (aborts and number == ABORTED)
+    return scheduler.stats()
