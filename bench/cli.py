@@ -21,7 +21,6 @@ from bench.http_stream import ExchangeFailed, Target
 from bench.load_client import (
     Endpoint,
     LoadRun,
-    RequestRecord,
     RequestStyle,
     UsageMode,
     first_model,
@@ -29,6 +28,7 @@ from bench.load_client import (
 )
 from bench.progress import progress
 from bench.report import render, summarize
+from bench.request_record import RequestRecord
 from bench.workload import (
     PlannedRequest,
     Shape,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from bench.load_client import RequestRecord
+from bench.request_record import RequestRecord
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.load_client import RequestRecord
+from bench.request_record import RequestRecord
 
 _TITLES = (
     ("ttft_ms", "TTFT", "to the first token, connection included"),

@@ -12,17 +12,27 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.catalogue import BY_NAME, PARTS, Part
+from bench.gpu.launches import LastLaunch
 from bench.gpu.results import PAGE, Record, write_page
+from bench.gpu.scratch import roomiest_folder
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LAST_WORDS = 300
+_LAST_WORDS = 600
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"
+_DEVICE_FAILED = ("CUDA error", "Error [CUDA]")
+_AGAIN = "-again"
+_AGAIN_S = 60.0
+_SMOKE_PATIENCE = 3
+"""An interpreter on a busy machine is given longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +43,12 @@ class Settings:
     is_smoke: bool
     """Tiny shapes on the CPU, with Triton's interpreter: to try the parts, not the device."""
     shape: str = ""
+    scratch: Path | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """A folder that the parts share, and that does not outlive them."""
+        return self.scratch or self.out
 
     @property
     def target(self) -> str:
@@ -49,26 +65,39 @@ def main(argv: Sequence[str]) -> int:
         help=f"of {', '.join(BY_NAME)}; default: all",
     )
     parser.add_argument(
-        "--within", type=float, default=600.0, metavar="SECONDS", help="for all parts; default %(default)s"
+        "--within", type=float, default=570.0, metavar="SECONDS", help="for all parts; default %(default)s"
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU, to try the command out")
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--suffix", default="", help=argparse.SUPPRESS)
     parser.add_argument("--inside", choices=BY_NAME, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
-        return _run_inside(BY_NAME[options.inside], options.out, options.smoke)
+        part = BY_NAME[options.inside]
+        settings = Settings(
+            out=options.out, is_smoke=options.smoke, shape=part.shape, scratch=options.scratch
+        )
+        return _run_inside(part, settings, Record(options.out, part.name + options.suffix))
     names = options.parts.split(",")
     for name in names:
         if name not in BY_NAME:
             parser.error(f"no part is called {name!r}; there are {', '.join(BY_NAME)}")
-    return _run_all([part for part in PARTS if part.name in names], options)
+    with tempfile.TemporaryDirectory(dir=roomiest_folder()) as folder:
+        options.scratch = Path(folder)
+        return _run_all([part for part in PARTS if part.name in names], options)
 
 
-def _run_inside(part: Part, out: Path, is_smoke: bool) -> int:  # noqa: FBT001 - from the command line
-    """In the part's own process."""
-    record = Record(out, part.name)
-    settings = Settings(out=out, is_smoke=is_smoke, shape=part.shape)
-    importlib.import_module(part.module).run(record, settings)
+def _run_inside(part: Part, settings: Settings, record: Record) -> int:
+    """In the part's own process. Its last words name the error, and the last of our kernels before it."""
+    last_launch = LastLaunch()
+    try:
+        importlib.import_module(part.module).run(record, settings)
+    except Exception as error:  # noqa: BLE001 - told, and the status says it
+        traceback.print_exc()
+        what, launch = (str(error).splitlines() or [""])[0], last_launch.describe()
+        print(f"{type(error).__name__}: {what}{f'; the last launch was {launch}' if launch else ''}")
+        return 1
     return 0
 
 
@@ -83,11 +112,14 @@ def _run_all(parts: Sequence[Part], options: argparse.Namespace) -> int:
         left_s = deadline_s - time.monotonic()
         if missing:
             end = f"Skipped: {', '.join(missing)} not installed"
-        elif left_s < 1:
-            end = "Skipped: no time was left"
+        elif left_s < part.least_s:
+            end = f"Skipped: {max(left_s, 0.0):.0f} s were left"
         else:
-            end, is_failed = _run(part, options, min(part.limit_s, left_s))
+            limit_s = part.limit_s * (_SMOKE_PATIENCE if options.smoke else 1)
+            end, is_failed = _run(part, options, min(limit_s, left_s))
             num_failed += is_failed
+            if is_failed and any(word in end for word in _DEVICE_FAILED):
+                end += _where_it_failed(part, options, min(_AGAIN_S, deadline_s - time.monotonic()))
         print(end, flush=True)
         ends.append((part.name, part.title, end))
         write_page(options.out, ends)
@@ -96,23 +128,43 @@ def _run_all(parts: Sequence[Part], options: argparse.Namespace) -> int:
     return num_failed
 
 
-def _run(part: Part, options: argparse.Namespace, limit_s: float) -> tuple[str, bool]:
-    """How it ended, and whether that is a failure. Ended by its limit, it leaves what it has found."""
+def _where_it_failed(part: Part, options: argparse.Namespace, limit_s: float) -> str:
+    """Once more, with the host waiting for each kernel: then the last one that was launched is the one."""
+    if limit_s < 1:
+        return ""
+    end, _ = _run(part, options, limit_s, suffix=_AGAIN)
+    return f" Again with {_BLOCKING}=1: {end}"
+
+
+def _run(
+    part: Part,
+    options: argparse.Namespace,
+    limit_s: float,
+    *,
+    suffix: str = "",
+) -> tuple[str, bool]:
+    """How it ended, and whether that is a failure. Ended by its limit, it leaves what it has found.
+
+    With a suffix for the names of its files, the host waits for each kernel.
+    """
     command = [sys.executable, "-m", "bench.gpu", "--inside", part.name, "--out", str(options.out.resolve())]
-    variables = {
+    command += ["--scratch", str(options.scratch), f"--suffix={suffix}"]
+    environment = {
         **os.environ,
         "TRITON_INTERPRET": "1" if options.smoke else "0",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    if suffix:
+        environment[_BLOCKING] = "1"
     started_s = time.monotonic()
-    log = options.out / f"{part.name}.log"
+    log = options.out / f"{part.name}{suffix}.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command + ["--smoke"] * options.smoke,
             cwd=_ROOT,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env=variables,
+            env=environment,
             start_new_session=True,
         )
         try:

@@ -7,12 +7,13 @@ Never: reads the worker's insides; what is measured is what serves.
 import importlib
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.gpu.stand_ins import stand_in_for_grammars
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, SamplingParams, SchedulerOutput, SequenceId
+from scheduler.messages import FinishReason, SamplingParams, SchedulerOutput, SequenceId, SequenceOutput
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StepFailed(Exception):
-    """A sequence ended otherwise than by its length; the text is the worker's."""
+    """A sequence ended otherwise than by its length, or by `end_all`; the text is the worker's."""
 
 
 class TimedStep(NamedTuple):
@@ -48,6 +49,8 @@ class Drive:
         self.scheduler = Scheduler(config)
         self.steps: list[TimedStep] = []
         self.tokens: dict[SequenceId, list[int]] = {}
+        self.tell: Callable[[list[SequenceOutput]], None] = lambda _: None
+        """Called with the news of each step."""
         self._under_way: deque[tuple[SchedulerOutput, Any, float, float]] = deque()
         self._last_result_s = 0.0
 
@@ -63,6 +66,12 @@ class Drive:
         while self.scheduler.has_unfinished_requests or self._under_way:
             self.turn()
         return self
+
+    def end_all(self) -> None:
+        """Leave the rest undone, but for the steps that are under way."""
+        self.scheduler.finish_requests(tuple(self.tokens), FinishReason.ABORTED)
+        while self._under_way:
+            self._take_result()
 
     def free_rows(self) -> None:
         """The scheduler tells the last ones with its next plan, and here there is none."""
@@ -86,10 +95,12 @@ class Drive:
         took_s = now_s - max(launched_s, self._last_result_s)
         self._last_result_s = now_s
         self.steps.append(TimedStep(len(plan.scheduled), plan.num_scheduled_tokens, launch_s, took_s))
-        for output in self.scheduler.update_from_output(plan, result).get(0, ()):
+        outputs = self.scheduler.update_from_output(plan, result).get(0, [])
+        for output in outputs:
             self.tokens[output.sequence_id] += output.token_ids
-            if output.finish_reason not in (None, FinishReason.LENGTH):
+            if output.finish_reason not in (None, FinishReason.LENGTH, FinishReason.ABORTED):
                 raise StepFailed(f"{output.finish_reason}: {output.message}")
+        self.tell(outputs)
 
 
 def open_worker(folder: Path, target: str, **settings: Any) -> "tuple[Worker, ModelFacts]":

@@ -2,7 +2,8 @@
 
 Owns: which tests are run so, and their outcome as a table. The tests build their tensors on the CPU;
 tests/worker/gpu/conftest.py takes them to the device and back at every launch.
-Never: the tests of graphs, which record what Triton's interpreter does, or those that compute nothing.
+Never: the tests of graphs, which record what Triton's interpreter does, those that compute nothing, or those
+whose GPU is played by the CPU.
 """
 
 import os
@@ -19,19 +20,25 @@ from bench.gpu.results import Record, Table
 if TYPE_CHECKING:
     from bench.gpu.cli import Settings
 
+Row = tuple[str, int, int, int, str]
+
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = _ROOT / "tests" / "worker" / "gpu"
-_NOT_ON_A_DEVICE = {
-    "test_attention_compiled.py",
-    "test_graphs.py",
-    "test_gpu_worker.py",
-    "test_launch.py",
-    "test_launch_scheduled.py",
-}
+# The longest first: most of their time goes into compiling, and each file has a process of its own.
+KERNEL_TESTS = (
+    "test_attention_kernels.py",
+    "test_sampling_kernels.py",
+    "test_layers_kernels.py",
+    "test_experts.py",
+    "test_sampling.py",
+    "test_layers_fused.py",
+    "test_step_buffers.py",
+    "test_device_mirror.py",
+)
 _LONGEST_MESSAGE = 160
-_POLL_S = 0.1
+_POLL_S = 0.5
 # The project's own options name plugins that may be missing here.
-_INI = "[pytest]\naddopts = -q -ra --strict-markers\n"
+_INI = "[pytest]\naddopts = -v -ra --strict-markers\n"
 
 
 class TestsFailed(Exception):
@@ -39,17 +46,19 @@ class TestsFailed(Exception):
 
 
 def run(record: Record, settings: "Settings") -> None:
-    """Raises TestsFailed. All files at once: most of their time goes into compiling."""
+    """Raises TestsFailed. All files at once."""
     tests = record.table("Tests", "File", "Passed", "Failed", "Skipped", "Seconds")
     failures = record.table("Failures", "Test", "Message")
     running = {path: _begin(path, settings) for path in kernel_test_files(settings)}
+    ended: dict[str, Row] = {}
     wrong = []
     while running:
         for path, process in [pair for pair in running.items() if pair[1].poll() is not None]:
             del running[path]
-            _tell(_report(path, settings), path.name, tests, failures)
+            ended[path.name] = _read_report(_report(path, settings), path.name, failures)
             if process.returncode:
                 wrong.append(path.name)
+        tests.replace([*ended.values(), *(_so_far(path, settings) for path in running)])
         time.sleep(_POLL_S)
     if wrong:
         raise TestsFailed(f"failures in {', '.join(sorted(wrong))}")
@@ -57,8 +66,8 @@ def run(record: Record, settings: "Settings") -> None:
 
 def kernel_test_files(settings: "Settings") -> list[Path]:
     """Where there is only the interpreter, those that need not even that."""
-    files = [path for path in sorted(_TESTS.glob("test_*.py")) if path.name not in _NOT_ON_A_DEVICE]
-    return [path for path in files if not settings.is_smoke or path.name == "test_device_mirror.py"]
+    names = KERNEL_TESTS[-1:] if settings.is_smoke else KERNEL_TESTS
+    return [_TESTS / name for name in names]
 
 
 def _begin(path: Path, settings: "Settings") -> subprocess.Popen[bytes]:
@@ -70,8 +79,7 @@ def _begin(path: Path, settings: "Settings") -> subprocess.Popen[bytes]:
         *(f"--junitxml={_report(path, settings)}", str(path)),
     ]
     device = "cpu" if settings.is_smoke else "cuda"
-    log = settings.out / f"{path.stem}.log"
-    with log.open("wb") as stream:
+    with _log(path, settings).open("wb") as stream:
         return subprocess.Popen(
             command,
             cwd=_ROOT,
@@ -85,10 +93,20 @@ def _report(path: Path, settings: "Settings") -> Path:
     return settings.out / f"{path.stem}.xml"
 
 
-def _tell(report: Path, name: str, tests: Table, failures: Table) -> None:
+def _log(path: Path, settings: "Settings") -> Path:
+    return settings.out / f"{path.stem}.log"
+
+
+def _so_far(path: Path, settings: "Settings") -> Row:
+    """Of tests that still run: should this part be ended, that is what it leaves."""
+    words = Counter(_log(path, settings).read_text(encoding="utf-8", errors="replace").split())
+    return (path.name, words["PASSED"], words["FAILED"], words["SKIPPED"], "not done")
+
+
+def _read_report(report: Path, name: str, failures: Table) -> Row:
     if not report.exists():
         failures.add(name, f"could not be run; {report.with_suffix('.log').name} says why")
-        return
+        return (name, 0, 0, 0, "-")
     counts: Counter[str] = Counter()
     seconds = 0.0
     for case in ET.parse(report).getroot().iter("testcase"):
@@ -97,4 +115,4 @@ def _tell(report: Path, name: str, tests: Table, failures: Table) -> None:
         seconds += float(case.get("time", 0))
         for each in wrong:
             failures.add(f"{name}::{case.get('name')}", each.get("message", "")[:_LONGEST_MESSAGE])
-    tests.add(name, counts["passed"], counts["failed"], counts["skipped"], f"{seconds:.1f}")
+    return (name, counts["passed"], counts["failed"], counts["skipped"], f"{seconds:.1f}")

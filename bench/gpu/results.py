@@ -5,7 +5,7 @@ Never: measures.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ class Table:
     def add(self, *cells: object) -> None:
         assert len(cells) == len(self.columns)
         self.rows.append(tuple(str(cell) for cell in cells))
+        self._record.save()
+
+    def replace(self, rows: Iterable[Sequence[object]]) -> None:
+        """All of them by others, where they do not come in their order."""
+        self.rows = [tuple(str(cell) for cell in row) for row in rows]
         self._record.save()
 
 

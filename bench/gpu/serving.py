@@ -59,6 +59,7 @@ def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...]
             "Failed",
             "Output tokens per second",
             "TTFT p50",
+            "TTFT p99",
             "TPOT p50",
             "TPOT p99",
         ),
@@ -90,4 +91,4 @@ def _round(settings: "Settings", port: int, concurrency: int) -> list[object]:
     return [num_requests, summary["num_failed"], f"{rate:.0f}", *cells]
 
 
-_LATENCIES = (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("tpot_ms", "p99"))
+_LATENCIES = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("tpot_ms", "p99"))

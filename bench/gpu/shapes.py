@@ -7,6 +7,7 @@ there are, and a little on how random their bits are, but not on whether two lay
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,16 @@ def write_checkpoint(name: str, folder: Path) -> Path:
             else:
                 _write_piece(file, numbers, start=number * 7919, count=math.prod(size))
     return folder
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """The one in a folder below this one, written unless another part has done that. Returns that folder."""
+    whole = folder / name
+    if not whole.exists():
+        begun = folder / f"{name}.begun"
+        shutil.rmtree(begun, ignore_errors=True)  # by a part that was cut off
+        write_checkpoint(name, begun).rename(whole)
+    return whole
 
 
 def _config(shape: Shape) -> dict[str, Any]:

@@ -7,9 +7,7 @@ A decode step cannot take less than its bytes over the bandwidth: all weights, a
 every sequence. Prefill cannot take less than its products over the rate of a large product.
 """
 
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,8 @@ import torch
 
 from bench.gpu.driving import Drive, TimedStep, open_worker, scheduler_config
 from bench.gpu.results import Record, read_record
-from bench.gpu.shapes import SHAPES, write_checkpoint
+from bench.gpu.shapes import SHAPES, checkpoint
+from bench.gpu.swaps import measure_swaps
 from bench.peers.floor import StepBytes, step_bytes
 from scheduler.config import PrefixCaching
 
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 _CONTEXT = 1024
 _NUM_DECODES = 64
 _NUM_WARM = 8
-_SHARED_MEMORY = Path("/dev/shm")
 _NUM_TOP_KERNELS = 15
+_SWAP_BYTES = 256 << 20
 
 # Output tokens per second with 1,024 tokens of context, by shape, batch and whether the GPU is an H200. Set
 # before anything was measured: the floor by datasheet bandwidth, times the share that seems reachable.
@@ -76,6 +75,7 @@ class Bench:
         if self._is_smoke:
             settings |= {"dtype": "float32", "num_blocks": 32, "block_size": 8}
         settings["max_num_batched_tokens"] = self._most_tokens
+        settings["swap_space_bytes"] = _SWAP_BYTES >> 14 if self._is_smoke else _SWAP_BYTES
         return open_worker(folder, target, **settings)
 
     def measure_prefill(self) -> None:
@@ -115,6 +115,23 @@ class Bench:
                     f"{max(step.took_s for step in steps) * 1e3:.2f} ms",
                 )
                 self._record.figure(f"decode_{batch}_depth_{depth}", step_s)
+
+    def measure_swaps(self) -> None:
+        batch = self._batches[-1] if self._is_smoke else 64
+
+        def drive_on(worker: Any, num_blocks: int) -> Drive:
+            config = scheduler_config(
+                self._facts,
+                num_blocks=num_blocks,
+                max_num_seqs=batch,
+                max_num_batched_tokens=self._most_tokens,
+                prefix_caching=PrefixCaching.OFF,
+            )
+            drive = Drive(worker, config)
+            self._add_prompts(drive, batch, self._num_warm + self._num_decodes)
+            return drive
+
+        measure_swaps(self._record, self._worker, self._facts, drive_on, num_warm=self._num_warm)
 
     def profile(self) -> None:
         for batch in (1, self._batches[-1] if self._is_smoke else 64):
@@ -163,11 +180,14 @@ class Bench:
             max_plans_in_flight=depth if self._facts.runs_ahead else 1,
         )
         drive = Drive(self._worker, config)
+        self._add_prompts(drive, num_prompts, max_tokens)
+        return drive
+
+    def _add_prompts(self, drive: Drive, num_prompts: int, max_tokens: int) -> None:
         vocab_size = SHAPES[self._shape].vocab_size
         length = self._context - max_tokens // 2
         for number in range(num_prompts):
             drive.add([(number * 104_729 + place * 7919) % vocab_size for place in range(length)], max_tokens)
-        return drive
 
     def _floor_s(self, batch: int) -> float | None:
         if self._bandwidth is None:
@@ -189,21 +209,15 @@ class Bench:
 
 def run(record: Record, settings: "Settings") -> None:
     shape = "tiny" if settings.is_smoke else settings.shape
-    with tempfile.TemporaryDirectory(dir=_roomiest()) as folder:
-        seconds = _seconds(lambda: write_checkpoint(shape, Path(folder)))
-        record.note(f"{shape}: random weights, written in {seconds:.1f} s.")
-        bench = Bench(record, settings, shape, Path(folder))
-        bench.measure_decodes()
-        bench.measure_prefill()
-        bench.profile()
-        bench.close()
-
-
-def _roomiest() -> str | None:
-    """Memory is read and written faster than a disk, where it can hold 16 GB."""
-    if not _SHARED_MEMORY.is_dir() or shutil.disk_usage(_SHARED_MEMORY).free < 24 << 30:
-        return None
-    return str(_SHARED_MEMORY)
+    started_s = time.perf_counter()
+    folder = checkpoint(shape, settings.checkpoints)
+    record.note(f"{shape}: random weights, there after {time.perf_counter() - started_s:.1f} s.")
+    bench = Bench(record, settings, shape, folder)
+    bench.measure_decodes()
+    bench.measure_prefill()
+    bench.measure_swaps()
+    bench.profile()
+    bench.close()
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from bench.load_client import RequestRecord
 from bench.peers.catalogue import OURS
 from bench.peers.workloads import Workload
 from bench.report import Distribution, Latencies, latencies_of, summarize
+from bench.request_record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.http_stream import Target
-from bench.load_client import Endpoint, LoadRun, RequestRecord, RequestStyle
+from bench.load_client import Endpoint, LoadRun, RequestStyle
 from bench.peers.catalogue import PEERS, Launch, Peer, Site, python_of
 from bench.peers.results import Failure, Measurement, Start
 from bench.peers.running import PeerFailed, free_port, last_line, running
 from bench.peers.workloads import Workload
+from bench.request_record import RequestRecord
 from bench.workload import WordCost
 
 _VERSION_OF = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"

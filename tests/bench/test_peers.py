@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.load_client import RequestRecord
 from bench.peers import catalogue, rounds
 from bench.peers.bandwidth import read_bandwidth
 from bench.peers.catalogue import Launch, Peer
@@ -19,6 +18,7 @@ from bench.peers.floor import StepBytes, UnreadableCheckpoint, step_bytes
 from bench.peers.results import Measurement, Results
 from bench.peers.running import PeerFailed, free_port, running
 from bench.peers.workloads import WORKLOADS, word_cost
+from bench.request_record import RequestRecord
 from tests.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,42 @@
+"""What became of one request of a load run.
+
+Owns: the meaning of its times and counts, for all who measure requests.
+Never: takes a time (load_client.py, gpu/clients.py), or adds them up (report.py).
+"""
+
+from dataclasses import dataclass
+
+COMPLETED = "completed"
+CUT_OFF = "cut off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """What became of one request. Times are None where it did not come so far."""
+
+    index: int
+    priority: int
+    outcome: str
+    """`completed`, or the kind of failure: countable, such as `HTTP 429 rate_limit_exceeded`."""
+    message: str
+    """The failure for a person; empty for a completed one."""
+    start_s: float
+    """When it was sent, after the start of the run."""
+    late_s: float
+    """How much later than its arrival; only an open loop has a say in this."""
+    ttft_s: float | None
+    """From sending to the first token, with the connection made in between."""
+    e2e_s: float
+    """From sending to the end, whatever it was."""
+    chunk_gaps_s: tuple[float, ...]
+    """Between chunks that bring tokens."""
+    tpot_s: float | None
+    """Per token after those of the first chunk; None if there are none."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reason: str
+
+    @property
+    def is_completed(self) -> bool:
+        return self.outcome == COMPLETED
