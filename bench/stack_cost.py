@@ -1,6 +1,7 @@
 """What serving costs beside the model: processor time of the two processes, for each token and each request.
 
     python -m bench.stack_cost [--trees FOLDER,FOLDER] [--rounds N] [--endpoint chat]
+                                [--output-len N]
 
 Starts `tokenyard serve` with the built-in tiny model in each tree of sources in turn, sends it a closed loop
 of 64 clients, and reads what the processes used. Processor time, not the clock: on a machine that others use
@@ -21,13 +22,15 @@ from pathlib import Path
 from statistics import median
 
 from bench.http_stream import Target
-from bench.load_client import Endpoint, LoadRun, RequestRecord, RequestStyle, UsageMode, measure_words
+from bench.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, measure_words
 from bench.peers.catalogue import ROOT, Launch
 from bench.peers.running import PeerFailed, free_port, running
 from bench.report import summarize
+from bench.request_record import RequestRecord
 from bench.workload import Shape, plan, synthetic_prompts
 
 _CONCURRENCY, _INPUT_LEN, _OUTPUT_LEN = 64, 32, 24
+_MAX_OUTPUT_LEN = 1024
 _READY_WITHIN_S, _MAX_RUN_S = 120.0, 300.0
 _SERVED_NAME = "tiny"
 _ENGINE_PROCESS = b"engine.process"
@@ -53,7 +56,15 @@ class Cost:
         )
 
 
-def measure(tree: Path, endpoint: Endpoint, *, num_requests: int, seed: int, words: Sequence[str]) -> Cost:
+def measure(
+    tree: Path,
+    endpoint: Endpoint,
+    *,
+    num_requests: int,
+    seed: int,
+    words: Sequence[str],
+    output_len: int = _OUTPUT_LEN,
+) -> Cost:
     """Serve the sources in `tree` and load them once. Raises PeerFailed."""
     port = free_port()
     command = (
@@ -67,9 +78,9 @@ def measure(tree: Path, endpoint: Endpoint, *, num_requests: int, seed: int, wor
             launch, port=port, ready_path="/v1/models", log=log, ready_within_s=_READY_WITHIN_S
         ) as server:
             engine_pid = _engine_of(server.pid)
-            asyncio.run(_load(port, endpoint, _CONCURRENCY, seed + 1))  # the first of everything
+            asyncio.run(_load(port, endpoint, _CONCURRENCY, seed + 1, output_len))  # the first of everything
             before = processor_s(server.pid), processor_s(engine_pid)
-            records = asyncio.run(_load(port, endpoint, num_requests, seed))
+            records = asyncio.run(_load(port, endpoint, num_requests, seed, output_len))
             after = processor_s(server.pid), processor_s(engine_pid)
     summary = summarize(records, num_planned=num_requests)
     if summary.num_completed < num_requests:
@@ -99,7 +110,9 @@ def _engine_of(pid: int) -> int:
     raise PeerFailed("there is no engine process")
 
 
-async def _load(port: int, endpoint: Endpoint, num_requests: int, seed: int) -> list[RequestRecord]:
+async def _load(
+    port: int, endpoint: Endpoint, num_requests: int, seed: int, output_len: int
+) -> list[RequestRecord]:
     target = Target.parse(f"http://127.0.0.1:{port}")
     style = RequestStyle(
         endpoint=endpoint,
@@ -111,7 +124,7 @@ async def _load(port: int, endpoint: Endpoint, num_requests: int, seed: int) -> 
         seed=seed,
         timeout_s=_MAX_RUN_S,
     )
-    shape = Shape(num_prompts=num_requests, input_len=_INPUT_LEN, output_len=_OUTPUT_LEN, shared_prefix_len=0)
+    shape = Shape(num_prompts=num_requests, input_len=_INPUT_LEN, output_len=output_len, shared_prefix_len=0)
     prompts = synthetic_prompts(shape, await measure_words(target, style), seed)
     requests = plan(prompts, request_rate=None, priority_mix=(), seed=seed)
     run = LoadRun(target, style, on_record=lambda _: None)
@@ -127,6 +140,7 @@ def _rounds(options: argparse.Namespace) -> Iterator[tuple[Path, Cost]]:
                 num_requests=options.num_prompts,
                 seed=100 * number,
                 words=options.args.split(),
+                output_len=options.output_len,
             )
             print(f"round {number + 1}, {tree}: {cost}", file=sys.stderr)
             yield tree, cost
@@ -136,10 +150,18 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 1 if a server failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.stack_cost", allow_abbrev=False)
     parser.add_argument(
-        "--trees", type=_folders, default=[ROOT], metavar="FOLDER,...", help="default: this one"
+        "--trees", type=source_trees, default=[ROOT], metavar="FOLDER,...", help="default: this one"
     )
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=3, metavar="N")
     parser.add_argument("--num-prompts", type=int, choices=range(64, 100_001), default=1024, metavar="N")
+    parser.add_argument(
+        "--output-len",
+        type=int,
+        choices=range(1, _MAX_OUTPUT_LEN + 1),
+        default=_OUTPUT_LEN,
+        metavar="N",
+        help="tokens of each reply; with few, what a request costs counts most",
+    )
     parser.add_argument("--endpoint", type=Endpoint, choices=list(Endpoint), default=Endpoint.COMPLETIONS)
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
@@ -157,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _folders(text: str) -> list[Path]:
+def source_trees(text: str) -> list[Path]:
     folders = [Path(name).resolve() for name in text.split(",")]
     for folder in folders:
         if not (folder / "server").is_dir():

@@ -312,8 +312,7 @@ class AsyncEngine:
         match message:
             case Outputs():
                 now_s, eos_token_ids = time.monotonic(), self.info.eos_token_ids
-                for output in message.outputs:
-                    self._in_flight.take_output(output, eos_token_ids, now_s)
+                self._in_flight.take_outputs(message.outputs, eos_token_ids, now_s)
             case Beat():
                 self._health.beat(message, now_s=time.monotonic())
                 self.metrics.beat(message)

@@ -8,7 +8,7 @@ Never: the engine process (client.py hands messages on), or text (live_request.p
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -22,6 +22,7 @@ from engine.errors import (
     Overloaded,
     OverloadReason,
 )
+from engine.live import Part
 from engine.live_pooling import LivePooling
 from engine.live_request import LiveRequest
 from engine.messages import AddRequest, EndSequences, ToEngine
@@ -177,35 +178,35 @@ class InFlight:
             return
         for sequence_id in live.unfinished_ids:  # there is no engine to say so
             aborted = SequenceOutput(sequence_id, (), FinishReason.ABORTED)
-            self.take_output(aborted, eos_token_ids, time.monotonic())
+            self.take_outputs([aborted], eos_token_ids, time.monotonic())
 
-    def take_output(self, output: SequenceOutput, eos_token_ids: tuple[int, ...], now_s: float) -> None:
-        """News of one sequence."""
-        live = self._by_sequence.get(output.sequence_id)
-        if live is None:  # its reader has left
-            return
-        choice, journal = live.choices[output.sequence_id], live.request.journal
-        if output.start is not None:
-            self._note_start(live, output.start, now_s)
-        if output.num_preemptions:
-            journal.note_preemptions(output.sequence_id, output.num_preemptions)
-        live.push(output, eos_token_ids)
-        if output.token_ids:
-            if choice.last_token_s is None:
-                self._metrics.first_token_arrived(
-                    len(output.token_ids), now_s - live.arrived_s, live.request.terms.priority
-                )
-                journal.note_first_token(now_s - live.arrived_s)
-            else:
-                self._metrics.tokens_arrived(len(output.token_ids), now_s - choice.last_token_s)
-            choice.last_token_s = now_s
-        if choice.finish_reason is not None:
-            del self._by_sequence[output.sequence_id]
-            self._metrics.choice_finished(choice.finish_reason, choice.num_tokens)
-            journal.note_end(choice.finish_reason, choice.num_tokens)
-            if output.finish_reason is None:  # a stop string, which only we can see
-                ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
-                self._send(ended)
+    def take_outputs(
+        self, outputs: Iterable[SequenceOutput], eos_token_ids: tuple[int, ...], now_s: float
+    ) -> None:
+        """News of some sequences, which came together."""
+        num_by_gap: dict[float, int] = {}
+        for output in outputs:
+            live = self._by_sequence.get(output.sequence_id)
+            if live is None:  # its reader has left
+                continue
+            choice = live.choices[output.sequence_id]
+            if output.start is not None:
+                self._note_start(live, output.start, now_s)
+            if output.num_preemptions:
+                live.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
+            live.push(output, eos_token_ids)
+            num_tokens = len(output.token_ids)
+            if num_tokens and choice.last_token_s is not None:
+                # Those of one step were all preceded by those of another: there are few different gaps.
+                gap_s = (now_s - choice.last_token_s) / num_tokens
+                num_by_gap[gap_s] = num_by_gap.get(gap_s, 0) + num_tokens
+                choice.last_token_s = now_s
+            elif num_tokens:
+                self._note_first_token(live, choice, num_tokens, now_s)
+            if choice.finish_reason is not None:
+                self._note_end(live, choice, output)
+        if num_by_gap:
+            self._metrics.tokens_arrived(num_by_gap)
 
     def _take_places(
         self, requests: Sequence[GenerationRequest | PoolingRequest], num_sequences: int
@@ -336,6 +337,22 @@ class InFlight:
         self._admission.start(num_tokens, now_s=now_s)
         self._tenant_tokens.leave(live.request.terms.tenant, num_tokens)
         self._metrics.sequence_started(start.queue_s)
+
+    def _note_first_token(self, live: AnyLive, part: Part, num_tokens: int, now_s: float) -> None:
+        since_arrival_s = now_s - live.arrived_s
+        self._metrics.first_token_arrived(num_tokens, since_arrival_s, live.request.terms.priority)
+        live.request.journal.note_first_token(since_arrival_s)
+        part.last_token_s = now_s
+
+    def _note_end(self, live: AnyLive, part: Part, output: SequenceOutput) -> None:
+        """This output was the last that is read of a sequence."""
+        assert part.finish_reason is not None
+        del self._by_sequence[output.sequence_id]
+        self._metrics.choice_finished(part.finish_reason, part.num_tokens)
+        live.request.journal.note_end(part.finish_reason, part.num_tokens)
+        if output.finish_reason is None:  # a stop string, which only we can see
+            ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
+            self._send(ended)
 
 
 def _priority(requests: Sequence[GenerationRequest | PoolingRequest]) -> int:

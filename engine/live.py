@@ -110,7 +110,9 @@ class Live(Generic[RequestT, PartT]):
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         """Take in news of one of the sequences."""
-        if output.finish_reason is FinishReason.REJECTED:
+        if output.finish_reason is None:  # as with nearly every token
+            self._push(output, eos_token_ids)
+        elif output.finish_reason is FinishReason.REJECTED:
             self.fail(
                 RequestRejected(output.message, param=self.prompt_param, code="context_length_exceeded")
             )

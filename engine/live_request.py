@@ -5,14 +5,15 @@ Never: talks to the engine process; client.py does.
 """
 
 import asyncio
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.detokenizer import IncrementalDetokenizer, StopText
 from engine.live import Live
 from engine.logprobs import PromptLogprobs, explain
 from engine.tokenizer import SpecialTokens, Tokenizer
 from engine.types import GenerationRequest, TokenLogprob, TokenOutput
-from scheduler.messages import FinishReason, SequenceId, SequenceOutput
+from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
 
 
 class Choice:
@@ -38,27 +39,36 @@ class Choice:
         self._num_hidden = 0
         self._num_cached_tokens = 0
         self._stop_reason: int | str | None = None
+        self._may_wait = not request.stop
+        """The text of a token is made when somebody reads it: no stop string can be in it."""
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._waiting_ids: list[int] = []
+        """Of `_token_ids`: the last, whose text was not made yet."""
         self._logprobs: list[TokenLogprob] = []
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         """Take in what the engine generated; `finish_reason` says afterwards whether that was all."""
+        self.has_news = True
         if output.start is not None:
             self._num_cached_tokens = output.start.num_cached_tokens
+        if self._may_wait and output.finish_reason is None:
+            self.num_tokens += len(output.token_ids)
+            self._token_ids += output.token_ids
+            self._waiting_ids += output.token_ids
+            if output.logprobs:
+                self._explain(output.logprobs)
+            return
         ends_by_token = output.finish_reason is FinishReason.STOP and not self._shows_stop
-        shown = output.token_ids[:-1] if ends_by_token else output.token_ids
-        self._texts.append(self._detokenizer.push(shown))
+        self._waiting_ids += output.token_ids[:-1] if ends_by_token else output.token_ids
+        self._make_text()
         if ends_by_token and self._detokenizer.matched_stop is None:
             self._num_hidden = 1  # the stop token: it counts, but it is not part of the text
         num_seen = self._detokenizer.num_tokens + self._num_hidden
         num_kept = num_seen - self.num_tokens  # none of those after a stop string
         self.num_tokens += num_kept
-        self._token_ids.extend(output.token_ids[:num_kept])
-        self._logprobs.extend(
-            explain(logprobs, self._tokenizer, self._special) for logprobs in output.logprobs[:num_kept]
-        )
-        self.has_news = True
+        self._token_ids += output.token_ids[:num_kept]
+        self._explain(output.logprobs[:num_kept])
         if self._detokenizer.matched_stop is None and output.finish_reason is not None:
             self._texts.append(self._detokenizer.finish())
             self.finish_reason = output.finish_reason
@@ -70,6 +80,7 @@ class Choice:
 
     def take(self) -> TokenOutput:
         """All that was not told yet, as one output."""
+        self._make_text()
         output = TokenOutput(
             index=self.index,
             text="".join(self._texts),
@@ -84,6 +95,14 @@ class Choice:
         self._logprobs.clear()
         self.has_news = False
         return output
+
+    def _make_text(self) -> None:
+        if self._waiting_ids:
+            self._texts.append(self._detokenizer.push(self._waiting_ids))
+            self._waiting_ids.clear()
+
+    def _explain(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._logprobs += [explain(each, self._tokenizer, self._special) for each in logprobs]
 
 
 class LiveRequest(Live[GenerationRequest, Choice]):
@@ -103,7 +122,8 @@ class LiveRequest(Live[GenerationRequest, Choice]):
         self._prompt_logprobs = PromptLogprobs(request, tokenizer)
 
     def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
-        self._prompt_logprobs.push(output.prompt_logprobs)
+        if output.prompt_logprobs:
+            self._prompt_logprobs.push(output.prompt_logprobs)
         if output.token_ids or output.finish_reason is not None:
             self.choices[output.sequence_id].push(output, eos_token_ids)
             self._news.set()

@@ -29,6 +29,9 @@ EXIT_CRASH_LOOP = EXIT_DIED = 70
 _MAX_DEATHS, _DEATHS_WINDOW_S = 3, 300.0
 _FIRST_BACK_OFF_S = 1.0
 _GOODBYE_S = 2.0
+_MAX_RECEIVING_S = 0.05
+"""Where messages come faster than they are sent on, the next one is there at once, and the task that takes
+them in would never pause. So long the others wait, and what came is merged; then they have their turn."""
 _STACKS_S = 1.0
 """For a process that hangs to write down where. One that is stopped, or waits in the kernel, never will."""
 
@@ -76,6 +79,8 @@ class EngineLives:
         self._is_last_life = False
         self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
         self._start_failure: StartFailed | None = None
+        self._num_heard = 0
+        """Messages of all processes."""
 
     @property
     def pid(self) -> int | None:
@@ -126,8 +131,7 @@ class EngineLives:
             if self._stopping.is_set():  # meanwhile
                 process.kill()
             death = await self._until_death(process, receiver, watch)
-            # What it said before it died still counts; the socket holds it already.
-            await asyncio.wait([receiver], timeout=0.05)
+            await self._hear_the_rest(receiver)
         finally:
             receiver.cancel()
             await asyncio.gather(receiver, return_exceptions=True)
@@ -170,15 +174,27 @@ class EngineLives:
             await asyncio.gather(hanging, dying, return_exceptions=True)
 
     async def _receive(self, process: EngineProcess, watch: HangWatch) -> None:
+        pause_due_s = time.monotonic() + _MAX_RECEIVING_S
         while True:
+            if time.monotonic() > pause_due_s:
+                await asyncio.sleep(0)
+                pause_due_s = time.monotonic() + _MAX_RECEIVING_S
             message = await process.side.receive()
             watch.heard()
+            self._num_heard += 1
             if isinstance(message, StartFailed):
                 self._start_failure = message
                 continue
             if isinstance(message, Ready):
                 watch.loaded()
             self._on_message(message)
+
+    async def _hear_the_rest(self, receiver: "asyncio.Task[None]") -> None:
+        """What it said before it died still counts; the socket holds it already."""
+        num_heard = -1
+        while num_heard != self._num_heard:  # the receiver may have a backlog of more than one wait
+            num_heard = self._num_heard
+            await asyncio.wait([receiver], timeout=_MAX_RECEIVING_S)
 
     def _judge(self, death: Death) -> GaveUp | None:
         if self._start_failure is not None:

@@ -8,7 +8,7 @@ then on inside the engine process to the first step; time to first token from ar
 here; inter-token latency between two tokens of one choice, with preemptions in it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TypeVar
@@ -16,6 +16,7 @@ from typing import TypeVar
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from engine.batched_histogram import BatchedHistogram
 from engine.errors import Overloaded, OverloadReason
 from engine.lives import DeathCause
 from engine.logs import num_dropped_lines
@@ -159,11 +160,11 @@ class EngineMetrics:
         for part, counter in self._step_time.items():
             counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
 
-    def tokens_arrived(self, num_tokens: int, since_last_s: float) -> None:
-        """Further tokens of a choice, so long after the ones before."""
-        self._generated.inc(num_tokens)
-        for _ in range(num_tokens):
-            self._inter_token.observe(since_last_s / num_tokens)
+    def tokens_arrived(self, num_by_gap: Mapping[float, int]) -> None:
+        """Further tokens of choices: how many came how many seconds after the one before."""
+        self._generated.inc(sum(num_by_gap.values()))
+        for gap_s, num in num_by_gap.items():
+            self._inter_token.observe(gap_s, num=num)
 
     def first_token_arrived(self, num_tokens: int, since_arrival_s: float, priority: int) -> None:
         self._generated.inc(num_tokens)
@@ -297,8 +298,11 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._first_token_of_band = {band: by_band.labels(band=band.value) for band in PriorityBand}
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one choice", _TOKEN_BUCKETS
+        self._inter_token = BatchedHistogram(
+            "tokenyard:inter_token_latency_seconds",
+            "Between two tokens of one choice",
+            buckets=_TOKEN_BUCKETS,
+            registry=self.registry,
         )
         self._queue_time = self._histogram("request_queue_time_seconds", "Until first part of a step")
         self._end_to_end = self._histogram(

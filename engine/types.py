@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import msgspec
+
 from engine.journal import Journal
 from scheduler.messages import (
     FinishReason,
@@ -147,12 +149,13 @@ class TokenLogprob:
     """The chosen token was left out of the text: a special token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What was added to one choice since the last output of that choice.
 
     A slow reader gets several steps merged into one. The texts of a choice, joined, are its whole
     text: never broken UTF-8, never a part of a stop string.
+
+    A struct because one is built per token: a frozen dataclass of so many fields takes ten times as long.
     """
 
     index: int

@@ -6,8 +6,10 @@ Never: bytes (sse.py), counting (replies.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.types import FinishReason, TokenLogprob, TokenOutput, TokenText
 from server.logprobs import TokenOffsets, completion_logprobs, echoed_logprobs, joined, prompt_logprobs

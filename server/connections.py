@@ -40,6 +40,11 @@ _HEAD_TOO_LARGE = 431
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
+_WRITE_CHUNK = "tokenyard.write_chunk"
+
+WriteChunk = Callable[[bytes], bool]
+"""Takes no empty piece, which would end the body. False: nothing was written, the client's socket is full or
+gone; then `send` waits, or ends."""
 
 
 class ClientConnection(H11Protocol):
@@ -70,7 +75,12 @@ class ClientConnection(H11Protocol):
         if num_too_many > 0:
             self._head_timeout_s = min(self._head_timeout_s, RESERVED_HEAD_TIMEOUT_S)
         # Copied by uvicorn into the scope of every request.
-        self.app_state = {**self.app_state, _IS_RESERVED: num_too_many > 0, _CUT_OFF: self._reset}
+        self.app_state = {
+            **self.app_state,
+            _IS_RESERVED: num_too_many > 0,
+            _CUT_OFF: self._reset,
+            _WRITE_CHUNK: self._write_chunk,
+        }
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -119,6 +129,15 @@ class ClientConnection(H11Protocol):
         at_once = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self.transport.abort()
+
+    def _write_chunk(self, data: bytes) -> bool:
+        """See `chunk_writer`. Framed as h11 would: the chunked transfer coding, RFC 9112, section 7.1."""
+        cycle = self.cycle
+        is_open = self.conn.our_state is h11.SEND_BODY and not cycle.disconnected
+        if not is_open or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _refuse(self, error: Exception) -> None:
         """Say why, where a reply can still begin, and hang up."""
@@ -187,6 +206,22 @@ class LastReplies:
             await send(message)
 
         await self._app(scope, receive, last_send)
+
+
+def chunk_writer(scope: Scope) -> WriteChunk:
+    """What writes a piece of a streamed body past all layers, once the reply has begun.
+
+    None of them looks at such a piece, and to pass them costs more than to write. Writes nothing where a body
+    is not sent in chunks, and under a server that is not ours.
+    """
+    if scope.get("http_version") != "1.1":
+        return nothing_written
+    write: WriteChunk = scope.get("state", {}).get(_WRITE_CHUNK, nothing_written)
+    return write
+
+
+def nothing_written(_: bytes) -> bool:
+    return False
 
 
 async def cut_off(scope: Scope, receive: Receive) -> None:

@@ -1,6 +1,6 @@
 """One line of the log, one span and one count for each HTTP request, when it is over.
 
-Owns: which facts are told, and at which level. One place for all three: each piece of a stream passes it.
+Owns: which facts are told, and at which level. One place for all three, which learn the same.
 Never: prompts, outputs, headers, bodies, or a path as the client wrote it: the name of its route is enough.
 """
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.types import TokenOutput
-from server.connections import cut_off
+from server.connections import WriteChunk, chunk_writer, cut_off, nothing_written
 from server.disconnect import while_connected
 from server.edge import Edge, NumberedOutputs
 from server.errors import ErrorReply, describe, log_failure
@@ -99,8 +99,10 @@ class EventStream(Response):
         self._has_started = False
         self._is_refused = False
         self._last_sent_s = 0.0
+        self._write_chunk: WriteChunk = nothing_written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._write_chunk = chunk_writer(scope)
         keeping_alive = asyncio.create_task(self._keep_alive(send))
         try:
             await while_connected(receive, self._write(scope, send))
@@ -122,7 +124,7 @@ class EventStream(Response):
                         body = await asyncio.to_thread(self._events, prompt_index, output)
                     else:
                         body = self._events(prompt_index, output)
-                    if body:
+                    if body and not self._sent_at_once(body):
                         await self._send(send, body)
             last = self._framing.events(self._reply.finish())
         except SlowClient:
@@ -143,6 +145,13 @@ class EventStream(Response):
     def _events(self, prompt_index: int, output: TokenOutput) -> bytes:
         chunks = self._reply.update(prompt_index, output)
         return self._framing.events(chunks) if chunks else b""
+
+    def _sent_at_once(self, body: bytes) -> bool:
+        """The short way of a chunk: nothing to wait for, nobody before it."""
+        if not self._has_started or self._sending.locked() or not self._write_chunk(body):
+            return False
+        self._last_sent_s = asyncio.get_running_loop().time()
+        return True
 
     async def _send(self, send: Send, body: bytes) -> None:
         async with self._sending:

@@ -53,7 +53,7 @@ class Door:
         output = SequenceOutput(
             sequence_id, (7,), None, start=SequenceStart(queue_s=0.0, num_cached_tokens=0)
         )
-        self.in_flight.take_output(output, (), 0.0)
+        self.in_flight.take_outputs([output], (), 0.0)
 
     def waiting(self) -> set[str]:
         return {name for name in "abcdefgh" if self.in_flight.find(name)}

@@ -38,7 +38,7 @@ def door(tiny_model: Path) -> Door:
 def finish(door: Door, live, reason: FinishReason, place: int = 0, **news: object) -> None:
     """News from the engine process: one of its sequences has ended."""
     output = SequenceOutput(tuple(live.choices)[place], (), reason, **news)  # type: ignore[arg-type]
-    door.in_flight.take_output(output, EOS, 0.0)
+    door.in_flight.take_outputs([output], EOS, 0.0)
 
 
 class Hall:
@@ -84,7 +84,7 @@ class Hall:
             start = None if has_begun or operation == "expire" else START
             reason = {"end": FinishReason.LENGTH, "expire": FinishReason.EXPIRED}.get(operation)
             output = SequenceOutput(sequence_id, (7,) if reason is None else (), reason, start=start)
-            self.in_flight.take_output(output, EOS, 0.0)
+            self.in_flight.take_outputs([output], EOS, 0.0)
 
 
 async def test_no_place_in_the_queue_is_lost_or_given_twice(tiny_model: Path) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,46 @@ async def test_a_folder_for_sockets_with_too_long_a_name_is_reported_and_leaves_
     assert gave_up is not None
     assert "could not be started" in gave_up.what
     assert not list(long.iterdir())
+
+
+async def test_messages_that_come_faster_than_they_are_sent_on_do_not_stop_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_messages, turn = 500, 0
+    turns: list[int] = []
+    """Of the event loop, in which each message was taken in."""
+
+    def take(message: ToClient) -> None:
+        time.sleep(0.002)
+        turns.append(turn)
+
+    body = f"for _ in range({num_messages}): side.send(Outputs([]))\ntime.sleep(60)"
+    engine = make_lives(folder, monkeypatch, body, [], on_message=take)
+    running = asyncio.create_task(engine.run())
+    async with asyncio.timeout(30):
+        while len(turns) < num_messages:
+            await asyncio.sleep(0)
+            turn += 1
+    await engine.stop()
+    await running
+    most_in_a_turn = max(Counter(turns).values())
+    assert most_in_a_turn < 50
+
+
+async def test_all_that_a_process_said_before_it_died_is_taken_in_however_long_that_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_messages = 400
+    taken: list[ToClient] = []
+    num_taken_at_death: list[int] = []
+
+    def take(message: ToClient) -> None:
+        time.sleep(0.003)
+        taken.append(message)
+
+    body = f"for _ in range({num_messages}): side.send(Outputs([]))\nside.close()\nsys.exit(3)"
+    engine = make_lives(folder, monkeypatch, body, [], on_message=take)
+    monkeypatch.setattr(engine, "_on_death", lambda _: num_taken_at_death.append(len(taken)))
+    engine.no_more_lives()
+    assert await asyncio.wait_for(engine.run(), 30) is not None
+    assert num_taken_at_death == [num_messages]

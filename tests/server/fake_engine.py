@@ -6,9 +6,10 @@ A token is one byte; the reply repeats the prompt's letters in capitals, one tok
 import asyncio
 import struct
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected

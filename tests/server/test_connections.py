@@ -1,6 +1,7 @@
 """What a connection may do before and after its requests. Over real sockets, with little patience."""
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import struct
@@ -10,9 +11,10 @@ import orjson
 import pytest
 
 from engine.types import EngineState
-from server.connections import RESERVED_PLACES
+from server.connections import RESERVED_PLACES, ClientConnection
 from server.listening import listen, num_connections_allowed
 from server.reply_models import ErrorReplyBody
+from server.sse import KEEP_ALIVE, EventStream
 from tests.server.conftest import eventually, impatient, serving
 from tests.server.fake_engine import READY
 
@@ -25,10 +27,19 @@ async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     return await asyncio.open_connection(address.hostname, address.port)
 
 
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    """Up to the end, which is a reset if something was still on its way to who hung up."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await reader.read(1 << 16):
+            answer += piece
+    return answer
+
+
 async def said(url: str, *words: bytes, pause_s: float = 0.0) -> bytes:
     """All that the server answers until it hangs up, which it must do within a second."""
     reader, writer = await connected(url)
-    answer = asyncio.create_task(reader.read())
+    answer = asyncio.create_task(all_of(reader))
     try:
         for word in words:
             if answer.done():  # to go on would turn its end into a reset
@@ -93,6 +104,89 @@ async def test_a_kept_connection_and_a_slow_reply_outlive_the_time_for_a_head(en
             await reader.readuntil(b'"num_steps":7}' if request is HEALTH else b'"cached_tokens":4}}}')
             await asyncio.sleep(0.1)
         writer.close()
+
+
+def unchunked(body: bytes) -> bytes:
+    """What the pieces say, each of the length that it claims; the last is empty."""
+    pieces = []
+    while body != b"0\r\n\r\n":
+        size, _, rest = body.partition(b"\r\n")
+        piece, end, body = rest[: int(size, 16)], rest[int(size, 16) :][:2], rest[int(size, 16) + 2 :]
+        assert end == b"\r\n"
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def test_a_stream_is_the_same_with_and_without_chunks(engine):
+    engine.texts = ("Für", " ", "\n\n", "😀" * 2000, "")
+    engine.pause_s = 0.002  # so that each piece is written by itself
+    body = b'{"prompt": "x", "max_tokens": 20, "stream": true}'
+    heads = [
+        b"POST /v1/completions HTTP/%b\r\nHost: t\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % (version, len(body))
+        for version in (b"1.1", b"1.0")
+    ]
+    async with serving(impatient(engine)) as url:
+        replies = [await said(url, head + body) for head in heads]
+    (chunked_head, chunked), (plain_head, plain) = (reply.split(b"\r\n\r\n", 1) for reply in replies)
+    assert b"transfer-encoding: chunked" in chunked_head.lower()
+    assert b"transfer-encoding" not in plain_head.lower()
+    texts = [
+        [orjson.loads(event[6:])["choices"] for event in stream.split(b"\n\n") if b"choices" in event]
+        for stream in (unchunked(chunked), plain)
+    ]
+    assert len(texts[0]) > 10
+    assert texts[0] == texts[1]
+    assert unchunked(chunked).endswith(b"\n\ndata: [DONE]\n\n")
+
+
+async def read_by_fits_and_starts(url: str, request: bytes) -> bytes:
+    """Up to the end of the connection, with so small a window that the server's socket is full in between."""
+    address = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, (address.hostname, address.port))
+        await loop.sock_sendall(client, request)
+        answer, num_until_pause = b"", 0
+        while piece := await loop.sock_recv(client, 1 << 16):
+            answer += piece
+            num_until_pause -= len(piece)
+            if num_until_pause < 0:
+                await asyncio.sleep(0.06)
+                num_until_pause = 1 << 18
+    return answer
+
+
+async def test_a_stream_whose_socket_is_full_now_and_then_is_whole_and_in_order(engine, monkeypatch):
+    ways = []
+    sent_at_once = EventStream._sent_at_once
+
+    def watched(stream: EventStream, body: bytes) -> bool:
+        ways.append(sent_at_once(stream, body))
+        return ways[-1]
+
+    def with_little_room(connection: ClientConnection, transport: asyncio.Transport) -> None:
+        # Else the kernel would take over the whole stream.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection_made(connection, transport)
+
+    connection_made = ClientConnection.connection_made
+    monkeypatch.setattr(ClientConnection, "connection_made", with_little_room)
+    monkeypatch.setattr(EventStream, "_sent_at_once", watched)
+    engine.texts = tuple(f"{place}" + "." * (40_000 if place % 20 < 10 else 3) for place in range(100))
+    body = b'{"prompt": "x", "max_tokens": 100, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    engine.pause_s = 0.004
+    async with serving(impatient(engine, keep_alive_s=0.002)) as url, asyncio.timeout(20):
+        reply = await read_by_fits_and_starts(url, head % len(body) + body)
+    *events, done, rest = unchunked(reply.split(b"\r\n\r\n", 1)[1]).split(b"\n\n")
+    texts = [orjson.loads(event[6:])["choices"][0]["text"] for event in events if event[:1] != b":"]
+    assert (done, rest) == (b"data: [DONE]", b"")
+    assert "".join(texts) == "".join(engine.texts)
+    assert min(ways.count(True), ways.count(False)) > 5, "both ways were taken"
+    assert KEEP_ALIVE.strip() in events, "something came between them"
 
 
 @pytest.mark.parametrize(

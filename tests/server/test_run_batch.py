@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from engine.errors import Overloaded, RequestFailed
 from engine.lives import GaveUp
 from engine.options import OptionError
+from engine.types import FinishReason
 from server.app import build_app
 from server.batch import cli
 from server.batch.files import BatchFileError, check_input, open_output
 from server.batch.local import CannotLoad, while_it_lives
 from server.batch.run import BatchRun, ServerLost
+from server.command_line import OptionParser
 from server.http_client import NoReply, Reply, Target, fetch, request
 from tests.server.conftest import Settings, eventually, serving
 
@@ -234,6 +237,26 @@ def test_a_batch_runs_with_a_model_of_its_own_and_opens_no_port(tiny_model, file
     found = answers(files[1])
     assert len(found) == 6
     assert all(answer["response"]["body"]["usage"]["completion_tokens"] for answer in found.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"), [([], math.inf), (["--request-timeout", "90"], 90.0), (["--config"], 5.0)]
+)
+def test_requests_of_a_batch_have_no_time_limit_that_nobody_asked_for(tiny_model, tmp_path, words, seconds):
+    options = tmp_path / "options.yaml"
+    options.write_text("request-timeout: 5s\n")
+    words = [*words, str(options)] if words == ["--config"] else words
+    found = OptionParser(prog="x", description="").read([str(tiny_model), *words])
+    engine, _ = cli._configs(found)
+    assert engine.time_limits.total_s == seconds
+
+
+async def test_answers_that_a_time_limit_cut_off_are_counted(url, files, engine, capsys):
+    body = {"input": "ab", "max_output_tokens": 1}
+    files[0].write_text(f"{line('chat')}\n{line('response', url='/v1/responses', body=body)}\n")
+    engine.end_as = FinishReason.EXPIRED
+    assert await run(url, files) == 0
+    assert "2 answered, 0 of them with an error, 2 cut off by a time limit" in capsys.readouterr().err
 
 
 async def test_a_run_ends_when_its_engine_is_gone_for_good():
