@@ -48,6 +48,8 @@ class EngineConfig:
     """Names that requests may use; replies report the first."""
     scheduler: SchedulerConfig
     """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
+    max_prefill_tokens: int | None
+    """Of a step. None: as many as the device computes best, which is known when the model is loaded."""
     time_limits: TimeLimits
     """For requests that bring none of their own, or longer ones."""
     trace_file: str | None
@@ -134,10 +136,11 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         model_path=str(folder),
         served_names=options.served_model_name or (name,),
         scheduler=_scheduler_config(options),
+        max_prefill_tokens=options.max_prefill_tokens,
         time_limits=TimeLimits(
             queue_s=_or_no_limit(options.queue_timeout),
             first_token_s=_or_no_limit(options.first_token_timeout),
-            total_s=_or_no_limit(options.request_timeout),
+            total_s=options.request_timeout or inf,
         ),
         log_format=LogFormat(options.log_format),
         trace_file=None if options.trace_steps is None else str(Path(options.trace_steps).absolute()),
@@ -275,6 +278,12 @@ def _check_limits(options: Options) -> None:
             f"--max-num-seqs {options.max_num_seqs}",
             "every running sequence needs one token of each step",
             f"raise the first to {options.max_num_seqs} or more, or lower the second",
+        )
+    if (options.max_prefill_tokens or 0) > options.max_num_batched_tokens:
+        raise OptionError(
+            f"--max-prefill-tokens {options.max_prefill_tokens}",
+            f"a step has {options.max_num_batched_tokens} tokens at most",
+            "raise --max-num-batched-tokens too, or use 0 for no limit",
         )
     if options.num_gpu_blocks_override is None:
         return

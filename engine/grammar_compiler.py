@@ -32,7 +32,7 @@ _MAX_REMEMBERED = 256
 _MAX_COST_S = 0.1
 """Of one sequence. The worker compiles between two steps of all; a schema of 300 properties takes 0.01 s."""
 _MAX_COST_OF_ALL_S = 2.0
-"""Of all choices of a request: few begin in one step (scheduler/budget.py), but all slow the others down."""
+"""Of all choices of a request: some begin in one step (scheduler/budget.py), but all slow the others down."""
 _SIGKILL = -9
 
 
@@ -74,7 +74,7 @@ class GrammarCompiler:
         if verdict.refusal:
             raise GrammarRejected(verdict.refusal, param=param)
         _check_cost(verdict.cost_s, num_choices, param)
-        return replace(grammar, text=verdict.text)
+        return replace(grammar, text=verdict.text, cost_s=verdict.cost_s)
 
     async def close(self) -> None:
         """End the process; nothing is left of it."""

@@ -180,6 +180,15 @@ class Options(EdgeOptions):
         "makes running requests stutter.",
         default=2048,
     )
+    max_prefill_tokens: int | None = _option(
+        Group.SCHEDULER,
+        Count(low=0, high=2**20, metavar="TOKENS"),
+        "Tokens of a step that prompts get at most, all together. Fewer bring the first of a crowd to its "
+        "first token sooner and let running requests stutter less; too few leave the device idle. 0 is no "
+        "limit.",
+        open_default="256 on CPUs, but for mixtures of experts; else no limit",
+        default=None,
+    )
     scheduling_policy: str = _option(
         Group.SCHEDULER,
         Choice(words=("fcfs", "priority")),
@@ -367,12 +376,12 @@ class Options(EdgeOptions):
         open_default="no limit",
         default=None,
     )
-    request_timeout: float | None = _option(
+    request_timeout: float = _option(
         Group.SERVER,
-        Duration(low=0.001, high=1e6),
-        "How long a request may take in all; then it ends with what it has.",
-        open_default="no limit",
-        default=None,
+        Duration(low=0.0, high=1e6),
+        "How long a request may take in all, from its admission; then it ends with what it has. Requests may "
+        "ask for less. 0 is no limit.",
+        default=600.0,
     )
     max_body_size: int = _option(
         Group.SERVER,

@@ -109,8 +109,12 @@ def _open_trace(path: str | None) -> StepTrace | None:
 
 def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig:
     """What the operator asked, with what the worker found."""
+    asked = config.max_prefill_tokens
+    max_prefill_tokens = facts.saturating_tokens if asked is None else asked
     return replace(
         config.scheduler,
+        max_prefill_tokens=max_prefill_tokens,
+        max_chunk_tokens=_chunk_limit(config.scheduler.max_chunk_tokens, max_prefill_tokens),
         num_blocks=facts.num_blocks,
         max_plans_in_flight=config.scheduler.max_plans_in_flight if facts.runs_ahead else 1,
         block_size=facts.block_size,
@@ -120,6 +124,13 @@ def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
     )
+
+
+def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:
+    """0 is no limit. One that leaves nothing of what all prompts get is lowered to half of that."""
+    if 0 < max_prefill_tokens <= asked:
+        return max(max_prefill_tokens // 2, 1)
+    return asked
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -6,6 +6,7 @@ Never: serves the running line (planner.py), chooses victims (displacement.py), 
 """
 
 from collections.abc import Callable
+from itertools import takewhile
 
 from scheduler.budget import SchedulingBudget
 from scheduler.config import PrefixCaching
@@ -60,7 +61,8 @@ class Admission:
             if victims is None or any(victim.sequence_id in plan.urgent for victim in victims):
                 return  # whoever has a share of this step keeps it
             num_decodes = budget.num_decodes_ahead - sum(v.num_uncomputed_tokens == 1 for v in victims)
-            if budget.remaining_tokens - num_decodes < _least_share(seq):
+            room = budget.chunk_tokens(seq, num_decodes=num_decodes)
+            if room < _least_share(seq) or self._would_delay_better(seq, need, room, plan):
                 return
             self._kv.pin(need)
             for victim in victims:
@@ -68,6 +70,18 @@ class Admission:
                 self._preemptor.send_away(victim, plan, PreemptionCause.DISPLACED, seq)
             self._admit(seq, need, plan)
             plan.urgent.add(seq.sequence_id)
+
+    def _would_delay_better(self, seq: Sequence, need: Need, room: int, plan: PlanDraft) -> bool:
+        """Whether prompts that stand before it in the line would get less of the step for its chunk.
+
+        Else urgent ones that keep coming would stop an earlier one of their own priority.
+        """
+        before = takewhile(lambda each: each.rank < seq.rank, self._lines.running)
+        unserved = [each for each in before if each.sequence_id not in plan.urgent]
+        num_ahead = sum(self._shares.num_wanted(each) for each in unserved if each.num_uncomputed_tokens > 1)
+        if not num_ahead:
+            return False
+        return room - num_ahead < min(self._shares.num_wanted(seq), seq.num_tokens - need.found.num_tokens)
 
     def pass_over(self) -> None:
         """Nobody is admitted to this step; who waits is looked at in the next one."""
@@ -115,11 +129,11 @@ class Admission:
         """What keeps one that waits out of this step, whatever is free."""
         if seq.num_preemptions and self._state.in_flight.draws_for(seq.sequence_id):
             return WaitReason.PREEMPTION  # the worker must be given all of its tokens
-        if budget.remaining_tokens < _least_share(seq):
+        if budget.chunk_tokens(seq, num_decodes=0) < _least_share(seq):
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if seq.has_grammar and budget.remaining_grammars <= 0:
+        if seq.has_grammar and not budget.has_room_for_grammar(seq.compile_s):
             return WaitReason.GRAMMAR
         return None
 
@@ -181,13 +195,13 @@ class Admission:
         self._lines.admit(seq)
         plan.budget.take_slot()
         if seq.has_grammar:
-            plan.budget.take_grammar()
+            plan.budget.take_grammar(seq.compile_s)
         if seq.num_preemptions:
             seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
         else:
             self._note_start(seq, need, plan.now_s)
         plan.new_sequences.append(seq.as_new())
-        self._shares.chunk(seq, plan.budget.take_chunk(self._shares.num_wanted(seq)), plan)
+        self._shares.chunk(seq, plan.budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
 
     def _note_start(self, seq: Sequence, need: Need, now_s: float) -> None:
         seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)

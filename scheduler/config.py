@@ -71,10 +71,10 @@ class Fairness(StrEnum):
 
 _AT_LEAST_ONE = (
     *("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
-    *("max_plans_in_flight", "max_new_grammars"),
+    "max_plans_in_flight",
 )
 _AT_LEAST_ZERO = (
-    *("max_bypasses", "max_chunk_tokens", "prefill_delay_factor", "num_host_blocks"),
+    *("max_bypasses", "max_chunk_tokens", "max_prefill_tokens", "prefill_delay_factor", "num_host_blocks"),
     *("max_encoder_tokens", "encoder_cache_tokens", "max_adapters"),
 )
 
@@ -115,6 +115,9 @@ class SchedulerConfig:
     prefill step. 0: at once."""
     target_itl_s: float = inf
     """While sequences decode, prefill gets so few tokens of a step that it takes about this long."""
+    max_prefill_tokens: int = 0
+    """Prompts get at most so many tokens of a step, all together. 0 is no limit. Where the time of a step is
+    linear in its tokens, more only makes the first of a crowd wait for the last."""
     max_chunk_tokens: int = 0
     """A prefill gets at most so many tokens of a step while it is not alone. 0 is no limit."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
@@ -131,10 +134,10 @@ class SchedulerConfig:
     """Encoder outputs that wait for their positions to be computed have so many tokens at most."""
     max_adapters: int = 0
     """Running sequences use at most so many different adapters. 0: none is served."""
-    max_new_grammars: int = 4
-    """At most so many sequences with a grammar are admitted to a step, whether for the first time or again:
-    the worker compiles each grammar while everybody's tokens wait. The dearest that is accepted takes 0.1 s,
-    a common one 1 ms."""
+    max_grammar_s: float = 0.05
+    """Sequences with a grammar are admitted to a step, whether for the first time or again, as long as
+    compiling all of theirs takes no longer; the first may alone. The worker does so while everybody's tokens
+    wait."""
     host_tier: HostTier = HostTier.ON
     """Without a swap space, or without a prefix cache, there is none."""
     sliding_window: int | None = None
@@ -162,7 +165,7 @@ class SchedulerConfig:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("priority_aging_s", "target_itl_s"):
+        for name in ("priority_aging_s", "target_itl_s", "max_grammar_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.sliding_window is not None and self.sliding_window < 1:

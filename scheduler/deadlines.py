@@ -1,6 +1,6 @@
 """Who has run out of time.
 
-Owns: a heap of the moments at which a time limit of a sequence runs out.
+Owns: a heap of the moments at which a time limit of a live sequence runs out.
 Never: a clock; the step's time is an argument. So there is one clock, and one place that decides.
 """
 
@@ -25,7 +25,9 @@ class Deadlines:
     """Adding costs O(log n), a step without an expiry O(1)."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Limit, Sequence]] = []
+        self._heap: list[tuple[float, int, Limit, int]] = []  # the last is Sequence.admission
+        # Not in the heap: that keeps its entries until long after most sequences have ended.
+        self._live: dict[int, Sequence] = {}
         self._compact_above = _COMPACT_ABOVE
 
     def add(self, seq: Sequence) -> None:
@@ -38,9 +40,14 @@ class Deadlines:
         ):
             if not isinf(seconds):
                 # Three entries of one sequence may fall on one moment: the place in the heap decides then.
-                entry = (seq.admitted_s + seconds, 3 * seq.admission + _ORDER[limit], limit, seq)
-                heappush(self._heap, entry)
+                place = 3 * seq.admission + _ORDER[limit]
+                heappush(self._heap, (seq.admitted_s + seconds, place, limit, seq.admission))
+                self._live[seq.admission] = seq
         self._compact()
+
+    def forget(self, seq: Sequence) -> None:
+        """It has ended, for whatever reason; may be called for one that has no limit."""
+        self._live.pop(seq.admission, None)
 
     def expired(self, *, now_s: float) -> list[tuple[Sequence, Limit]]:
         """Each sequence at most once, in the order of the deadlines."""
@@ -48,9 +55,10 @@ class Deadlines:
             return []
         found: dict[int, tuple[Sequence, Limit]] = {}
         while self._heap and self._heap[0][0] <= now_s:
-            _, _, limit, seq = heappop(self._heap)
-            if _still_applies(limit, seq):
-                found.setdefault(seq.admission, (seq, limit))
+            _, _, limit, admission = heappop(self._heap)
+            seq = self._live.get(admission)
+            if seq is not None and _still_applies(limit, seq):
+                found.setdefault(admission, (seq, limit))
         return list(found.values())
 
     @property
@@ -58,10 +66,15 @@ class Deadlines:
         """Also of sequences that have ended, until they are swept out."""
         return len(self._heap)
 
+    @property
+    def num_sequences(self) -> int:
+        """Those that live, and have a limit."""
+        return len(self._live)
+
     def _compact(self) -> None:
         """Most requests end before their deadline; their entries must not pile up until then."""
         if len(self._heap) > self._compact_above:
-            self._heap = [entry for entry in self._heap if entry[3].status is not Status.FINISHED]
+            self._heap = [entry for entry in self._heap if entry[3] in self._live]
             heapify(self._heap)
             self._compact_above = max(2 * len(self._heap), _COMPACT_ABOVE)
 
@@ -70,8 +83,6 @@ _ORDER = {limit: place for place, limit in enumerate(Limit)}
 
 
 def _still_applies(limit: Limit, seq: Sequence) -> bool:
-    if seq.status is Status.FINISHED:
-        return False
     if limit is Limit.QUEUE:
         return seq.num_preemptions == 0 and seq.status is Status.WAITING
     if limit is Limit.FIRST_TOKEN:

@@ -5,9 +5,11 @@ Owns: nothing. Cheap enough to be switched on while hunting a fault on a live se
 
 from collections import Counter
 
-from scheduler.messages import BlockId, SchedulerOutput
+from scheduler.messages import BlockId, PromptComputation, SchedulerOutput
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, Status
+
+_ROUNDING_S = 1e-9
 
 
 def check_invariants(scheduler: Scheduler) -> None:
@@ -34,8 +36,14 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     for share in plan.scheduled:
         num_drafts = len(plan.draft_token_ids.get(share.sequence_id, ()))
         assert not num_drafts or (share.samples and share.num_tokens == 1 + num_drafts)
-    num_grammars = sum(new.params.grammar is not None for new in plan.new_sequences)
-    assert num_grammars <= scheduler.config.max_new_grammars
+    chunks = [share.num_tokens for share in plan.scheduled if share.sequence_id not in plan.draft_token_ids]
+    poolings = [new.pooling for new in plan.new_sequences if new.pooling is not None]
+    if not any(pooling.prompt is PromptComputation.AT_ONCE for pooling in poolings):
+        max_prefill = scheduler.config.max_prefill_tokens or num_tokens
+        assert sum(size for size in chunks if size > 1) <= max_prefill
+    grammars = [new.params.grammar for new in plan.new_sequences if new.params.grammar is not None]
+    compile_s = sum(grammar.cost_s for grammar in grammars)
+    assert len(grammars) <= 1 or compile_s <= scheduler.config.max_grammar_s + _ROUNDING_S
     to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
     assert sum(item.num_tokens for item in to_encode) <= scheduler.config.max_encoder_tokens
     preempted = {preemption.sequence_id for preemption in plan.preemptions}

@@ -18,7 +18,7 @@ keeps its rank, and returns from the waiting line by recompute, or from the swap
 from collections.abc import Callable
 
 from scheduler.admission import Admission
-from scheduler.budget import budget_for_step
+from scheduler.budget import StepLimits, budget_for_step
 from scheduler.config import Batching, Displacement, SchedulingPolicy
 from scheduler.messages import FinishReason, PreemptionCause, WaitReason
 from scheduler.plan_draft import PlanDraft
@@ -62,7 +62,7 @@ class Planner:
         if self._config.max_encoder_tokens:
             self.shares.encoder_cache.next_plan()
         running = self._lines.running
-        budget = budget_for_step(self._config, running, self.step_time, self._max_tokens())
+        budget = budget_for_step(self._config, running, self.step_time, self._limits())
         plan = PlanDraft(budget, now_s)
         if self._may_displace:
             self._admission.admit_urgent(plan)
@@ -71,17 +71,18 @@ class Planner:
         else:
             self._serve_running(plan)
             self._admission.admit_waiting(plan)
-        plan.swap_out += self._kv.complete_plan()
+        # First what this very plan writes over.
+        plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
 
-    def _max_tokens(self) -> int:
+    def _limits(self) -> StepLimits:
         """What the device has memory for; or more, for a prompt that is to be computed at once and alone."""
-        max_tokens = self.step_limit.max_tokens
-        if max_tokens < self._config.max_num_batched_tokens and not self._lines.running:
-            head = self._lines.waiting.peek() if len(self._lines.waiting) else None
-            if head is not None and head.is_indivisible:
-                return max(max_tokens, head.num_tokens)
-        return max_tokens
+        most, max_tokens = self._config.max_num_batched_tokens, self.step_limit.max_tokens
+        if max_tokens < most and not self._lines.running and len(self._lines.waiting):
+            head = self._lines.waiting.peek()
+            if head.is_indivisible:
+                max_tokens = max(max_tokens, head.num_tokens)
+        return StepLimits(max_tokens, self._config.max_prefill_tokens or most)
 
     def _plan_separately(self, plan: PlanDraft) -> None:
         """Prefill alone if there is any to do and it is due, else decodes alone."""

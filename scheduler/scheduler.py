@@ -430,6 +430,7 @@ class Scheduler:
         elif before is Status.SWAPPED:
             self.kv.drop_copy(seq)
         del self._sequences[seq.sequence_id]
+        self._deadlines.forget(seq)
         self._tell(seq, output)
 
     def _refuse_what_never_fits(self, seq: Sequence) -> None:

@@ -42,6 +42,9 @@ _MAY_BECOME = {
 
 _DEFAULT_TERMS = ServiceTerms()
 
+_LEAST_COMPILE_S = 0.001
+"""What a small grammar takes in the worker; so much counts one of which less was seen, or nothing."""
+
 
 class Sequence:
     """There is no prefill and no decode phase: `num_computed_tokens` runs after `num_tokens`.
@@ -155,6 +158,12 @@ class Sequence:
     def has_grammar(self) -> bool:
         """The worker compiles one each time it is given the sequence."""
         return self.params.grammar is not None
+
+    @property
+    def compile_s(self) -> float:
+        """What compiling its grammar takes; 0 without one."""
+        grammar = self.params.grammar
+        return 0.0 if grammar is None else max(grammar.cost_s, _LEAST_COMPILE_S)
 
     @property
     def num_output_tokens(self) -> int:

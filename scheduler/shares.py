@@ -39,7 +39,7 @@ class Shares:
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
         """As much of what it has left as there is budget for; nothing, if nothing is left."""
-        share = plan.budget.take_chunk(self.num_wanted(seq))
+        share = plan.budget.take_chunk(seq, self.num_wanted(seq))
         if share:
             self.chunk(seq, share, plan)
 

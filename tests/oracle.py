@@ -32,6 +32,7 @@ class Oracle:
         """Who gets how many tokens; everyone who reaches the end of what is known gains a token."""
         self.running.sort(key=self._rank)
         num_tokens = self.config.max_num_batched_tokens
+        num_prefill = self.config.max_prefill_tokens or num_tokens
         granted: dict[int, int] = {}
         preempted = False
         for client in list(self.running):
@@ -51,17 +52,18 @@ class Oracle:
             if wanted > 1:
                 after = self.running[self.running.index(client) + 1 :]
                 wanted = min(wanted, num_tokens - sum(1 for c in after if c.num_tokens - c.num_computed == 1))
-                wanted = max(wanted, 0)
+                wanted = max(min(wanted, num_prefill), 0)
+                num_prefill -= wanted
             if wanted:
                 granted[client.id] = wanted
                 num_tokens -= wanted
         if not preempted:
-            self._admit(num_tokens, granted)
+            self._admit(num_tokens, num_prefill, granted)
         self._compute(granted)
         return granted
 
-    def _admit(self, num_tokens: int, granted: dict[int, int]) -> None:
-        while self.waiting and num_tokens and len(self.running) < self.config.max_num_seqs:
+    def _admit(self, num_tokens: int, num_prefill: int, granted: dict[int, int]) -> None:
+        while self.waiting and min(num_tokens, num_prefill) and len(self.running) < self.config.max_num_seqs:
             self.waiting.sort(key=self._rank)
             client = self.waiting[0]
             watermark = int(self.config.watermark * self.config.num_blocks) if self.running else 0
@@ -69,8 +71,9 @@ class Oracle:
                 return
             self.running.append(self.waiting.pop(0))
             client.num_blocks = self._missing(client)
-            granted[client.id] = min(client.num_tokens, num_tokens)
+            granted[client.id] = min(client.num_tokens, num_tokens, num_prefill)
             num_tokens -= granted[client.id]
+            num_prefill -= granted[client.id]
 
     def _compute(self, granted: dict[int, int]) -> None:
         for client in list(self.running):

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import resolve
+from engine.config import EngineConfig, ServerConfig, resolve
 from engine.edge_options import EdgeOptions
-from engine.option_sources import read_options
+from engine.option_sources import Source, merge, read_sources, source_of
 from engine.options import OptionError
 from server.batch.files import BatchFileError, InputFile, OutputFile, check_input, open_output
 from server.batch.progress import progress, summary
@@ -148,7 +148,7 @@ async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
 
 @asynccontextmanager
 async def _local_client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
-    engine_config, server_config = resolve(read_options(asked.serve_flags, os.environ))
+    engine_config, server_config = _configs(asked.serve_flags)
     # Not at the top: this is where the seconds of imports begin.
     from server.batch.app_client import AppClient
     from server.batch.local import CannotLoad, local_app
@@ -174,7 +174,7 @@ def _read(words: Sequence[str]) -> _Asked:
         _refuse(found, "the server at --base-url has options of its own")
     else:
         _refuse([name for name in found if name in _ABOUT_THE_PORT], "run-batch opens no port")
-        resolve(read_options(found, os.environ))  # mistakes first, before the files are looked at
+        _configs(found)  # mistakes first, before the files are looked at
     return _Asked(
         input=own["input"],
         output=own["output"],
@@ -184,6 +184,16 @@ def _read(words: Sequence[str]) -> _Asked:
         timeout_s=own["timeout"],
         serve_flags=found,
     )
+
+
+def _configs(serve_flags: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
+    """Of the model that is loaded here. Raises OptionError."""
+    sources = read_sources(serve_flags, os.environ)
+    options = merge(sources)
+    if source_of("request_timeout", sources) is Source.DEFAULT:
+        # Nobody waits at the other end, and half of all requests wait in the queue by intent.
+        options = replace(options, request_timeout=0.0)
+    return resolve(options)
 
 
 def _refuse(names: Any, why: str) -> None:
@@ -203,7 +213,8 @@ def _parser() -> OptionParser:
     parser = OptionParser(
         prog=_PROGRAM,
         description="Answer a file of requests in OpenAI's batch format, with a model that is loaded for it"
-        " or a server that runs already. Run it again to go on after an interruption.",
+        " or a server that runs already. Run it again to go on after an interruption. Requests to a model"
+        " that is loaded for it have no time limit unless --request-timeout is given.",
     )
     own = parser.add_argument_group("Batch")
     own.add_argument("-i", "--input", type=Path, metavar="FILE", required=True, help="requests, one a line")

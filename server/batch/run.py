@@ -37,6 +37,8 @@ class Counts:
     num_done: int = 0
     num_failed: int = 0
     """Of those done: their line has an error."""
+    num_cut_off: int = 0
+    """Of those done: a time limit ended the answer, and their line has what there was."""
     num_retries: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -46,18 +48,31 @@ class Counts:
         if reply is None or not 200 <= reply.status < 300:
             self.num_failed += 1
             return
-        usage = _usage(reply)
+        body = _json_object(reply)
+        usage = _object(body.get("usage"))
+        self.num_cut_off += _is_cut_off(body)
         # Responses have other names for the same.
         self.num_prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
         self.num_output_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _json_object(reply: Reply) -> dict[str, Any]:
     try:
-        usage = orjson.loads(reply.body).get("usage")
-    except (orjson.JSONDecodeError, AttributeError):
-        usage = None
-    return usage if isinstance(usage, dict) else {}
+        return _object(orjson.loads(reply.body))
+    except orjson.JSONDecodeError:
+        return {}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Empty where it is something else: the server may be anybody's."""
+    return value if isinstance(value, dict) else {}
+
+
+def _is_cut_off(body: dict[str, Any]) -> bool:
+    choices = body.get("choices")
+    ends = list(map(_object, choices)) if isinstance(choices, list) else []
+    reasons = [end.get("finish_reason") for end in ends]
+    return "timeout" in [*reasons, _object(body.get("incomplete_details")).get("reason")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

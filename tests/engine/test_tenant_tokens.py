@@ -56,7 +56,7 @@ class Queue:
         """The engine process has begun with one of its sequences."""
         start = SequenceStart(queue_s=0.0, num_cached_tokens=0)
         output = SequenceOutput(tuple(live.choices)[place], (7,), None, start=start)
-        self.in_flight.take_output(output, (), 0.0)
+        self.in_flight.take_outputs([output], (), 0.0)
 
     def num_refused(self) -> float | None:
         labels = {"reason": "key_tokens"}

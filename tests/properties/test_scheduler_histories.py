@@ -62,7 +62,7 @@ class Kind(Enum):
 
 
 STOPS = tuple(range(0, 97, 9))
-GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+", cost_s=0.02)
 
 
 def pooling(prompt: PromptComputation) -> PoolingParams:
@@ -190,13 +190,14 @@ CONFIGS = st.builds(
     sliding_window=st.sampled_from([None, None, 1, 4, 7]),
     fairness=st.sampled_from(Fairness),
     batching=st.sampled_from(Batching),
+    max_prefill_tokens=st.sampled_from([0, 0, 4, 30]),
     max_chunk_tokens=st.sampled_from([0, 5]),
     target_itl_s=st.sampled_from([inf, 0.4]),
     max_plans_in_flight=st.integers(1, 3),
     max_encoder_tokens=st.sampled_from([0, 3, 7]),
     encoder_cache_tokens=st.sampled_from([3, 9]),
     max_adapters=st.integers(0, 2),
-    max_new_grammars=st.sampled_from([1, 1, 4]),
+    max_grammar_s=st.sampled_from([0.001, 0.001, 0.05]),
 )
 
 
@@ -407,7 +408,8 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             max_encoder_tokens=random.choice([3, 6]),
             encoder_cache_tokens=random.choice([3, 6]),
             max_adapters=random.choice([1, 2]),
-            max_new_grammars=random.choice([1, 4]),
+            max_prefill_tokens=random.choice([0, 4]),
+            max_grammar_s=random.choice([0.001, 0.05]),
         )
         world = World(with_modes(config, policy, caching), max_drafts=random.choice([0, 0, 3]))
         accepted = play(world, _random_history(random))

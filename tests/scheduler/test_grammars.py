@@ -1,5 +1,7 @@
 """Sequences with a grammar, which the worker compiles: so few come into a step that nobody waits for long."""
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler.config import Batching, Fairness, PreemptionMode, SchedulingPolicy
@@ -8,7 +10,11 @@ from scheduler.sequence import Sequence
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
-GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
+# Four of these may be compiled in a step.
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+", cost_s=0.012)
+ONE_S, TWO_S = 0.012, 0.024
+DEAR = replace(GRAMMAR, cost_s=0.1)
+CHEAP = replace(GRAMMAR, cost_s=0.0024)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -54,6 +60,30 @@ def test_the_siblings_of_one_request_come_in_four_by_four_too() -> None:
     assert max(num_grammars(plan) for plan in world.worker.plans) == 4
 
 
+def test_what_takes_long_to_compile_comes_in_one_by_one_and_what_does_not_many_at_once() -> None:
+    world = roomy(max_bypasses=0)
+    world.add(*(bound(i, grammar=DEAR, max_tokens=2) for i in (1, 2)))
+    world.add(*(bound(i, grammar=CHEAP, max_tokens=2) for i in range(3, 43)))
+    world.run()
+    admissions = [admitted(plan) for plan in world.worker.plans if plan.new_sequences]
+    assert admissions == [[1], [2], [*range(3, 23)], [*range(23, 43)]]
+
+
+def test_a_grammar_of_which_no_cost_is_known_has_one() -> None:
+    world = roomy()
+    world.add(*(bound(i, grammar=replace(GRAMMAR, cost_s=0.0), max_tokens=2) for i in range(1, 99)))
+    assert len(admitted(world.step())) <= 50
+    world.run()
+
+
+def test_a_cheap_one_may_pass_a_dear_one_that_stands_first_in_the_next_step() -> None:
+    world = roomy()
+    world.add(bound(1), bound(2, grammar=DEAR), bound(3, grammar=CHEAP), bound(4, grammar=CHEAP))
+    assert admitted(world.step()) == [1, 3, 4]
+    assert admitted(world.step()) == [2]
+    world.run()
+
+
 def test_whoever_runs_has_a_token_of_every_step_meanwhile() -> None:
     world = roomy()
     world.add(*(free(i) for i in (1, 2)))
@@ -67,7 +97,7 @@ def test_whoever_runs_has_a_token_of_every_step_meanwhile() -> None:
 
 
 def test_the_one_that_waits_stands_first_in_the_next_step_and_the_reason_is_told() -> None:
-    world = roomy(max_new_grammars=1)
+    world = roomy(max_grammar_s=ONE_S)
     world.add(bound(1), bound(2), bound(3))
     assert admitted(world.step()) == [1]
     stats = world.scheduler.stats()
@@ -81,7 +111,7 @@ def test_the_one_that_waits_stands_first_in_the_next_step_and_the_reason_is_told
 
 
 def test_others_pass_in_the_same_step_and_need_no_grammar() -> None:
-    world = roomy(max_new_grammars=2)
+    world = roomy(max_grammar_s=TWO_S)
     world.add(*(bound(i) for i in (1, 2, 3, 4)), free(5), bound(6), free(7))
     assert admitted(world.step()) == [1, 2, 5, 7]
     assert admitted(world.step()) == [3, 4]
@@ -90,7 +120,7 @@ def test_others_pass_in_the_same_step_and_need_no_grammar() -> None:
 
 
 def test_so_many_pass_as_may_pass_one_that_waits_for_blocks() -> None:
-    world = roomy(max_new_grammars=1, max_bypasses=2)
+    world = roomy(max_grammar_s=ONE_S, max_bypasses=2)
     world.add(bound(1), bound(2), *(free(i) for i in (3, 4, 5)))
     assert admitted(world.step()) == [1, 3, 4]
     assert admitted(world.step()) == [2, 5]
@@ -99,7 +129,7 @@ def test_so_many_pass_as_may_pass_one_that_waits_for_blocks() -> None:
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_those_who_come_back_count_as_those_who_are_new(mode: PreemptionMode) -> None:
-    world = roomy(num_blocks=8, max_num_seqs=8, max_new_grammars=2, preemption_mode=mode, num_host_blocks=40)
+    world = roomy(num_blocks=8, max_num_seqs=8, max_grammar_s=TWO_S, preemption_mode=mode, num_host_blocks=40)
     world.add(*(bound(i, max_tokens=20) for i in range(1, 6)))
     world.run()
     assert world.num_preemptions(PreemptionCause.GROWTH) >= 2
@@ -110,7 +140,7 @@ def test_those_who_come_back_count_as_those_who_are_new(mode: PreemptionMode) ->
 
 
 def test_an_urgent_one_sends_nobody_away_in_a_step_that_cannot_take_its_grammar() -> None:
-    world = roomy(max_num_seqs=3, max_new_grammars=1, policy=SchedulingPolicy.PRIORITY)
+    world = roomy(max_num_seqs=3, max_grammar_s=ONE_S, policy=SchedulingPolicy.PRIORITY)
     world.add(*(free(i, priority=5) for i in (1, 2, 3)))
     world.step()
     world.add(*(bound(i, priority=0) for i in (4, 5)))
@@ -122,7 +152,7 @@ def test_an_urgent_one_sends_nobody_away_in_a_step_that_cannot_take_its_grammar(
 
 
 def test_one_passed_over_behind_a_stuck_head_is_looked_at_again() -> None:
-    world = roomy(num_blocks=9, max_new_grammars=1, max_bypasses=5)
+    world = roomy(num_blocks=9, max_grammar_s=ONE_S, max_bypasses=5)
     world.add(make_sequence(1, prompt(13, 1), max_tokens=9))
     world.step()
     world.add(make_sequence(2, prompt(30, 2)))
@@ -132,7 +162,7 @@ def test_one_passed_over_behind_a_stuck_head_is_looked_at_again() -> None:
 
 
 def test_each_tenant_has_its_turn_at_grammars() -> None:
-    world = roomy(max_new_grammars=1, fairness=Fairness.TENANT)
+    world = roomy(max_grammar_s=ONE_S, fairness=Fairness.TENANT)
     world.add(*(bound(i, tenant="crowd") for i in range(1, 9)), bound(9, tenant="alone"))
     assert 9 in admitted(world.step()) + admitted(world.step())
     world.run()

@@ -259,6 +259,7 @@ def test_deadlines_of_ended_sequences_do_not_pile_up() -> None:
         world.add(make_sequence(i, [1], max_tokens=1, time_limits=TimeLimits(total_s=1e9)))
         world.step()
     assert world.scheduler._deadlines.num_entries < 600
+    assert world.scheduler._deadlines.num_sequences == 0, "their prompts would stay in memory"
 
 
 def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:

@@ -1,0 +1,52 @@
+"""How many tokens of a step prompts get: what the operator says, else what the loaded model tells."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import resolve
+from engine.option_sources import read_options
+from engine.process import scheduler_config
+from worker.config import ModelFacts
+
+
+def facts(*, saturating_tokens: int) -> ModelFacts:
+    return ModelFacts(
+        model_type="llama",
+        num_parameters=1,
+        weight_bytes=1,
+        dtype="float32",
+        device="any",
+        vocab_size=97,
+        max_model_len=64,
+        block_size=4,
+        num_blocks=8,
+        kv_cache_bytes=1,
+        saturating_tokens=saturating_tokens,
+        eos_token_ids=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "saturating_tokens", "expected"),
+    [(None, 256, 256), (None, 0, 0), ("0", 256, 0), ("64", 256, 64)],
+)
+def test_prompts_get_what_saturates_the_device_unless_the_operator_says_otherwise(
+    tiny_model: Path, asked: str | None, saturating_tokens: int, expected: int
+) -> None:
+    given = {"model": str(tiny_model)} | ({"max_prefill_tokens": asked} if asked else {})
+    config, _ = resolve(read_options(given, {}), environment={})
+    found = scheduler_config(config, facts(saturating_tokens=saturating_tokens))
+    assert found.max_prefill_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("threshold", "saturating_tokens", "expected"),
+    [(0, 256, 0), (512, 0, 512), (100, 256, 100), (256, 256, 128), (512, 256, 128), (512, 1, 1)],
+)
+def test_one_prompt_leaves_some_to_shorter_ones_where_all_together_get_less_than_it_might(
+    tiny_model: Path, threshold: int, saturating_tokens: int, expected: int
+) -> None:
+    given = {"model": str(tiny_model), "long_prefill_token_threshold": threshold}
+    config, _ = resolve(read_options(given, {}), environment={})
+    assert scheduler_config(config, facts(saturating_tokens=saturating_tokens)).max_chunk_tokens == expected
