@@ -29,6 +29,7 @@ from engine.types import EngineState, Health
 from server.auth import OPEN_PATHS
 from server.edge import Edge
 from server.errors import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
+from server.lingering import LingeringTransport
 from server.request_ids import new_request_id
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class ClientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a place, or be refused. The signature is that of the base class."""
-        super().connection_made(transport)
+        self._ending = LingeringTransport(transport, may_hear_more=self._may_hear_more)
+        super().connection_made(cast(asyncio.Transport, self._ending))
         num_too_many = len(self.connections) - self._patience.max_connections
         if num_too_many > RESERVED_PLACES:
             self._refused.inc()
@@ -89,6 +91,8 @@ class ClientConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes. The time for a head is not renewed by them: a trickle must not hold a place."""
+        if self._ending.is_lingering:
+            return
         super().data_received(data)
         if self._is_answering or self.transport.is_closing():
             self._stop_head_timer()
@@ -107,6 +111,10 @@ class ClientConnection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _may_hear_more(self) -> bool:
+        """Not on a connection that was idle."""
+        return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up_on_head)

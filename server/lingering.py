@@ -1,0 +1,71 @@
+"""The end of a connection, such that its last reply arrives.
+
+Owns: the time between our last byte and the end of the connection.
+Never: decides that a connection ends (connections.py and uvicorn).
+
+To close a socket on which bytes lie unread, or on which more arrive, makes the kernel reset the connection,
+and a reset takes back what the client has not read of the reply. So our half is closed first; what still
+comes is dropped until the client has closed its own, for a second at most. Source: RFC 9112, section 9.6.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+_LINGER_S = 1.0
+
+
+class LingeringTransport:
+    """A transport that ends so; all else is that of the one within."""
+
+    def __init__(self, transport: asyncio.Transport, *, may_hear_more: Callable[[], bool]) -> None:
+        """`may_hear_more` is asked at the end: whether the client may be saying something."""
+        self._transport = transport
+        self._may_hear_more = may_hear_more
+        self._is_paused = False
+        self._end: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    @property
+    def is_lingering(self) -> bool:
+        """What arrives now is for nobody."""
+        return self._end is not None
+
+    def is_closing(self) -> bool:
+        return self.is_lingering or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self.is_lingering:
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+        self._transport.resume_reading()
+
+    def close(self) -> None:
+        """May be asked again."""
+        if self._end is not None:
+            if self._transport.is_closing():  # the client has closed its half
+                self._end.cancel()
+        elif not self._transport.is_closing() and self._may_hear_more() and self._close_our_half():
+            self._end = asyncio.get_running_loop().call_later(_LINGER_S, self._transport.close)
+        else:
+            self._transport.close()
+
+    def _close_our_half(self) -> bool:
+        """Behind all that was written; not under TLS, which has one end for both."""
+        if not self._transport.can_write_eof():
+            return False
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client is gone
+            return False
+        if self._is_paused:
+            self.resume_reading()
+        return True
