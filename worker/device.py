@@ -343,7 +343,9 @@ class _CudaEvent:
 def _map_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     # Anonymous pages are zero when first touched: a pool that is never filled costs nothing, and
     # torch.zeros would touch all of it at start.
-    memory = mmap.mmap(-1, max(numel * dtype.itemsize, 1))
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    memory = mmap.mmap(-1, numel * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=numel)

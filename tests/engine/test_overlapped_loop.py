@@ -15,10 +15,10 @@ from engine.process import scheduler_config
 from engine.step_trace import StepTrace
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
+from tests.engine.model_facts import facts
 from tests.engine.test_loop import PROMPT, Desk, request
 from tests.fakes import FakeStep, FakeWorker, OutOfMemory, continuation
 from tests.world import small_config
-from worker.config import ModelFacts
 
 
 class Device(FakeWorker):
@@ -313,18 +313,4 @@ def test_two_plans_are_in_flight_where_the_device_works_by_itself_and_nobody_ask
 ) -> None:
     given = {"model": str(tiny_model), "async_scheduling": asked}
     config, _ = resolve(read_options(given, {}), environment={})
-    facts = ModelFacts(
-        model_type="llama",
-        num_parameters=1,
-        weight_bytes=1,
-        dtype="float32",
-        device="any",
-        vocab_size=97,
-        max_model_len=64,
-        block_size=4,
-        num_blocks=8,
-        kv_cache_bytes=1,
-        runs_ahead=runs_ahead,
-        eos_token_ids=(),
-    )
-    assert scheduler_config(config, facts).max_plans_in_flight == depth
+    assert scheduler_config(config, facts(runs_ahead=runs_ahead)).max_plans_in_flight == depth

@@ -7,24 +7,7 @@ import pytest
 from engine.config import resolve
 from engine.option_sources import read_options
 from engine.process import scheduler_config
-from worker.config import ModelFacts
-
-
-def facts(*, saturating_tokens: int) -> ModelFacts:
-    return ModelFacts(
-        model_type="llama",
-        num_parameters=1,
-        weight_bytes=1,
-        dtype="float32",
-        device="any",
-        vocab_size=97,
-        max_model_len=64,
-        block_size=4,
-        num_blocks=8,
-        kv_cache_bytes=1,
-        saturating_tokens=saturating_tokens,
-        eos_token_ids=(),
-    )
+from tests.engine.model_facts import facts
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,9 @@ def reserve(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
     longest = config.max_model_len or loaded.checkpoint_len
     limits = _limits(config, longest, config.block_size or _SMALLEST_BLOCK)
     num_graphs = 0 if config.enforce_eager else len(GraphSizes(limits, longest))
-    num_logits = limits.num_sequences * loaded.vocab_size
-    # Of each: the logits of graphs, and the count that penalties need.
-    logits_bytes = num_logits * (loaded.dtype.itemsize + torch.int32.itemsize)
-    return Reserve(num_graphs, StepBuffers.num_bytes(limits) + logits_bytes + _SAMPLER_BYTES)
+    logits_bytes = _num_graph_logits(config, loaded.vocab_size) * loaded.dtype.itemsize
+    count_bytes = limits.num_sequences * loaded.vocab_size * torch.int32.itemsize  # for penalties
+    return Reserve(num_graphs, StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES)
 
 
 def open_steps(
@@ -129,7 +128,7 @@ def open_steps(
     dtype: torch.dtype = getattr(torch, facts.dtype)
     assert isinstance(ready.backend, TritonAttention)
     try:
-        logits = device.zeros(limits.num_sequences * facts.vocab_size, dtype)
+        logits = device.zeros(_num_graph_logits(config, facts.vocab_size), dtype)
         buffers = StepBuffers(device, limits)
         sampler = GpuSampler(
             vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device, grammars=grammars
@@ -142,7 +141,7 @@ def open_steps(
         ) from error
     if ready.host_pool.block_bytes % WORD_BYTES == 0:
         ready.host_pool.copy_with(copy_blocks)
-    logits_NV = logits.view(limits.num_sequences, facts.vocab_size)
+    logits_NV = logits.view(-1, facts.vocab_size)
     with refusing_kernels():
         steps = GpuSteps(ready.runner, ready.backend, device, buffers, sampler, logits_NV)
     if not config.enforce_eager:
@@ -157,6 +156,11 @@ def _refuse_quantization(config: WorkerConfig) -> None:
             f"--quantization {config.quantization} needs the CPU kernels, and the model runs on a GPU",
             fix="leave it out, or ask for --device cpu",
         )
+
+
+def _num_graph_logits(config: WorkerConfig, vocab_size: int) -> int:
+    """What graphs leave behind them, in one place for all."""
+    return 0 if config.enforce_eager else config.max_num_seqs * vocab_size
 
 
 def _limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Limits:

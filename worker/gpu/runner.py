@@ -56,7 +56,10 @@ class GpuSteps:
         sampler: StepSampler,
         logits_NV: Tensor,
     ) -> None:
-        """`logits_NV` is where graphs leave their logits, for the most sequences that may draw at once."""
+        """`logits_NV` is where graphs leave their logits, for the most sequences that may draw at once.
+
+        Without graphs it may be empty.
+        """
         self._runner = runner
         self._backend = backend
         self._device = device

@@ -1,21 +1,17 @@
 """The real scheduler with plans in flight, over a worker whose tokens are read late."""
 
-from collections import deque
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.invariants import check_invariants
-from scheduler.messages import SchedulerOutput, SequenceId
+from scheduler.messages import SequenceId
 from scheduler.scheduler import Scheduler
-from tests.fakes import make_sequence
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.ahead import let_work_ahead
+from tests.worker.gpu.served import Served, serve
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.config import ModelFacts
-from worker.generation_step import LaunchedStep
 from worker.worker import Worker
 
 PROMPTS = [
@@ -29,41 +25,20 @@ def folder(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> Path:
     return checkpoints(request.param)
 
 
-class Served(NamedTuple):
-    tokens: dict[SequenceId, list[int]]
-    num_preemptions: int
-
-
 def serve_with_scheduler(worker: Worker, facts: ModelFacts) -> Served:
     """PROMPTS in too few blocks, with two plans in flight."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=15,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=8,
-            max_num_batched_tokens=24,
-            max_model_len=facts.max_model_len,
-            watermark=0.0,
-            num_host_blocks=facts.num_host_blocks,
-            sliding_window=facts.sliding_window,
-            max_plans_in_flight=2,
-        )
+    config = SchedulerConfig(
+        num_blocks=15,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        max_model_len=facts.max_model_len,
+        watermark=0.0,
+        num_host_blocks=facts.num_host_blocks,
+        sliding_window=facts.sliding_window,
+        max_plans_in_flight=2,
     )
-    tokens: dict[SequenceId, list[int]] = {}
-    for number, prompt in enumerate(PROMPTS):
-        scheduler.add_request(make_sequence(number, prompt, max_tokens=NUM_TOKENS), now_s=0.0)
-        tokens[SequenceId(number)] = []
-    in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
-    while scheduler.has_unfinished_requests:
-        while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=0.0)).is_empty:
-            in_flight.append((plan, worker.launch(plan)))
-        plan, launched = in_flight.popleft()
-        result = launched.result()
-        assert not result.failures
-        for output in scheduler.update_from_output(plan, result).get(0, []):
-            tokens[output.sequence_id] += output.token_ids
-        check_invariants(scheduler)
-    return Served(tokens, sum(each.num for each in scheduler.stats().preemptions))
+    return serve(worker, Scheduler(config), PROMPTS, NUM_TOKENS)
 
 
 def expected_tokens(folder: Path) -> dict[SequenceId, list[int]]:

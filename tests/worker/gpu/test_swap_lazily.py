@@ -1,6 +1,5 @@
 """Swapping on the real CudaDevice, which does everything late: who is preempted draws what it draws alone."""
 
-from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -8,17 +7,15 @@ import pytest
 
 import worker.device
 from scheduler.config import PreemptionMode, SchedulerConfig
-from scheduler.invariants import check_invariants
 from scheduler.messages import FinishReason, SchedulerOutput, SchedulerStats, SequenceId
 from scheduler.scheduler import Scheduler
-from tests.fakes import make_sequence
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import LazyCuda
+from tests.worker.gpu.served import Served, serve
 from tests.worker.transformers_generate import expected
 from worker.config import ModelFacts, WorkerConfig
 from worker.device import CudaDevice
-from worker.generation_step import LaunchedStep
 from worker.gpu.copy_streams import CopyStreams
 from worker.worker import Worker
 
@@ -42,7 +39,7 @@ def folder(checkpoints: MakeCheckpoint) -> Path:
     return checkpoints("llama")
 
 
-def drive(worker: Worker, facts: ModelFacts, *, aborts: bool) -> tuple[Scheduler, dict[int, list[int]]]:
+def drive(worker: Worker, facts: ModelFacts, *, aborts: bool) -> Served:
     """All prompts, two plans in flight, in a pool for two of them."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -57,23 +54,12 @@ def drive(worker: Worker, facts: ModelFacts, *, aborts: bool) -> tuple[Scheduler
             max_plans_in_flight=2,
         )
     )
-    tokens: dict[int, list[int]] = {}
-    for number, prompt in enumerate(PROMPTS):
-        scheduler.add_request(make_sequence(number, prompt, max_tokens=NUM_TOKENS), now_s=0.0)
-        tokens[number] = []
-    in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
-    while scheduler.has_unfinished_requests:
-        while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=0.0)).is_empty:
-            in_flight.append((plan, worker.launch(plan)))
-        plan, launched = in_flight.popleft()
-        result = launched.result()
-        assert not result.failures
+
+    def abort_beside_a_swap() -> None:
         if aborts and scheduler.get_request_counts().swapped:
             scheduler.finish_requests([ABORTED], FinishReason.ABORTED)
-        for output in scheduler.update_from_output(plan, result).get(0, []):
-            tokens[output.sequence_id] += output.token_ids
-        check_invariants(scheduler)
-    return scheduler, tokens
+
+    return serve(worker, scheduler, PROMPTS, NUM_TOKENS, abort_beside_a_swap)
 
 
 def test_sequences_that_are_swapped_beside_steps_draw_what_they_draw_alone(
@@ -113,10 +99,10 @@ def check_that_closing_waits(gpu_worker: Worker, monkeypatch: pytest.MonkeyPatch
 
 
 def check_tokens(folder: Path, gpu_worker: Worker, facts: ModelFacts, *, aborts: bool) -> SchedulerStats:
-    scheduler, tokens = drive(gpu_worker, facts, aborts=aborts)
-    gpu_worker.launch(SchedulerOutput(0, tuple(map(SequenceId, tokens)), (), {}, (), 0))
-    for number, prompt in enumerate(PROMPTS):
-        wanted = expected(folder, tuple(prompt))[:NUM_TOKENS]
-        assert tokens[number] == wanted[: len(tokens[number])]
-        assert len(tokens[number]) == NUM_TOKENS or (aborts and number == ABORTED)
-    return scheduler.stats()
+    served = drive(gpu_worker, facts, aborts=aborts)
+    gpu_worker.launch(SchedulerOutput(0, tuple(served.tokens), (), {}, (), 0))
+    for number, tokens in served.tokens.items():
+        wanted = expected(folder, tuple(PROMPTS[number]))[:NUM_TOKENS]
+        assert tokens == wanted[: len(tokens)]
+        assert len(tokens) == NUM_TOKENS or (aborts and number == ABORTED)
+    return served.stats
