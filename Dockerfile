@@ -42,7 +42,7 @@ COPY worker worker
 RUN pip wheel --no-deps --wheel-dir /wheels . \
     && pip install --no-deps /wheels/tokenyard-*.whl \
     && tokenyard --version \
-    && python -P -m worker.cpu.build --in-place
+    && python -P -m worker.cpu.kernel_build --in-place
 
 
 FROM ${PYTHON_IMAGE}

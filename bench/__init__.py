@@ -1,4 +1,1 @@
-"""Load generation, simulation and measurements.
-
-Talks to a server over HTTP like any other client; the simulator drives the scheduler itself.
-"""
+"""Load generation, simulation and traces: what users of a server run (commands)."""

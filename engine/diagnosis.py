@@ -1,8 +1,8 @@
 """What could keep the server from serving, looked at one by one and without starting it.
 
 Owns: the checks of packages, options, folders, limits and text files, and the question to a process that
-may import torch (worker/survey.py).
-Never: loads a model, opens a port (server/doctor.py tries it), or changes anything.
+may import torch (worker/startup/survey.py).
+Never: loads a model, opens a port (server/commands/doctor.py tries it), or changes anything.
 """
 
 import importlib.metadata
@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from engine import child_process
-from engine.checkpoint_texts import load_texts
-from engine.child_environment import child_environment
-from engine.config import EngineConfig, resolve
-from engine.options import OptionError, Options
-from engine.runtime_directory import RuntimeDirectory
-from engine.tokenizer import TokenizerError
-from worker.checkpoint import find_weights
-from worker.checksums import Checksums
+from engine.options.config import EngineConfig, resolve
+from engine.options.options import OptionError, Options
+from engine.processes import child_process
+from engine.processes.child_environment import child_environment
+from engine.processes.runtime_directory import RuntimeDirectory
+from engine.text.checkpoint_texts import load_texts
+from engine.text.tokenizer import TokenizerError
+from worker.checkpoint.checkpoint_files import find_weights
+from worker.checkpoint.checksums import Checksums
 from worker.config import WorkerConfig
 from worker.errors import StartupError
 from worker.findings import Finding, Verdict
@@ -174,7 +174,7 @@ def _survey(config: WorkerConfig) -> Iterator[Finding]:
     """Another process answers: this one must not import torch, and torch may not even import."""
     try:
         done = subprocess.run(
-            [*child_process.INTERPRETER, "-m", "worker.survey"],
+            [*child_process.INTERPRETER, "-m", "worker.startup.ready_model.survey"],
             input=json.dumps(asdict(config)),
             capture_output=True,
             text=True,

@@ -1,7 +1,9 @@
 """What became of one HTTP request in the engine, for the line that the log gets about it and for its span.
 
-Owns: the facts, from admission to the last choice. Written by in_flight.py, read when the reply is over.
-Never: text or tokens of anybody; how the facts are told (server/request_log.py, server/otel_spans.py).
+Owns: the facts, from admission to the last choice. Written by active_requests.py, read when the reply is
+over.
+Never: text or tokens of anybody; how the facts are told (server/http/request_log.py,
+server/observe/otel_spans.py).
 """
 
 import time

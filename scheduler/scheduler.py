@@ -8,14 +8,12 @@ Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.
 
 from collections.abc import Iterable, Mapping
 
+from scheduler.blocks.kv_cache_manager import KVCacheManager
+from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.counters import Counters
-from scheduler.deadlines import Deadlines
-from scheduler.encoder_cache import EncoderCache
-from scheduler.fairness import GENERATED_TOKEN_COST
-from scheduler.in_flight import PlansInFlight
-from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.lines import Lines
+from scheduler.lines.deadlines import Deadlines
+from scheduler.lines.fairness import GENERATED_TOKEN_COST
+from scheduler.lines.request_lines import Lines
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -28,17 +26,19 @@ from scheduler.messages import (
     SequenceReport,
     TokenLogprobs,
 )
-from scheduler.plan_draft import PlanDraft
-from scheduler.planner import Planner
 from scheduler.policy import rank_of
-from scheduler.refusals import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
-from scheduler.reports import report_on
 from scheduler.sequence import Sequence, Status
-from scheduler.state import SchedulerState
-from scheduler.step_limit import SMALLEST_CHUNK_TOKENS
-from scheduler.swap_space import SwapSpace
-from scheduler.taking_back import TakingBack
-from scheduler.watchdog import Watchdog
+from scheduler.step.counters import Counters
+from scheduler.step.encoder_cache import EncoderCache
+from scheduler.step.never_served import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
+from scheduler.step.plan_draft import PlanDraft
+from scheduler.step.planner import Planner
+from scheduler.step.plans_in_flight import PlansInFlight
+from scheduler.step.reports import report_on
+from scheduler.step.rollback import TakingBack
+from scheduler.step.scheduler_state import SchedulerState
+from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
+from scheduler.step.watchdog import Watchdog
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
 

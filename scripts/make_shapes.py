@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.workload import words  # noqa: E402 -- run as a file, the path above finds it
+from bench.load.workload import words  # noqa: E402 -- run as a file, the path above finds it
 from tests.checkpoints import write_tokenizer  # noqa: E402
 
 _SEED = 20261121

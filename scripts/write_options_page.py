@@ -3,14 +3,14 @@
     python scripts/write_options_page.py
 
 Owns: the lines between the two marks of that page. tests/deploy/test_docs.py fails when they are stale.
-Never: a word about an option that engine/options.py does not say.
+Never: a word about an option that engine/options/options.py does not say.
 """
 
 from dataclasses import fields
 from pathlib import Path
 
-from engine.option_values import Switch
-from engine.options import DECLARATIONS, Arity, Group, Options
+from engine.options.option_values import Switch
+from engine.options.options import DECLARATIONS, Arity, Group, Options
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"

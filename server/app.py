@@ -18,23 +18,27 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from engine.api_keys import given_keys
-from server import admin, chat, completions, embeddings, models, ops, responses, scoring, tokenization
-from server.answering import VERSION
-from server.auth import METRICS_PATH, OPEN_PATHS, Auth
-from server.body_limit import BodyLimit
-from server.connections import LastReplies, ReservedPlaces
-from server.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
+from engine.options.api_keys import given_keys
+from server.access.auth import METRICS_PATH, OPEN_PATHS, Auth
+from server.access.key_ring import KeyRing
+from server.access.memory_gate import MemoryGate
+from server.access.page_origins import PageOrigins
+from server.chat import chat
+from server.completions import completions
 from server.errors import ErrorBoundary
-from server.http_metrics import HttpMetrics
-from server.key_ring import KeyRing
-from server.memory_gate import MemoryGate
+from server.generate.answering import VERSION
+from server.http.body_limit import BodyLimit
+from server.http.connections import LastReplies, ReservedPlaces
+from server.http.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
+from server.http.request_log import RequestLog
+from server.observe.http_metrics import HttpMetrics
+from server.observe.request_ids import RequestIds
+from server.observe.spans import NoSpans, Spans
 from server.openapi import document
-from server.page_origins import PageOrigins
-from server.request_ids import RequestIds
-from server.request_log import RequestLog
-from server.response_store import ResponseStore
-from server.spans import NoSpans, Spans
+from server.operations import admin, models, ops, tokenization
+from server.pooling import embeddings, scoring
+from server.responses import responses
+from server.responses.response_store import ResponseStore
 
 _ROUTES = (
     *OPEN_PATHS,

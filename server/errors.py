@@ -30,7 +30,7 @@ from engine.errors import (
     TenantOverloaded,
 )
 from server.error_catalogue import CATALOGUE, Entry, Retry
-from server.request_ids import note_error, request_id_of
+from server.observe.request_ids import note_error, request_id_of
 
 log = logging.getLogger(__name__)
 

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
-from engine.client import AsyncEngine
-from engine.config import EngineConfig, ServerConfig
 from engine.errors import EngineUnavailable
-from engine.garbage import keep_what_is_loaded
-from engine.log_lines import ProcessName
-from engine.logs import Logs
-from engine.option_declaration import OptionError
-from engine.tokenizer import TokenizerError
-from server.announcement import Announcement
-from server.answering import VERSION
+from engine.frontend.client import AsyncEngine
+from engine.logs.log_lines import ProcessName
+from engine.logs.log_setup import Logs
+from engine.options.config import EngineConfig, ServerConfig
+from engine.options.option_declaration import OptionError
+from engine.processes.garbage import keep_what_is_loaded
+from engine.text.tokenizer import TokenizerError
+from server.access.credentials import Credentials
+from server.access.tls import LiveTls, TlsServer
 from server.app import build_admin_app, build_app
-from server.connections import ClientConnection
-from server.credentials import Credentials
-from server.edge import Patience
-from server.health_listener import HealthListener
-from server.listening import CannotListen, Listeners, url_of
-from server.tls import LiveTls, TlsServer
+from server.commands.announcement import Announcement
+from server.generate.answering import VERSION
+from server.http.connections import ClientConnection
+from server.http.edge import Patience
+from server.http.health_listener import HealthListener
+from server.http.listening import CannotListen, Listeners, url_of
 
 if TYPE_CHECKING:
-    from server.otel_spans import OtelSpans
+    from server.observe.otel_spans import OtelSpans
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig)
     if server.otlp_traces_endpoint is None:
         return None
     # Not at the top: an extra, and a second of imports.
-    from server.otel_spans import OtelSpans
+    from server.observe.otel_spans import OtelSpans
 
     return OtelSpans(
         server.otlp_traces_endpoint,

@@ -13,19 +13,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.auth import OPEN_PATHS
-from server.input_items import MAX_PAGE_ITEMS
-from server.pooling_models import Embeddings, Ranking, ScoreList
-from server.pooling_protocol import (
-    EMBEDDING_REFUSALS,
-    SCORE_REFUSALS,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
+from server.access.auth import OPEN_PATHS
+from server.generate.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
-from server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
-from server.reply_models import (
+from server.generate.reply_models import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -38,8 +33,18 @@ from server.reply_models import (
     Tokenization,
     Version,
 )
-from server.response_models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
-from server.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
+from server.pooling.pooling_models import Embeddings, Ranking, ScoreList
+from server.pooling.pooling_protocol import (
+    EMBEDDING_REFUSALS,
+    SCORE_REFUSALS,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
+from server.responses.input_items import MAX_PAGE_ITEMS
+from server.responses.response_models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
+from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
 
 _REF = "#/components/schemas/{model}"
 _ERRORS: dict[int | str, dict[str, Any]] = {

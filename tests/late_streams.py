@@ -6,7 +6,7 @@ from random import Random
 
 from torch import Tensor
 
-from worker.gpu.copy_streams import Streams
+from worker.devices.copy_streams import Streams
 
 
 class LateEvent:

@@ -21,15 +21,15 @@ MAY_IMPORT = {
 # The same for one folder: what measures the GPU path drives the worker itself, with no process between. What
 # looks at single kernels may have any module of a package.
 FOLDER_DOORS = {
-    ("bench/gpu/", "worker.worker"),
-    ("bench/gpu/", "worker.config"),
-    ("bench/gpu/first/", "worker"),
-    ("bench/gpu/paper/", "worker"),
-    ("bench/gpu/tune/", "worker"),
+    ("campaigns/gpu/", "worker.worker"),
+    ("campaigns/gpu/", "worker.config"),
+    ("campaigns/gpu/first/", "worker"),
+    ("campaigns/gpu/paper/", "worker"),
+    ("campaigns/gpu/tune/", "worker"),
     # The host's part of a step is the engine's loop over a worker without a model.
-    ("bench/gpu/host_step.py", "engine"),
-    ("bench/gpu/host_step.py", "worker"),
-    ("bench/gpu/null_device.py", "worker"),
+    ("campaigns/gpu/host_step.py", "engine"),
+    ("campaigns/gpu/host_step.py", "worker"),
+    ("campaigns/gpu/null_device.py", "worker"),
 }
 # Single doors through which a wall may be passed.
 DOORS = {
@@ -135,14 +135,14 @@ def test_the_rules_notice_what_is_planted() -> None:
     assert import_faults("from time import monotonic", "scheduler/policy.py")
     assert import_faults("import msgspec", "scheduler/policy.py")
     assert import_faults("from engine.types import Health", "scheduler/policy.py")
-    assert import_faults("from scheduler.messages import BlockId", "server/sse.py")
-    assert import_faults("from worker.worker import Worker", "server/sse.py")
+    assert import_faults("from scheduler.messages import BlockId", "server/generate/sse.py")
+    assert import_faults("from worker.worker import Worker", "server/generate/sse.py")
     assert import_faults("from scheduler.scheduler import Scheduler", "worker/worker.py")
-    assert import_faults("from worker.worker import Worker", "bench/stack_cost.py")
-    assert import_faults("from worker.kv_cache import KVCache", "bench/gpu/driving.py")
-    assert not import_faults("from worker.worker import Worker", "bench/gpu/driving.py")
-    assert import_faults("import fastapi", "engine/client.py")
-    assert import_faults("import pickle", "engine/transport.py")
+    assert import_faults("from worker.worker import Worker", "campaigns/stack_cost.py")
+    assert import_faults("from worker.kv_cache import KVCache", "campaigns/gpu/driving.py")
+    assert not import_faults("from worker.worker import Worker", "campaigns/gpu/driving.py")
+    assert import_faults("import fastapi", "engine/frontend/client.py")
+    assert import_faults("import pickle", "engine/processes/transport.py")
     assert not import_faults("from scheduler.messages import SchedulerOutput", "worker/worker.py")
     assert length_faults("def f():\n" + "    pass\n" * 60, "a.py")
     assert length_faults("\n" * 501, "a.py")

@@ -7,7 +7,8 @@ from scheduler.messages import PoolingTask, PromptComputation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Resolved by engine/config.py; nothing here is left for the worker to guess, unless it must measure."""
+    """Resolved by engine/options/config.py; nothing here is left for the worker to guess, unless it must
+    measure."""
 
     model_path: str
     """A checkpoint folder on this machine."""
@@ -16,7 +17,8 @@ class WorkerConfig:
     dtype: str = "auto"
     """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
     task: str = "auto"
-    """auto takes what the checkpoint is made for (worker/task.py); else generate, embed or score."""
+    """auto takes what the checkpoint is made for (worker/checkpoint/task.py); else generate, embed or
+    score."""
     device: str = "auto"
     """auto takes CUDA where torch sees a GPU, else the CPU; or cpu, cuda, cuda:1."""
     max_model_len: int | None = None
@@ -28,7 +30,8 @@ class WorkerConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
     kv_cache_bytes: int | None = None
-    """Memory for the KV cache on CPU. None: a share of what is free, worker/memory.py says which."""
+    """Memory for the KV cache on CPU. None: a share of what is free, worker/devices/memory_sizes.py says
+    which."""
     swap_space_bytes: int = 0
     """Host memory for the KV blocks of preempted sequences. 0: there is no host pool."""
     max_num_seqs: int = 256

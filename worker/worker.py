@@ -9,18 +9,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from worker.checkpoint.task import Task
 from worker.config import LoadProgress, ModelFacts, WorkerConfig
-from worker.device import Device, open_device
+from worker.devices.device import Device, open_device
 from worker.errors import FamilyRefused
-from worker.generation_startup import start_generating
-from worker.generation_step import ComputedStep, GenerationSteps, LaunchedStep, telling_out_of_memory
-from worker.loader import find_kind
-from worker.own_cache.startup import start_with_own_caches
-from worker.own_cache.steps import OwnCacheSteps
-from worker.pooling_startup import start_pooling
-from worker.pooling_step import PoolingSteps
+from worker.own_cache.own_cache_steps import OwnCacheSteps
+from worker.pooling.pooling_step import PoolingSteps
 from worker.progress import LoadStage, run_reporting
-from worker.task import Task
+from worker.startup.loader import find_kind
+from worker.startup.start_generation import start_generating
+from worker.startup.start_own_cache import start_with_own_caches
+from worker.startup.start_pooling import start_pooling
+from worker.steps.generation_step import ComputedStep, GenerationSteps, LaunchedStep, telling_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from bench.simulate.arrivals import SimRequest
-from bench.simulate.step_time import StepTimeModel
+from bench.simulate.fitted_step_time import StepTimeModel
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (

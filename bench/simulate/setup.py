@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from bench.simulate.fitted_step_time import StepTimeModel
 from bench.simulate.router import RouterKind
-from bench.simulate.step_time import StepTimeModel
 from scheduler.config import SchedulerConfig, SchedulingPolicy
 
 _SHORT_NAMES = {"aging": "priority_aging_s", "blocks": "num_blocks", "seqs": "max_num_seqs"}

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
-from bench.report import Distribution, distribution_ms
+from bench.load.load_report import Distribution, distribution_ms
 
 _MAX_QUEUE_POINTS = 4096
 

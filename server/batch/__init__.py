@@ -1,1 +1,4 @@
-"""Files of requests, answered line by line: `tokenyard run-batch`."""
+"""`tokenyard run-batch`: files of requests, answered line by line (commands).
+
+Never: changes a request.
+"""

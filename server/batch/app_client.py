@@ -1,14 +1,14 @@
 """Requests to an application in this very process: the whole edge, and no port.
 
 Owns: one ASGI call for each request.
-Never: what is asked; fits where run.py expects a client.
+Never: what is asked; fits where batch_run.py expects a client.
 """
 
 import asyncio
 
 from starlette.types import ASGIApp, Message, Scope
 
-from server.http_client import NoReply, Reply
+from server.http.http_client import NoReply, Reply
 
 
 class AppClient:

@@ -1,1 +1,4 @@
-"""Clients for a person at a terminal: `tokenyard chat` and `tokenyard complete`."""
+"""`tokenyard chat` and `tokenyard complete`: clients for a person at a terminal (commands).
+
+Never: loads a model.
+"""

@@ -2,11 +2,11 @@
 
 import pytest
 
-from bench.api_throughput import cli
-from bench.api_throughput.reader import Arrival, Readings
-from bench.api_throughput.result import Steps, summarize
-from bench.load_client import Endpoint
-from bench.peers.catalogue import ROOT
+from bench.load.load_client import Endpoint
+from campaigns.api_throughput import cli
+from campaigns.api_throughput.reader import Arrival, Readings
+from campaigns.api_throughput.result import Steps, summarize
+from campaigns.peers.catalogue import ROOT
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cli import main
+from bench.load.load_command import main
 from tests.bench.fake_openai import fake_openai
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`, tried out where there is no GPU."""
+"""`python -m campaigns.gpu`, tried out where there is no GPU."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.gpu import catalogue, cli, kernels, shapes, steps, tokens
-from bench.gpu.cli import Settings, main
-from bench.gpu.driving import Drive, StepFailed, scheduler_config
-from bench.gpu.kernels import kernel_test_files
-from bench.gpu.results import Record, read_record
-from bench.gpu.shapes import SHAPES, write_checkpoint
+from campaigns.gpu import catalogue, cli, kernels, shapes, steps, tokens
+from campaigns.gpu.cli import Settings, main
+from campaigns.gpu.driving import Drive, StepFailed, scheduler_config
+from campaigns.gpu.kernels import kernel_test_files
+from campaigns.gpu.results import Record, read_record
+from campaigns.gpu.shapes import SHAPES, write_checkpoint
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, continuation
 from worker.config import ModelFacts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.paper.machine_code import Kind, Part, read_machine_code
+from campaigns.gpu.paper.machine_code import Kind, Part, read_machine_code
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 300
@@ -59,7 +59,7 @@ def test_widths_and_products_are_those_of_the_opcodes() -> None:
 def table() -> list[dict[str, str]]:
     """One line for each launch: decodes, prefills, and what is between a layer's products."""
     done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.paper", "decode", "prefill", "between"],
+        [sys.executable, "-m", "campaigns.gpu.paper", "decode", "prefill", "between"],
         capture_output=True,
         text=True,
         cwd=ROOT,

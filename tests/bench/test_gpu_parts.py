@@ -1,4 +1,4 @@
-"""The parts `first`, `throughput-...` and `tune` of `python -m bench.gpu`, tried out without a GPU."""
+"""The parts `first`, `throughput-...` and `tune` of `python -m campaigns.gpu`, tried out without a GPU."""
 
 import json
 import subprocess
@@ -17,20 +17,20 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from bench.gpu import catalogue, cli, shapes, stand_ins
-from bench.gpu.cli import Settings
-from bench.gpu.driving import Drive, scheduler_config
-from bench.gpu.first import group, part
-from bench.gpu.first.trial import Build, Disagreement, Place, Trial, agreement
-from bench.gpu.launches import LastLaunch
-from bench.gpu.results import Record, read_record
-from bench.gpu.served import part as served_part
-from bench.gpu.served.loads import Load, Request
-from bench.gpu.served.readers import Readers, ReadersFailed
-from bench.gpu.tune import part as tune_part
-from bench.gpu.tune.candidates import Candidate, Question
-from bench.report import summarize
-from bench.request_record import CUT_OFF
+from bench.load.load_report import summarize
+from bench.load.request_record import CUT_OFF
+from campaigns.gpu import catalogue, cli, shapes, stand_ins
+from campaigns.gpu.cli import Settings
+from campaigns.gpu.driving import Drive, scheduler_config
+from campaigns.gpu.first import group, part
+from campaigns.gpu.first.trial import Build, Disagreement, Place, Trial, agreement
+from campaigns.gpu.launches import LastLaunch
+from campaigns.gpu.results import Record, read_record
+from campaigns.gpu.served import part as served_part
+from campaigns.gpu.served.loads import Load, Request
+from campaigns.gpu.served.readers import Readers, ReadersFailed
+from campaigns.gpu.tune import part as tune_part
+from campaigns.gpu.tune.candidates import Candidate, Question
 from tests.bench.test_gpu import ClosableWorker, facts, fake_worker
 from tests.checkpoints import write_tokenizer
 

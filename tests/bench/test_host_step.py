@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import host_step
-from bench.gpu.cli import Settings
-from bench.gpu.host_step import WAYS, Step
-from bench.gpu.null_device import Asked, CountedOperations, NullGpu
-from bench.gpu.results import Record, read_record
+from campaigns.gpu import host_step
+from campaigns.gpu.cli import Settings
+from campaigns.gpu.host_step import WAYS, Step
+from campaigns.gpu.null_device import Asked, CountedOperations, NullGpu
+from campaigns.gpu.results import Record, read_record
 
 
 @pytest.fixture(autouse=True)

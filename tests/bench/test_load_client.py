@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench.http_stream import ExchangeFailed, Target
-from bench.load_client import (
+from bench.load.load_client import (
     Endpoint,
     LoadRun,
     RequestRecord,
@@ -18,7 +18,7 @@ from bench.load_client import (
     first_model,
     measure_words,
 )
-from bench.workload import PlannedRequest, WordCost
+from bench.load.workload import PlannedRequest, WordCost
 from tests.bench.fake_openai import fake_openai
 
 STYLE = RequestStyle(

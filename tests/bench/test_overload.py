@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from bench.http_stream import Target
-from bench.overload import Cores, Crowd, Rounds, Seen
+from campaigns.overload import Cores, Crowd, Rounds, Seen
 
 
 def seen(*, ttft_s: float = 0.1, refused_s: float = 0.01, retry_after_s: int = 2) -> Seen:

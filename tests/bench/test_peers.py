@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.peers import catalogue, rounds
-from bench.peers.bandwidth import read_bandwidth
-from bench.peers.catalogue import Launch, Peer
-from bench.peers.cli import main
-from bench.peers.floor import StepBytes, UnreadableCheckpoint, step_bytes
-from bench.peers.results import Measurement, Results
-from bench.peers.running import PeerFailed, free_port, running
-from bench.peers.workloads import WORKLOADS, word_cost
-from bench.request_record import RequestRecord
+from bench.load.request_record import RequestRecord
+from campaigns.peers import catalogue, rounds
+from campaigns.peers.bandwidth import read_bandwidth
+from campaigns.peers.catalogue import Launch, Peer
+from campaigns.peers.cli import main
+from campaigns.peers.floor import StepBytes, UnreadableCheckpoint, step_bytes
+from campaigns.peers.results import Measurement, Results
+from campaigns.peers.running import PeerFailed, free_port, running
+from campaigns.peers.workloads import WORKLOADS, word_cost
 from tests.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

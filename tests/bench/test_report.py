@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.report import distribution_ms, percentile, render, summarize
-from bench.request_record import COMPLETED, RequestRecord
+from bench.load.load_report import distribution_ms, percentile, render, summarize
+from bench.load.request_record import COMPLETED, RequestRecord
 
 RECORD = RequestRecord(
     index=0,

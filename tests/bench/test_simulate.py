@@ -6,13 +6,13 @@ from math import inf
 import pytest
 
 from bench.simulate.arrivals import SimRequest, SyntheticWorkload
+from bench.simulate.fitted_step_time import StepTimeModel
 from bench.simulate.lengths import Lengths
 from bench.simulate.replica import Replica, Stuck, Tallies
-from bench.simulate.report import RunReport, report_of
 from bench.simulate.router import RouterKind, router_of
-from bench.simulate.run import simulate
 from bench.simulate.setup import Setup
-from bench.simulate.step_time import StepTimeModel
+from bench.simulate.simulate_report import RunReport, report_of
+from bench.simulate.simulate_run import simulate
 from bench.simulate.tally import GapCounts, QueueLine, Slo
 from scheduler.config import PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.messages import SequenceId

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulate.step_time import FitError, StepTimeModel, fit
-from bench.trace_reading import TracedStep, read_trace
+from bench.simulate.fitted_step_time import FitError, StepTimeModel, fit
+from bench.trace.trace_reading import TracedStep, read_trace
 from tests.bench.traces import MODEL, traced
 
 

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from bench.http_stream import Reply
-from bench.soak_acts import Act, Acts, Ends, Events, _judge
+from campaigns.soak_acts import Act, Acts, Ends, Events, _judge
 
 ACT = Act(name="act", path="/v1/completions", body=b"{}", num_choices=2)
 JSON = {"content-type": "application/json"}

@@ -1,8 +1,8 @@
 """What serving costs beside the model, measured on a real server."""
 
-from bench.load_client import Endpoint
-from bench.peers.catalogue import ROOT
-from bench.stack_cost import measure
+from bench.load.load_client import Endpoint
+from campaigns.peers.catalogue import ROOT
+from campaigns.stack_cost import measure
 
 
 def test_the_time_of_both_processes_is_taken_while_requests_run() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.workload import (
+from bench.load.workload import (
     ONE_TOKEN_A_WORD,
     Shape,
     WordCost,

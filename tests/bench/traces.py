@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from bench.simulate.step_time import StepTimeModel
+from bench.simulate.fitted_step_time import StepTimeModel
+from engine.core.step_trace import StepTrace
 from engine.messages import StepTimes
-from engine.step_trace import StepTrace
 from scheduler.config import SchedulingPolicy
 from tests.fakes import make_sequence
 from tests.world import World, small_config

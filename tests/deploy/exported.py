@@ -5,9 +5,9 @@ Owns: names of series with the labels they have and the values that these take.
 
 from collections import defaultdict
 
-from engine.metrics import EngineMetrics
+from engine.frontend.metrics import EngineMetrics
 from engine.types import ModelInfo
-from server.http_metrics import HttpMetrics
+from server.observe.http_metrics import HttpMetrics
 from tests.deploy.promql import Reads
 
 _INFO = ModelInfo(

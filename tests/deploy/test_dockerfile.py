@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.options import DECLARATIONS
+from engine.options.options import DECLARATIONS
 from tests.deploy.dockerfile import read_instructions, read_stages, texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,9 +91,9 @@ def test_the_final_stage_adds_only_what_the_build_stage_made_and_for_triton_a_co
 
 def test_the_kernels_are_built_among_the_modules_that_the_final_stage_gets() -> None:
     """`python -m` alone looks into the working directory first, which holds the sources and stays behind."""
-    run = next(text for text in texts(BUILD, "RUN") if "worker.cpu.build" in text)
+    run = next(text for text in texts(BUILD, "RUN") if "worker.cpu.kernel_build" in text)
     assert "python -P -m worker.cpu.build --in-place" in run
-    assert run.index("pip install") < run.index("worker.cpu.build")
+    assert run.index("pip install") < run.index("worker.cpu.kernel_build")
 
 
 def test_no_secret_and_no_floating_tag_is_in_it() -> None:

@@ -12,25 +12,25 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from engine.metrics import EngineMetrics
-from engine.options import DECLARATIONS
+from engine.frontend.metrics import EngineMetrics
+from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page
 from scripts.write_options_page import PAGE, insert, render
 from server.error_catalogue import CATALOGUE
 from server.errors import _CODES
-from server.http_metrics import HttpMetrics
+from server.generate.protocol import ChatCompletionRequest, CompletionRequest
 from server.launch import EXIT_BAD_MODEL
-from server.pooling_protocol import (
+from server.observe.http_metrics import HttpMetrics
+from server.pooling.pooling_protocol import (
     EMBEDDING_REFUSALS,
     SCORE_REFUSALS,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
 )
-from server.protocol import ChatCompletionRequest, CompletionRequest
 from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
-from server.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
+from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
 

@@ -6,10 +6,10 @@ import orjson
 import pytest
 import yaml
 
-from engine.options import Options
+from engine.options.options import Options
 from server.error_catalogue import CATALOGUE
+from server.generate.reply_models import ErrorReplyBody
 from server.launch import _KEEP_ALIVE_S
-from server.reply_models import ErrorReplyBody
 from tests.deploy.manifests import KUBERNETES, ROOT
 
 FOLDER = ROOT / "deploy" / "proxies"

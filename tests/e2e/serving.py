@@ -27,12 +27,12 @@ class RunningServer:
     @property
     def engine_pid(self) -> int | None:
         """None while there is no engine process."""
-        return self._child_running("engine.process")
+        return self._child_running("engine.core.process")
 
     @property
     def grammar_pid(self) -> int | None:
         """Of the process that tries grammars; None while there is none."""
-        return self._child_running("engine.grammar_process")
+        return self._child_running("engine.grammars.grammar_process")
 
     def _child_running(self, module: str) -> int | None:
         pid = self.process.pid

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import torch
 
-from engine.tokenizer import SpecialTokens, Tokenizer
+from engine.text.tokenizer import SpecialTokens, Tokenizer
 from tests.e2e.serving import RunningServer
 from tests.worker.transformers_generate import _reference
 

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from bench.many_streams import ManyStreams
-from bench.own_server import own_server, total
-from bench.soak import CROWDED
+from campaigns.many_streams import ManyStreams
+from campaigns.own_server import own_server, total
+from campaigns.soak import CROWDED
 
 NUM_STREAMS = 256
 DURATION_S = 8.0

@@ -1,7 +1,7 @@
-"""A short soak; `python -m bench.soak --minutes 60` is the long one."""
+"""A short soak; `python -m campaigns.soak --minutes 60` is the long one."""
 
-from bench.soak import soak
-from bench.soak_acts import HUNG_UP
+from campaigns.soak import soak
+from campaigns.soak_acts import HUNG_UP
 
 MINUTES = 0.25
 

@@ -5,7 +5,7 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.tokenizer import Tokenizer, decoder_rule
+from engine.text.tokenizer import Tokenizer, decoder_rule
 
 SAMPLE = [
     "hello world, hello there: naïve café über Straße",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.admission import Admission
 from engine.errors import Overloaded
+from engine.frontend.queue_limits import Admission
 
 
 def test_a_full_queue_refuses_and_a_started_request_makes_room() -> None:

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from engine.api_keys import MAX_KEYS, ApiKey, KeysFile, given_keys
-from engine.options import OptionError
+from engine.options.api_keys import MAX_KEYS, ApiKey, KeysFile, given_keys
+from engine.options.options import OptionError
 
 HASH = hashlib.sha256(b"secret of team a").hexdigest()
 

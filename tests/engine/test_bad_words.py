@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.bad_words import token_sequences
 from engine.errors import RequestRejected
-from engine.tokenizer import SpecialTokens, Tokenizer
+from engine.text.bad_words import token_sequences
+from engine.text.tokenizer import SpecialTokens, Tokenizer
 from tests.engine import small_tokenizers
 
 

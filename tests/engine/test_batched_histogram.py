@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from engine.batched_histogram import BatchedHistogram
+from engine.frontend.batched_histogram import BatchedHistogram
 
 BUCKETS = (0.002, 0.5, 1.0, 5.0)
 

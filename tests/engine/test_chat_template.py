@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine import chat_template
-from engine.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, FinalMessage
 from engine.errors import NoChatTemplate, RequestRejected
-from engine.tokenizer import TokenizerError
+from engine.text import chat_template
+from engine.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, FinalMessage
+from engine.text.tokenizer import TokenizerError
 from tests.engine import small_tokenizers
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

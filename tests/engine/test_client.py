@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import AsyncEngine
-from engine.config import resolve
 from engine.errors import EngineUnavailable, Overloaded
-from engine.option_sources import read_options
+from engine.frontend.client import AsyncEngine
+from engine.options.config import resolve
+from engine.options.option_sources import read_options
 from engine.types import EngineState, FinishReason, GenerationRequest, SamplingParams
 
 

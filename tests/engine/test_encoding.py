@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.chat_template import ChatTemplate
-from engine.encoding import Encoder
 from engine.errors import Overloaded
+from engine.text.chat_template import ChatTemplate
+from engine.text.encoding import Encoder
 from engine.types import ChatOptions
 
 LONG = "a" * 100_000

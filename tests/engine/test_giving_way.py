@@ -10,15 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.config import resolve
 from engine.errors import Overloaded
-from engine.in_flight import InFlight
+from engine.frontend.active_requests import InFlight
+from engine.frontend.metrics import EngineMetrics
+from engine.frontend.waiting_calls import WaitingCalls
 from engine.messages import AddRequest, EndSequences
-from engine.metrics import EngineMetrics
-from engine.options import Options
-from engine.tokenizer import Tokenizer
+from engine.options.config import resolve
+from engine.options.options import Options
+from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms
-from engine.waiting_calls import WaitingCalls
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
 from tests.e2e.serving import running_server
 

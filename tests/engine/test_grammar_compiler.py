@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tokenizers import decoders
 
-from engine import grammar_compiler
 from engine.errors import EngineUnavailable, Overloaded, RequestRejected
-from engine.grammar_compiler import GrammarCompiler
+from engine.grammars import grammar_compiler
+from engine.grammars.grammar_compiler import GrammarCompiler
 from engine.types import ModelInfo
 from scheduler.messages import Grammar, GrammarKind
 from tests.checkpoints import write_tokenizer

@@ -5,8 +5,8 @@ import pytest
 import tokenizers
 
 from engine.errors import RequestRejected
-from engine.infill import encode_infill
-from engine.tokenizer import SpecialTokens, Tokenizer, decoder_rule
+from engine.text.infill import encode_infill
+from engine.text.tokenizer import SpecialTokens, Tokenizer, decoder_rule
 from tests.engine import small_tokenizers
 
 MARKS = {

@@ -11,8 +11,8 @@ from engine.errors import (
     RequestFailed,
     RequestRejected,
 )
-from engine.live_request import LiveRequest
-from engine.tokenizer import SpecialTokens
+from engine.frontend.active_text import LiveRequest
+from engine.text.tokenizer import SpecialTokens
 from engine.types import GenerationRequest
 from scheduler.messages import (
     FinishReason,

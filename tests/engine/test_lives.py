@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import lives, supervisor
-from engine.config import resolve
-from engine.lives import EngineLives
 from engine.messages import ToClient
-from engine.option_sources import read_options
+from engine.options.config import resolve
+from engine.options.option_sources import read_options
+from engine.processes import engine_processes as lives
+from engine.processes import supervisor
+from engine.processes.engine_processes import EngineLives
 from tests.checkpoints import write_tokenizer
 
 _CHILD = """

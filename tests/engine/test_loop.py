@@ -5,7 +5,7 @@ from collections import deque
 import msgspec
 import pytest
 
-from engine.loop import EngineLoop, WorkerBroken
+from engine.core.loop import EngineLoop, WorkerBroken
 from engine.messages import (
     AddRequest,
     Beat,

@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.admission import Admission
 from engine.errors import Overloaded, OverloadReason, RequestRejected
+from engine.frontend.metrics import AbortCause, EngineMetrics, PriorityBand, band_of
+from engine.frontend.queue_limits import Admission
 from engine.messages import Beat, StepTimes
-from engine.metrics import AbortCause, EngineMetrics, PriorityBand, band_of
 from engine.types import EngineState, Health
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
-from server.http_metrics import HttpMetrics
+from server.observe.http_metrics import HttpMetrics
 from tests.server.fake_engine import INFO
 
 READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=1, progress=1.0)

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from engine.option_schema import file_schema
-from engine.option_sources import read_options
-from engine.option_values import Choice
-from engine.options import BY_KEY, DECLARATIONS, OptionError
+from engine.options.option_schema import file_schema
+from engine.options.option_sources import read_options
+from engine.options.option_values import Choice
+from engine.options.options import BY_KEY, DECLARATIONS, OptionError
 from tests.engine.test_options import _SAMPLES
 
 SCHEMA = file_schema()

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import EngineConfig, resolve
-from engine.option_sources import add_flags, read_options
-from engine.option_values import Bytes, Count, Duration, Kind, Share, Switch, show_bytes
-from engine.options import DECLARATIONS, Arity, OptionError, Options
+from engine.options.config import EngineConfig, resolve
+from engine.options.option_sources import add_flags, read_options
+from engine.options.option_values import Bytes, Count, Duration, Kind, Share, Switch, show_bytes
+from engine.options.options import DECLARATIONS, Arity, OptionError, Options
 
 
 def read(*words: str, environment: dict[str, str] | None = None) -> Options:

@@ -6,13 +6,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engine.checked_worker import CheckedWorker
-from engine.config import resolve
-from engine.loop import EngineLoop, WorkerBroken
+from engine.core.checked_worker import CheckedWorker
+from engine.core.loop import EngineLoop, WorkerBroken
+from engine.core.process import scheduler_config
+from engine.core.step_trace import StepTrace
 from engine.messages import AddRequest, EndSequences, Shutdown
-from engine.option_sources import read_options
-from engine.process import scheduler_config
-from engine.step_trace import StepTrace
+from engine.options.config import resolve
+from engine.options.option_sources import read_options
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.engine.model_facts import facts

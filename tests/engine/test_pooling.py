@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import DeadlineExceeded, EngineError, RequestFailed, RequestRejected
-from engine.live_pooling import LivePooling
-from engine.tokenizer import Tokenizer
+from engine.frontend.active_pooling import LivePooling
+from engine.text.tokenizer import Tokenizer
 from engine.types import PoolingParams, PoolingRequest, PoolingTask, TextCut
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, SequenceStart
 from tests.pooling_checkpoints import write_pair_tokenizer

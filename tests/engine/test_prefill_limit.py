@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import resolve
-from engine.option_sources import read_options
-from engine.process import scheduler_config
+from engine.core.process import scheduler_config
+from engine.options.config import resolve
+from engine.options.option_sources import read_options
 from tests.engine.model_facts import facts
 
 

@@ -3,10 +3,10 @@
 import json
 import logging
 
-from engine.loop import EngineLoop
+from engine.core.loop import EngineLoop
+from engine.core.request_names import RequestNames
+from engine.core.step_trace import StepTrace
 from engine.messages import AddRequest
-from engine.request_names import RequestNames
-from engine.step_trace import StepTrace
 from scheduler.messages import SamplingParams, SequenceId, ServiceTerms
 from scheduler.scheduler import Scheduler
 from tests.engine.test_loop import Desk

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime_directory import RuntimeDirectory
+from engine.processes.runtime_directory import RuntimeDirectory
 
 
 @pytest.fixture(autouse=True)

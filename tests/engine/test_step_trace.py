@@ -8,8 +8,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from engine.core.step_trace import StepTrace
 from engine.messages import StepTimes
-from engine.step_trace import StepTrace
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 from scheduler.scheduler import Scheduler

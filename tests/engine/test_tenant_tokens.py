@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import resolve
 from engine.errors import TenantOverloaded
-from engine.in_flight import InFlight
-from engine.metrics import EngineMetrics
-from engine.options import Options
-from engine.tokenizer import Tokenizer
+from engine.frontend.active_requests import InFlight
+from engine.frontend.metrics import EngineMetrics
+from engine.options.config import resolve
+from engine.options.options import Options
+from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingParams, PoolingRequest, PoolingTask, ServiceTerms
 from scheduler.messages import SamplingParams, SequenceOutput, SequenceStart
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import RequestRejected
-from engine.tokenizer import DecoderKind, SpecialTokens, Tokenizer, TokenizerError, decoder_rule
+from engine.text.tokenizer import DecoderKind, SpecialTokens, Tokenizer, TokenizerError, decoder_rule
 from tests.engine import small_tokenizers
 
 

@@ -2,8 +2,9 @@
 
 import sys
 
-from engine import lives, supervisor
-from server.cli import main
+from engine.processes import engine_processes as lives
+from engine.processes import supervisor
+from server.commands.cli import main
 
 if __name__ == "__main__":
     lives._FIRST_BACK_OFF_S = 0.05

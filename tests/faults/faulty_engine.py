@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from engine import process
+from engine.core import process
 from scheduler.messages import SchedulerOutput, SequenceId
-from worker.attention.ref import RefAttention
-from worker.generation_step import ComputedStep
-from worker.model_runner import EagerSteps
+from worker.attention.ref_attention import RefAttention
+from worker.steps.generation_step import ComputedStep
+from worker.steps.model_runner import EagerSteps
 from worker.worker import Worker
 
 LONG_LAYER_S = 1.6

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine import lives, supervisor
-from engine.client import AsyncEngine
-from engine.config import resolve
 from engine.errors import DeadlineExceeded, EngineDied, EngineDiedTwice, EngineError, RequestFailed
-from engine.lives import DeathCause
-from engine.option_sources import read_options
+from engine.frontend.client import AsyncEngine
+from engine.options.config import resolve
+from engine.options.option_sources import read_options
+from engine.processes import engine_processes as lives
+from engine.processes import supervisor
+from engine.processes.engine_processes import DeathCause
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from tests.faults.faulty_engine import Fault
 

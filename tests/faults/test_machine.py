@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import httpx
 
-from bench.peers.running import free_port
+from campaigns.peers.running import free_port
 from tests.e2e.serving import ROOT, RunningServer, wait_for
 
 READY_WITHIN_S = 60

@@ -155,7 +155,7 @@ def test_both_processes_and_that_of_grammars_are_guarded_offline_and_hold_no_key
     with client_of(server) as client:
         client.post("/v1/completions", json=CALLS["expression"][1])
     started = guarded.read_text()
-    for module in ("-m server serve", "-m engine.process", "-m engine.grammar_process"):
+    for module in ("-m server serve", "-m engine.core.process", "-m engine.grammars.grammar_process"):
         assert module in started
     for pid in (server.engine_pid, server.grammar_pid):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

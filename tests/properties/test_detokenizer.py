@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopText
-from engine.tokenizer import DecoderKind, SpecialTokens, Tokenizer
+from engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopText
+from engine.text.tokenizer import DecoderKind, SpecialTokens, Tokenizer
 from tests.engine import small_tokenizers
 
 TOKENIZERS = {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.loop import EngineLoop, WorkerBroken
+from engine.core.loop import EngineLoop, WorkerBroken
 from engine.messages import AddRequest, EndSequences, Outputs, ResetPrefixCache, ToClient, ToEngine
 from scheduler import scheduler as scheduler_module
 from scheduler.config import Batching, PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy

@@ -21,12 +21,12 @@ from tests.late_streams import LateGpu
 from tests.properties.test_scheduler_histories import _random_history, check_ends, play
 from tests.world import World, small_config
 from worker.attention.interface import AttentionMetadata
-from worker.block_copies import PoolCopier, Pools
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.config import WorkerConfig
-from worker.device import CpuDevice
-from worker.gpu.copy_streams import CopyStreams
-from worker.host_pool import HostPool
-from worker.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.devices.block_copies import PoolCopier, Pools
+from worker.devices.copy_streams import CopyStreams
+from worker.devices.device import CpuDevice
+from worker.steps.host_pool import HostPool
 
 _NUMBERS_PER_SLOT = 2
 _BLOCKS_PER_PIECE = 2

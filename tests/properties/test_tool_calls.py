@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.message_reader import Message, MessageReader, Reading
-from server.reasoning import ReasoningStart
+from server.chat.message_reader import Message, MessageReader, Reading
+from server.chat.reasoning import ReasoningStart
 from server.tool_calls.dialects import find_dialect
 from server.tool_calls.events import ToolCallParser
 from server.tool_calls.forced import ForcedCallParser

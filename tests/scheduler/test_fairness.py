@@ -6,7 +6,7 @@ from random import Random
 from time import perf_counter
 
 from scheduler.config import Fairness, SchedulingPolicy
-from scheduler.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
+from scheduler.lines.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence

@@ -2,9 +2,9 @@
 
 import pytest
 
+from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PreemptionMode, SchedulingPolicy
 from scheduler.messages import PreemptionCause, SequenceId
-from scheduler.swap_space import SwapSpace
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config
 

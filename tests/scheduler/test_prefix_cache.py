@@ -1,6 +1,6 @@
 """Blocks found again by their content, and the order in which they are given up."""
 
-from scheduler.kv_cache_manager import Fit, KVCacheManager
+from scheduler.blocks.kv_cache_manager import Fit, KVCacheManager
 from scheduler.messages import SequenceId
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config

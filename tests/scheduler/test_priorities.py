@@ -3,8 +3,8 @@
 import pytest
 
 from scheduler.config import Displacement, Fairness, OrderAmongEquals, SchedulingPolicy
-from scheduler.displacement import PROTECTED_TOKENS
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
+from scheduler.step.displacement import PROTECTED_TOKENS
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 

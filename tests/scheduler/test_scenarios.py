@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler.blocks.prefix_cache import root_key
 from scheduler.config import PrefixCaching, SchedulingPolicy
 from scheduler.messages import (
     FinishReason,
@@ -11,7 +12,6 @@ from scheduler.messages import (
     SequenceId,
     WaitReason,
 )
-from scheduler.prefix_cache import root_key
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 

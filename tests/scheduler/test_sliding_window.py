@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler.blocks.attended_blocks import Reach
 from scheduler.config import (
     Batching,
     Displacement,
@@ -11,7 +12,6 @@ from scheduler.config import (
     SchedulingPolicy,
 )
 from scheduler.messages import FinishReason, SequenceId
-from scheduler.reach import Reach
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.config import Batching
 from scheduler.messages import FinishReason, SequenceId, WaitReason
-from scheduler.step_time import StepTimeModel
+from scheduler.step.step_time import StepTimeModel
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 

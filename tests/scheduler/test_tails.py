@@ -2,8 +2,8 @@
 
 import pytest
 
+from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import PrefixCaching
-from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.messages import BlockCopy, SequenceId
 from scheduler.sequence import Sequence
 from tests.fakes import continuation, make_sequence

@@ -3,7 +3,6 @@
 import pytest
 
 from scheduler import scheduler as scheduler_module
-from scheduler import step_limit
 from scheduler.config import PreemptionMode, PrefixCaching
 from scheduler.messages import (
     FinishReason,
@@ -13,7 +12,8 @@ from scheduler.messages import (
     SequenceId,
 )
 from scheduler.sequence import Sequence
-from scheduler.step_limit import StepLimit
+from scheduler.step import step_limit
+from scheduler.step.step_limit import StepLimit
 from tests.fakes import OutOfMemory, continuation, make_sequence, pooled
 from tests.world import World, shares, small_config
 

@@ -11,10 +11,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine.edge_config import EdgeConfig
+from engine.options.edge_config import EdgeConfig
 from server.app import build_app
-from server.connections import ClientConnection
-from server.edge import Patience
+from server.http.connections import ClientConnection
+from server.http.edge import Patience
 from tests.server.fake_engine import FakeEngine
 
 EDGE = EdgeConfig(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
-from engine.tokenizer import SpecialTokens
+from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
     EngineState,
@@ -31,7 +31,7 @@ from engine.types import (
     TokenOutput,
     TokenText,
 )
-from server.edge import NumberedOutputs
+from server.http.edge import NumberedOutputs
 from tests.server.merging import merged
 
 EOS = 256

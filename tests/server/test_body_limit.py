@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from server.body_limit import BodyLimit
 from server.errors import BodyTimeout
+from server.http.body_limit import BodyLimit
 
 LIMIT = 64 * 1024
 

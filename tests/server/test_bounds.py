@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from server.app import build_app
-from server.protocol import (
+from server.generate.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -8,10 +8,10 @@ import pytest
 
 from engine.types import FinishReason, GrammarKind
 from server.app import build_app
-from server.protocol import ChatCompletionRequest
-from server.reply_models import ChatCompletion, ChatCompletionChunk
+from server.chat.tool_use import tool_use_of
+from server.generate.protocol import ChatCompletionRequest
+from server.generate.reply_models import ChatCompletion, ChatCompletionChunk
 from server.tool_calls.dialects import find_dialect
-from server.tool_use import tool_use_of
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
 

@@ -14,12 +14,12 @@ from types import ModuleType
 import pytest
 
 import server
-from engine.config import ServerConfig, resolve
-from engine.options import Options
+from engine.options.config import ServerConfig, resolve
+from engine.options.options import Options
 from engine.types import ModelInfo, PoolingFacts, PoolingTask, PromptComputation
-from server.banner import LoadingDisplay, render_banner
-from server.cli import main
-from server.listening import listen, url_of
+from server.commands.banner import LoadingDisplay, render_banner
+from server.commands.cli import main
+from server.http.listening import listen, url_of
 
 INFO = ModelInfo(
     served_names=("it's \x1b[31mred", "other"),
@@ -118,9 +118,9 @@ def test_serve_is_what_the_command_does_without_a_word(checkpoint, launched) -> 
 
 
 def test_bench_gets_the_rest_of_the_line(monkeypatch) -> None:
-    bench = ModuleType("bench.cli")
+    bench = ModuleType("bench.load.load_command")
     bench.main = len
-    monkeypatch.setitem(sys.modules, "bench.cli", bench)
+    monkeypatch.setitem(sys.modules, "bench.load.load_command", bench)
     assert main(["bench", "--url", "x"]) == 2
     assert main(["bench"]) == 0
 

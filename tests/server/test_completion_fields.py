@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engine.types import FinishReason
-from server import completion_replies
 from server.app import build_app
-from server.reply_models import ChatCompletion, ChatCompletionChunk, Completion
+from server.completions import completion_replies
+from server.generate.reply_models import ChatCompletion, ChatCompletionChunk, Completion
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import EOS
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.types import FinishReason
-from server.reply_models import Completion
+from server.generate.reply_models import Completion
 from tests.server.fake_engine import EOS
 
 

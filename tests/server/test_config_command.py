@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.option_schema import file_schema
-from engine.options import BY_KEY
-from server.cli import main
+from engine.options.option_schema import file_schema
+from engine.options.options import BY_KEY
+from server.commands.cli import main
 
 
 @pytest.fixture(autouse=True)

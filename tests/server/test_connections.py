@@ -11,10 +11,10 @@ import orjson
 import pytest
 
 from engine.types import EngineState
-from server.connections import RESERVED_PLACES, ClientConnection
-from server.listening import listen, num_connections_allowed
-from server.reply_models import ErrorReplyBody
-from server.sse import KEEP_ALIVE, EventStream
+from server.generate.reply_models import ErrorReplyBody
+from server.generate.sse import KEEP_ALIVE, EventStream
+from server.http.connections import RESERVED_PLACES, ClientConnection
+from server.http.listening import listen, num_connections_allowed
 from tests.server.conftest import eventually, impatient, serving
 from tests.server.fake_engine import READY
 
@@ -266,7 +266,7 @@ async def test_beyond_the_reserve_a_connection_is_refused_at_once_and_counted(en
 
 
 async def test_the_reserve_is_not_held_by_the_silent(engine, monkeypatch):
-    monkeypatch.setattr("server.connections.RESERVED_HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("server.http.connections.RESERVED_HEAD_TIMEOUT_S", 0.05)
     async with serving(impatient(engine, max_connections=1)) as url:
         _, patient = await connected(url)
         await asyncio.sleep(0.01)

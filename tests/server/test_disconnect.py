@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect
 
-from server.disconnect import while_connected
+from server.http.disconnect import while_connected
 
 
 async def never():

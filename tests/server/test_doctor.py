@@ -15,8 +15,8 @@ import pytest
 
 from engine import diagnosis
 from engine.diagnosis import Verdict
-from server import doctor
-from server.cli import main
+from server.commands import doctor
+from server.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

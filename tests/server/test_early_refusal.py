@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 
-from engine.api_keys import ApiKey
 from engine.errors import Overloaded
+from engine.options.api_keys import ApiKey
+from server.access.key_ring import KeyRing
 from server.app import build_app
-from server.key_ring import KeyRing
 from tests.server.conftest import Settings, connect
 
 BODIES = {

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import resolve
-from engine.memory_use import MemoryGauge
-from engine.options import OptionError, Options
+from engine.frontend.memory_use import MemoryGauge
+from engine.options.config import resolve
+from engine.options.options import OptionError, Options
+from server.access.auth import OPEN_PATHS
+from server.access.key_ring import KeyRing
+from server.access.memory_gate import MemoryGate
 from server.app import build_admin_app, build_app
-from server.auth import OPEN_PATHS
-from server.key_ring import KeyRing
-from server.memory_gate import MemoryGate
 from tests.server.conftest import EDGE, Settings, connect
 from tests.server.test_key_ring import as_key, key
 
@@ -107,7 +107,7 @@ class Memory:
 
 async def test_new_work_is_refused_while_memory_is_short_and_everything_else_is_not(engine, monkeypatch):
     memory = Memory()
-    monkeypatch.setattr("server.memory_gate.MemoryGauge", memory.gauge)
+    monkeypatch.setattr("server.access.memory_gate.MemoryGauge", memory.gauge)
     async with connect(build_app(engine, Settings(edge=replace(EDGE, max_memory_use=0.9)))) as client:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         memory.share, memory.now_s = 0.9, 1.0

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.api_keys import ApiKey, digest_of
 from engine.errors import Overloaded
+from engine.options.api_keys import ApiKey, digest_of
 from engine.types import FinishReason, PoolingFacts, PoolingTask, PromptComputation
+from server.access.key_ring import KeyRing
 from server.app import build_app
-from server.key_ring import KeyRing
-from server.pooling_models import Embeddings, Ranking, ScoreList
-from server.pooling_protocol import MAX_INPUTS
-from server.pooling_requests import MAX_TOKENS
+from server.pooling.pooling_models import Embeddings, Ranking, ScoreList
+from server.pooling.pooling_protocol import MAX_INPUTS
+from server.pooling.pooling_requests import MAX_TOKENS
 from tests.server.conftest import Settings, connect, eventually
 from tests.server.fake_engine import INFO, FakeEngine
 

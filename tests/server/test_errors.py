@@ -100,7 +100,7 @@ async def test_an_unexpected_failure_tells_the_client_nothing_and_the_log_where(
     (record,) = caplog.records
     assert "mine" in record.getMessage()
     assert "ZeroDivisionError" in record.getMessage()
-    assert "secret" not in record.getMessage()  # its words may be the client's; engine/log_lines.py
+    assert "secret" not in record.getMessage()  # its words may be the client's; engine/logs/log_lines.py
     assert record.exc_info is not None
 
 

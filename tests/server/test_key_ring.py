@@ -8,11 +8,11 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from engine.api_keys import ApiKey, digest_of
 from engine.errors import TenantOverloaded
+from engine.options.api_keys import ApiKey, digest_of
+from server.access.credentials import Credentials
+from server.access.key_ring import KeyRing
 from server.app import build_app
-from server.credentials import Credentials
-from server.key_ring import KeyRing
 from tests.server.conftest import EDGE, Settings, connect, eventually, serving
 
 BODY = {"prompt": "abc", "max_tokens": 3}
@@ -145,7 +145,7 @@ def test_a_reload_in_the_middle_of_a_comparison_gives_nobody_the_key_of_another(
         ring.replace([second, first])  # as the thread that reads the file may do at any time
         return given == known
 
-    monkeypatch.setattr("server.key_ring.secrets.compare_digest", compare)
+    monkeypatch.setattr("server.access.key_ring.secrets.compare_digest", compare)
     assert ring.find(b"secret of a") is first
 
 
@@ -173,7 +173,7 @@ def entry(name: str) -> str:
 
 @pytest.fixture
 async def followed(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.file_watch.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("server.access.file_watch.LOOK_EVERY_S", 0.01)
     file = tmp_path / "keys.yaml"
     file.write_text(entry("a"))
     file.chmod(0o600)

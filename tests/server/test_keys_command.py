@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from engine.api_keys import KeysFile, digest_of
-from server.cli import main
+from engine.options.api_keys import KeysFile, digest_of
+from server.commands.cli import main
 
 
 def entries(path, text: str):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.types import LogprobEntry, TokenLogprob
-from server.logprobs import EchoOffsets, TokenOffsets, chat_logprobs, completion_logprobs
+from server.generate.wire_logprobs import EchoOffsets, TokenOffsets, chat_logprobs, completion_logprobs
 from tests.engine import small_tokenizers
 
 

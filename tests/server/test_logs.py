@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from engine.errors import Overloaded, RequestFailed
-from engine.log_lines import LogFormat, ProcessName
-from engine.logs import Logs
+from engine.logs.log_lines import LogFormat, ProcessName
+from engine.logs.log_setup import Logs
 from server.app import build_app
-from server.request_ids import journal_of
+from server.observe.request_ids import journal_of
 from tests.server.conftest import Settings, eventually, serving
 
 MARKER = "violet-elephant-4711"
@@ -59,7 +59,7 @@ async def test_a_request_is_one_line_with_its_ids_route_and_status(http, lines) 
     headers = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     reply = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}, headers=headers)
     (line,) = await requests_of(lines, 1)
-    assert (line["level"], line["logger"]) == ("info", "server.request_log")
+    assert (line["level"], line["logger"]) == ("info", "server.http.request_log")
     assert (line["request_id"], line["trace_id"]) == ("mine-1", TRACE)
     assert line["reply_id"] == reply.json()["id"]
     assert (line["method"], line["route"], line["status"]) == ("POST", "/v1/completions", 200)

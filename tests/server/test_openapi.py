@@ -2,9 +2,9 @@
 
 import json
 
+from server.access.auth import OPEN_PATHS
 from server.app import build_app
-from server.auth import OPEN_PATHS
-from server.reply_models import LiveRequest
+from server.generate.reply_models import LiveRequest
 from tests.server.conftest import Settings, connect
 
 

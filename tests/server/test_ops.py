@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import EngineState
-from server import ops
 from server.app import _ROUTES, build_app
-from server.reply_models import HealthPage, Model, ModelList
+from server.generate.reply_models import HealthPage, Model, ModelList
+from server.operations import ops
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import READY, FakeEngine
 from tests.server.test_edge_options import routes_of

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 import server
 from server import refusals
-from server.protocol import (
+from server.generate.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -20,7 +20,7 @@ from server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
-from server.tool_protocol import (
+from server.generate.tool_protocol import (
     MAX_SCHEMA_BYTES,
     AllowedTools,
     FunctionDefinition,
@@ -30,8 +30,14 @@ from server.tool_protocol import (
 )
 
 READERS = (
-    *("translate.py", "answering.py", "encoding.py", "completions.py", "chat.py"),
-    *("chat_messages.py", "chat_turn.py", "tool_use.py", "structured_output.py"),
+    *(
+        "generate/translate.py",
+        "generate/answering.py",
+        "generate/prompts.py",
+        "completions/completions.py",
+        "chat/chat.py",
+    ),
+    *("generate/chat_messages.py", "chat/chat_turn.py", "chat/tool_use.py", "generate/structured_output.py"),
 )
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from server.app import build_app
-from server.message_reader import MessageReader, Reading
-from server.reasoning import Reasoning, ReasoningSplitter, ReasoningStart
+from server.chat.message_reader import MessageReader, Reading
+from server.chat.reasoning import Reasoning, ReasoningSplitter, ReasoningStart
 from server.tool_calls.events import Content
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO

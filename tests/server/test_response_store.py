@@ -2,8 +2,8 @@
 
 import tracemalloc
 
-from server.response_store import ResponseStore, StoredResponse, weigh
-from server.responses_protocol import InputItem
+from server.responses.response_store import ResponseStore, StoredResponse, weigh
+from server.responses.responses_protocol import InputItem
 
 
 def stored(*, owner: str = "", num_bytes: int = 10) -> StoredResponse:

@@ -11,9 +11,9 @@ import pytest
 from engine.errors import RequestFailed
 from engine.types import FinishReason
 from server.app import build_app
-from server.protocol import ChatCompletionRequest
-from server.response_models import ResponseDeletion, ResponseEvent, ResponseObject
-from server.responses_protocol import PASSED_ON, ResponsesRequest
+from server.generate.protocol import ChatCompletionRequest
+from server.responses.response_models import ResponseDeletion, ResponseEvent, ResponseObject
+from server.responses.responses_protocol import PASSED_ON, ResponsesRequest
 from tests.server.conftest import Settings, connect
 
 PATH = "/v1/responses"

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from engine.types import SamplingParams, TokenOutput
 from server.errors import ErrorReply
-from server.response_models import ResponseEvent, ResponseObject
-from server.responses_events import ResponseStream
-from server.responses_protocol import ResponsesRequest
-from server.responses_replies import ResponsePlan
+from server.responses.response_models import ResponseEvent, ResponseObject
+from server.responses.responses_events import ResponseStream
+from server.responses.responses_protocol import ResponsesRequest
+from server.responses.responses_replies import ResponsePlan
 
 USAGE = {
     "prompt_tokens": 1,

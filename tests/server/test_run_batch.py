@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from engine.errors import Overloaded, RequestFailed
-from engine.lives import GaveUp
-from engine.options import OptionError
+from engine.options.options import OptionError
+from engine.processes.engine_processes import GaveUp
 from engine.types import FinishReason
 from server.app import build_app
-from server.batch import cli
-from server.batch.files import BatchFileError, check_input, open_output
-from server.batch.local import CannotLoad, while_it_lives
-from server.batch.run import BatchRun, ServerLost
-from server.command_line import OptionParser
-from server.http_client import NoReply, Reply, Target, fetch, request
+from server.batch import batch_command as cli
+from server.batch.batch_files import BatchFileError, check_input, open_output
+from server.batch.batch_run import BatchRun, ServerLost
+from server.batch.local_engine import CannotLoad, while_it_lives
+from server.commands.command_line import OptionParser
+from server.http.http_client import NoReply, Reply, Target, fetch, request
 from tests.server.conftest import Settings, eventually, serving
 
 ROOT = Path(__file__).resolve().parents[2]

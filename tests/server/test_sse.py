@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import EngineDied, EngineUnavailable, Overloaded, RequestFailed, RequestRejected
 from engine.types import FinishReason
-from server.reply_models import ChatCompletionChunk, Completion, ErrorReplyBody
+from server.generate.reply_models import ChatCompletionChunk, Completion, ErrorReplyBody
 from tests.server.conftest import connect, impatient
 
 CHAT = "/v1/chat/completions"

@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from server.app import build_app
-from server.response_models import InputItemPage, ResponseObject
+from server.responses.response_models import InputItemPage, ResponseObject
 from tests.server.conftest import Settings, connect
 from tests.server.test_responses import PATH, create
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from engine.types import Grammar, GrammarKind
 from server.app import build_app
-from server.structured_output import MAX_GRAMMAR_BYTES, choice_grammar, json_schema_grammar
+from server.generate.structured_output import MAX_GRAMMAR_BYTES, choice_grammar, json_schema_grammar
 from tests.server.conftest import Settings
 from tests.server.fake_engine import INFO, FakeEngine
 

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from engine.edge_config import TlsFiles
-from engine.options import OptionError
+from engine.options.edge_config import TlsFiles
+from engine.options.options import OptionError
+from server.access.credentials import Credentials
+from server.access.tls import LiveTls, TlsServer
 from server.app import build_app
-from server.credentials import Credentials
-from server.edge import Patience
-from server.tls import LiveTls, TlsServer
+from server.http.edge import Patience
 from tests.server.certificates import encrypted, needs_openssl, self_signed
 from tests.server.conftest import EDGE, Settings, eventually, serving
 
@@ -103,7 +103,7 @@ async def test_plain_http_on_the_port_ends_without_an_answer(engine, pair):
 
 
 async def test_a_silent_client_has_little_time_for_its_handshake(engine, pair, monkeypatch):
-    monkeypatch.setattr("server.tls.HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("server.access.tls.HANDSHAKE_TIMEOUT_S", 0.1)
     async with served(engine, files(pair)) as url:
         address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
@@ -157,7 +157,7 @@ async def test_a_reader_that_stopped_is_cut_off(engine, pair):
 
 @pytest.fixture
 async def followed(tmp_path, pair, engine, monkeypatch):
-    monkeypatch.setattr("server.file_watch.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("server.access.file_watch.LOOK_EVERY_S", 0.01)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     shutil.copy(pair.cert, cert)
     shutil.copy(pair.key, key)

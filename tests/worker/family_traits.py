@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.interface import AttentionOptions, active
-from worker.attention.probe import ProbeAttention
+from worker.attention.probe_attention import ProbeAttention
 
 _HEAD_NORMS = ("q_norm", "k_norm", "qk_norm", "q_layernorm", "query_layernorm")
 

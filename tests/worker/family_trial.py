@@ -29,17 +29,17 @@ from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.config import WorkerConfig
-from worker.device import Device, open_device
+from worker.devices.device import Device, open_device
 from worker.errors import FamilyRefused
-from worker.inputs import build_inputs
-from worker.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
-from worker.model_runner import ModelRunner
-from worker.own_cache.model import OwnCacheModel, Way
-from worker.own_cache.startup import find_way
+from worker.model.surgery import Surgery
+from worker.own_cache.own_cache_model import OwnCacheModel, Way
 from worker.progress import LoadStage
-from worker.rows import RowTable
-from worker.startup import ReadyModel, start_loaded
-from worker.surgery import Surgery
+from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
+from worker.startup.ready_model import ReadyModel, start_loaded
+from worker.startup.start_own_cache import find_way
+from worker.steps.model_runner import ModelRunner
+from worker.steps.row_table import RowTable
+from worker.steps.step_inputs import build_inputs
 
 FIRST, SECOND = SequenceId(0), SequenceId(1)
 # Longer than the families' windows of 12 tokens, and than their chunks of 8.

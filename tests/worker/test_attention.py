@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from worker.attention import dense, ref
+from worker.attention import dense_attention as dense
+from worker.attention import ref_attention as ref
 from worker.attention.interface import AttentionMetadata, AttentionOptions, active, attention_forward
-from worker.attention.probe import ProbeAttention
-from worker.attention.ref import RefAttention
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.probe_attention import ProbeAttention
+from worker.attention.ref_attention import RefAttention
 from worker.config import WorkerConfig
-from worker.device import CpuDevice
+from worker.devices.device import CpuDevice
 from worker.errors import UnsupportedAttention
-from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
 HEADS, GROUPS, KEY_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 8, 4, 128
 

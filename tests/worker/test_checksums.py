@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import main
+from server.commands.cli import main
 from tests.e2e.serving import ROOT, running_server
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.checksums import Checksums
+from worker.checkpoint.checksums import Checksums
 from worker.errors import StartupError
 
 READ = (".json", ".jinja", ".safetensors")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.late_streams import LateGpu, LateStream
-from worker.block_copies import Pools, RowCopy, TouchedRows
-from worker.gpu.copy_streams import CopyStreams
+from worker.devices.block_copies import Pools, RowCopy, TouchedRows
+from worker.devices.copy_streams import CopyStreams
 
 NUM_ROWS, NUM_HOST_ROWS, ROW_NUMEL = 8, 5, 2
 ROW_BYTES = ROW_NUMEL * 8

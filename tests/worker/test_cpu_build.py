@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from worker.config import WorkerConfig
-from worker.cpu import build
-from worker.cpu.build import CannotBuild, build_library, find_library
-from worker.cpu.opening import foresee_kernels
-from worker.device import open_device
+from worker.cpu import kernel_build as build
+from worker.cpu.cpu_kernel_choice import foresee_kernels
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.devices.device import open_device
 from worker.errors import StartupError
 from worker.findings import Finding, Verdict
 

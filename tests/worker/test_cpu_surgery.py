@@ -18,14 +18,14 @@ from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import ATTENTION_NAME
 from worker.config import WorkerConfig
-from worker.cpu.build import CannotBuild, build_library, find_library
-from worker.cpu.fused_layer import FusedLayer
+from worker.cpu.cpu_layer import FusedLayer
+from worker.cpu.cpu_toolkit import CpuToolkit, PackedEmbedding, PackedLinear
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
-from worker.cpu.toolkit import CpuToolkit, PackedEmbedding, PackedLinear
-from worker.device import open_device
+from worker.devices.device import open_device
 from worker.errors import StartupError
-from worker.experts import find_experts
-from worker.surgery import put_kernels_under
+from worker.model.mixture import find_experts
+from worker.model.surgery import put_kernels_under
 
 
 @pytest.fixture(scope="module")

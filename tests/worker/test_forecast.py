@@ -8,12 +8,12 @@ import pytest
 
 from tests.checkpoints import FAMILIES, make_checkpoint
 from worker.config import WorkerConfig
-from worker.device import CpuDevice
+from worker.devices.device import CpuDevice
 from worker.errors import StartupError
 from worker.findings import Verdict
-from worker.forecast import forecast, weight_bytes
-from worker.loader import find_kind
-from worker.survey import survey
+from worker.startup.forecast import forecast, weight_bytes
+from worker.startup.loader import find_kind
+from worker.startup.survey import survey
 from worker.worker import Worker
 
 KV_CACHE_BYTES = 4 << 20

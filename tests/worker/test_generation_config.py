@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.errors import StartupError
-from worker.generation_config import default_sampling, eos_token_ids
 
 
 def write(folder: Path, name: str = "generation_config.json", **content: object) -> Path:

@@ -16,9 +16,9 @@ from scheduler.messages import Grammar, GrammarKind, SamplingParams
 from tests.checkpoints import write_tokenizer
 from tests.engine import small_tokenizers
 from tests.worker.plan_driver import PlanDriver
-from worker.grammar import Grammars
-from worker.grammar_library import GrammarRefused, as_lark, new_matcher, open_tokenizer
-from worker.sampler import Sampler
+from worker.sampling.grammar_library import GrammarRefused, as_lark, new_matcher, open_tokenizer
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

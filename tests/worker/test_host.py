@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.host import available_memory_bytes, memory_use, usable_cores
+from worker.devices.machine import available_memory_bytes, memory_use, usable_cores
 
 MIB = 1 << 20
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 
 SHAPES = {
     "equal": {0: LayerShape(2, 8, 8), 1: LayerShape(2, 8, 8)},

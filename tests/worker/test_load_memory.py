@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import worker.device
-import worker.loader
+import worker.devices.device
+import worker.startup.loader
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.checkpoint import find_weights, loaded_bytes
+from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.config import LoadProgress, WorkerConfig
-from worker.device import CpuDevice
+from worker.devices.device import CpuDevice
+from worker.devices.memory_sizes import WeightBytes
 from worker.errors import StartupError
-from worker.loader import find_kind, load_model
-from worker.memory import WeightBytes
 from worker.progress import LoadStage
+from worker.startup.loader import find_kind, load_model
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def load(folder: Path, dtype: str = "auto") -> torch.nn.Module:
 
 
 def pretend_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(worker.device, "available_memory_bytes", lambda: num_bytes)
+    monkeypatch.setattr(worker.devices.device, "available_memory_bytes", lambda: num_bytes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -75,7 +75,7 @@ def test_weights_larger_than_memory_are_refused_before_they_are_read(
 ) -> None:
     needed = loaded_bytes(find_weights(folder), None).total
     pretend_available(monkeypatch, needed - 1)
-    monkeypatch.setattr(worker.loader, "warm_page_cache", None)
+    monkeypatch.setattr(worker.startup.loader, "warm_page_cache", None)
     with pytest.raises(StartupError, match=r"the weights take .* this machine has .*available; free some"):
         load(folder)
 
@@ -93,7 +93,7 @@ def test_files_that_do_not_fit_beside_the_weights_are_not_read_ahead(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[list[Any]] = []
-    monkeypatch.setattr(worker.loader, "warm_page_cache", lambda files, on_read: read.append(files))
+    monkeypatch.setattr(worker.startup.loader, "warm_page_cache", lambda files, on_read: read.append(files))
     (file,) = find_weights(folder)
     needed = loaded_bytes([file], None).total
     pretend_available(monkeypatch, needed + file.num_bytes - 1)
@@ -120,7 +120,7 @@ class TooLarge:
 def test_memory_that_runs_out_while_building_is_a_refusal_with_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
-    monkeypatch.setattr(worker.loader, "AutoModelForCausalLM", TooLarge(error))
+    monkeypatch.setattr(worker.startup.loader, "AutoModelForCausalLM", TooLarge(error))
     with pytest.raises(StartupError, match=r"memory of cpu .* ran out while \d+\.\d\d GiB .*; free some"):
         load(folder)
 
@@ -131,7 +131,7 @@ def test_memory_that_runs_out_on_the_way_to_the_device_is_a_refusal_with_numbers
     def run_out(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(worker.loader, "_move", run_out)
+    monkeypatch.setattr(worker.startup.loader, "_move", run_out)
     with pytest.raises(StartupError, match=r"ran out while \d+\.\d\d GiB of weights"):
         load(folder)
 
@@ -139,7 +139,7 @@ def test_memory_that_runs_out_on_the_way_to_the_device_is_a_refusal_with_numbers
 def test_an_error_that_is_not_about_memory_keeps_its_own_refusal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.loader, "AutoModelForCausalLM", TooLarge(RuntimeError))
+    monkeypatch.setattr(worker.startup.loader, "AutoModelForCausalLM", TooLarge(RuntimeError))
     with pytest.raises(StartupError, match="transformers cannot load"):
         load(folder)
 
@@ -154,7 +154,7 @@ def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
         mapped.append(str(folder) in Path("/proc/self/maps").read_text())
         return 1 << 30
 
-    monkeypatch.setattr(worker.device, "available_memory_bytes", available)
+    monkeypatch.setattr(worker.devices.device, "available_memory_bytes", available)
     load_worker(folder)
     assert len(mapped) == 2
     assert not any(mapped)
@@ -163,7 +163,7 @@ def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
 def test_a_wrong_generation_config_is_refused_before_the_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.loader, "warm_page_cache", None)
+    monkeypatch.setattr(worker.startup.loader, "warm_page_cache", None)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "0.7"}')
     with pytest.raises(StartupError, match=r"generation_config\.json has temperature '0\.7'"):
         load(folder)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from worker.errors import StartupError
-from worker.memory import (
+from worker.devices.memory_sizes import (
     CacheRequest,
     check_host_memory,
     check_weights_fit,
@@ -14,6 +13,7 @@ from worker.memory import (
     num_host_blocks,
     size_cache,
 )
+from worker.errors import StartupError
 
 GIB = 1 << 30
 REQUEST = CacheRequest(

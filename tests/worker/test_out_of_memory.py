@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loop import EngineLoop
+from engine.core.loop import EngineLoop
 from engine.messages import AddRequest
 from scheduler import scheduler as scheduler_module
 from scheduler.config import SchedulerConfig

@@ -16,9 +16,9 @@ from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.test_prompt_logprobs import check
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.config import ModelFacts
-from worker.device import CpuDevice
+from worker.devices.device import CpuDevice
 from worker.errors import StartupError, StepOutOfMemory, WorkerError
-from worker.own_cache.model import OwnCacheModel, Way
+from worker.own_cache.own_cache_model import OwnCacheModel, Way
 from worker.worker import Worker
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]

@@ -26,8 +26,8 @@ from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import ENCODERS, make_embedder, make_scorer, write_pooling_files
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from worker.config import ModelFacts
-from worker.encoder import cut_by_length
 from worker.errors import StartupError
+from worker.pooling.encoder_pooling import cut_by_length
 from worker.worker import Worker
 
 PROMPTS = [

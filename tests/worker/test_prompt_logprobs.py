@@ -11,7 +11,7 @@ from tests.checkpoints import FAMILIES
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.transformers_generate import _reference
-from worker import prompt_logprobs
+from worker.steps import prompt_logprobs
 from worker.worker import Worker
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130]

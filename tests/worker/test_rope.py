@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import PlanDriver
 from worker.errors import StartupError
-from worker.rope import fix_rope
+from worker.model.rope import fix_rope
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 

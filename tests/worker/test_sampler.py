@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from scheduler.messages import SamplingParams
 from tests.worker.sampling_oracle import choose
-from worker.draw import BLOCK, Draw, draw
-from worker.logits import report_logprobs
-from worker.sampler import Sampler
-from worker.sampling_state import SamplingRow
+from worker.sampling.draw import BLOCK, Draw, draw
+from worker.sampling.logits import report_logprobs
+from worker.sampling.sampler import Sampler
+from worker.sampling.sampling_state import SamplingRow
 
 CPU = torch.device("cpu")
 VOCAB = 12

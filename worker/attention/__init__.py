@@ -1,1 +1,4 @@
-"""Attention over the paged KV cache: interface.py, then one backend per file."""
+"""Paged attention: the interface, the cache's layout, the reference in plain torch (engine process).
+
+Never: knows a device's kernels.
+"""

@@ -3,7 +3,7 @@
 Owns: the name under which transformers' models find us, the check of what they ask for, and the
 hand-over of a step's metadata: some families drop keyword arguments on the way to attention, so it
 travels beside the call, in one module-level place that only `active` sets.
-Never: computes (ref.py and its siblings), or chooses blocks.
+Never: computes (ref_attention.py and its siblings), or chooses blocks.
 Source: transformers' AttentionInterface. A name without a mask function makes its models build no
 mask at all; causality and windows are the backend's.
 

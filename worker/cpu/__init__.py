@@ -1,1 +1,4 @@
-"""The CPU's own kernels: built once from csrc/, put under a model's layers where they compute the same."""
+"""CPU kernels in C++ and the layers that call them (engine process).
+
+Never: decides what is replaced (worker/model/surgery.py).
+"""

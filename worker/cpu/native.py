@@ -2,7 +2,7 @@
 
 Owns: the structs of csrc/kernels.h and csrc/layer.h once more, field by field, and the packed form of a
 weight. What is wrong here is read or written unchecked there.
-Never: builds the library (build.py), or knows what a model is (fused_layer.py).
+Never: builds the library (kernel_build.py), or knows what a model is (fused_layer.py).
 
 Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H numbers of a hidden state.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.layer_parts import Activation, TakenWeights
+from worker.model.layer_parts import Activation, TakenWeights
 
 COLUMNS = 32
 """Outputs of a packed weight that stand together."""

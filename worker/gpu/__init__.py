@@ -1,1 +1,4 @@
-"""A GPU: its kernels, and how a step is launched on it."""
+"""GPU steps: CUDA graphs, Triton kernels and the layers that call them (engine process).
+
+Never: decides what is replaced (worker/model/surgery.py).
+"""

@@ -1,7 +1,7 @@
 """Steps that were captured as CUDA graphs, by their sizes.
 
 Owns: which sizes are captured, which of them a step is padded to, and when capturing ends early.
-Never: computes; what is captured comes from runner.py.
+Never: computes; what is captured comes from gpu_runner.py.
 
 A step of a few tokens is some three hundred kernels, each a few microseconds of the host's time to launch and
 less than that to compute. Captured, it is launched at once.
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from worker.attention.interface import num_layers_begun
-from worker.device import Device, Graph
+from worker.devices.device import Device, Graph
 from worker.gpu.step_buffers import BatchSizes, Limits
-from worker.inputs import StepInputs
+from worker.steps.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Owns: the memory that graphs read a step from, at addresses that never change, and the pinned memory that it
 is copied from: two pieces in turn, so that one is filled while the other is still being read.
-Never: what the numbers mean (inputs.py), or who reads them (runner.py).
+Never: what the numbers mean (inputs.py), or who reads them (gpu_runner.py).
 
     pinned  | token ids | positions | slots | logits indices | rows | ... | block tables, as wide as need be |
     device  | the same, in one copy                                      | -> of full width, within the step |
@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.device import Device, Event
-from worker.gpu.batch import AttentionBatch, DeviceBatch
-from worker.gpu.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
-from worker.inputs import StepInputs
+from worker.devices.device import Device, Event
+from worker.gpu.device_batch import AttentionBatch, DeviceBatch
+from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
+from worker.steps.step_inputs import StepInputs
 
 _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.device import Device
+from worker.devices.device import Device
 
 _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""

@@ -1,1 +1,4 @@
-"""Families that no paged KV cache can be put under: each sequence is computed alone, with its own cache."""
+"""Families without a paged cache: each sequence is computed alone, by the cache of its own model (engine process).
+
+Never: batches.
+"""

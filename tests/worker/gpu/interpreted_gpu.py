@@ -22,7 +22,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.worker.gpu.interpreter import mend_interpreter
 from worker.config import WorkerConfig
-from worker.device import CpuDevice, Device, Event, Graph, open_device
+from worker.devices.device import CpuDevice, Device, Event, Graph, open_device
 
 mend_interpreter()
 HAS_GPU = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.attention.interface import AttentionOptions
-from worker.gpu.batch import AttentionBatch
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels import attention_decode, attention_prefill, kv_write
-from worker.kv_cache import BlockLayout, KVCache, LayerShape
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 PLAIN = AttentionOptions(scaling=0.1, sliding_window=None, softcap=None, sinks=None)

@@ -10,10 +10,10 @@ from tests.families import Family
 from tests.worker.family_trial import tiny_config
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.attention.interface import ATTENTION_NAME
-from worker.experts import Experts, Gate, find_experts, read_experts, replace_experts
-from worker.gpu.experts import _DOWN_TILES, _GATE_UP_TILES, TritonExperts
-from worker.gpu.kernels.experts import Tiles, route
-from worker.layer_parts import Activation
+from worker.gpu.kernels.expert_products import Tiles, route
+from worker.gpu.triton_experts import _DOWN_TILES, _GATE_UP_TILES, TritonExperts
+from worker.model.layer_parts import Activation
+from worker.model.mixture import Experts, Gate, find_experts, read_experts, replace_experts
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 few = settings(max_examples=15, deadline=None, derandomize=True)
@@ -173,7 +173,7 @@ def gate_up_kernel(tiles: Tiles) -> Kernel:
         **dict.fromkeys(constants, "constexpr"),
     }
     return Kernel(
-        function="worker.gpu.kernels.experts:_gate_up_kernel",
+        function="worker.gpu.kernels.expert_products:_gate_up_kernel",
         signature=signature,
         constants=constants,
         num_warps=tiles.num_warps,
@@ -199,7 +199,7 @@ def down_kernel(tiles: Tiles) -> Kernel:
         **dict.fromkeys(constants, "constexpr"),
     }
     return Kernel(
-        function="worker.gpu.kernels.experts:_down_kernel",
+        function="worker.gpu.kernels.expert_products:_down_kernel",
         signature=signature,
         constants=constants,
         num_warps=tiles.num_warps,
@@ -210,7 +210,7 @@ def down_kernel(tiles: Tiles) -> Kernel:
 def route_kernel() -> Kernel:
     pointers = ("pairs_ptr", "expert_of_tile_ptr", "start_of_tile_ptr", "end_of_tile_ptr")
     return Kernel(
-        function="worker.gpu.kernels.experts:_route_kernel",
+        function="worker.gpu.kernels.expert_products:_route_kernel",
         signature={
             "ids_ptr": "*i64",
             **dict.fromkeys(pointers, "*i32"),

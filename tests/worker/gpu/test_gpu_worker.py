@@ -27,11 +27,12 @@ from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
 from worker.config import ModelFacts, WorkerConfig
 from worker.errors import FamilyRefused, StartupError
-from worker.generation_step import GenerationSteps
-from worker.gpu import graphs, opening
-from worker.gpu.attention import TritonAttention
-from worker.gpu.runner import GpuSteps
-from worker.model_runner import EagerSteps
+from worker.gpu import gpu_kernel_choice as opening
+from worker.gpu import graphs
+from worker.gpu.gpu_runner import GpuSteps
+from worker.gpu.triton_attention import TritonAttention
+from worker.steps.generation_step import GenerationSteps
+from worker.steps.model_runner import EagerSteps
 from worker.worker import Worker
 
 LONG = [(7 * index + 3) % 300 for index in range(17)]

@@ -29,8 +29,8 @@ from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu
 from worker.config import ModelFacts
 from worker.errors import StepOutOfMemory
-from worker.generation_step import GenerationSteps, LaunchedStep
 from worker.gpu import graphs
+from worker.steps.generation_step import GenerationSteps, LaunchedStep
 from worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there")

@@ -15,13 +15,13 @@ from tests.checkpoints import vary_constants
 from tests.families import ALTERNATING, Family
 from tests.worker.family_trial import tiny_config
 from worker.attention.interface import ATTENTION_NAME, AttentionMetadata, active, num_layers_begun
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.config import WorkerConfig
-from worker.device import open_device
-from worker.gpu.attention import TritonAttention
-from worker.gpu.fused_layer import FusedLayer
-from worker.gpu.toolkit import GpuToolkit
-from worker.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.surgery import put_kernels_under
+from worker.devices.device import open_device
+from worker.gpu.gpu_toolkit import GpuToolkit
+from worker.gpu.triton_attention import TritonAttention
+from worker.gpu.triton_layer import FusedLayer
+from worker.model.surgery import put_kernels_under
 
 BLOCK_SIZE = 4
 # A later chunk beside the first of another sequence, then a decode beside a chunk. The interpreter is slow.

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.worker.gpu.cross_compile import Compiled, Kernel, compile_kernels
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.norm import add, add_and_norm, norm
 from worker.gpu.kernels.rotary import turn_and_write
-from worker.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.layer_call import HeadShape
-from worker.layer_parts import Activation, RmsNorm
+from worker.model.layer_call import HeadShape
+from worker.model.layer_parts import Activation, RmsNorm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 DTYPES = st.sampled_from(list(TOLERANCE))

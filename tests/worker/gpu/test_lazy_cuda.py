@@ -31,10 +31,10 @@ from tests.worker.gpu.test_launch import new, plan
 from tests.worker.gpu.test_launch_scheduled import expected_tokens, serve_with_scheduler
 from tests.worker.plan_driver import PlanDriver
 from worker.config import ModelFacts, WorkerConfig
-from worker.device import CudaDevice, open_device
+from worker.devices.device import CudaDevice, open_device
 from worker.errors import StepOutOfMemory
-from worker.generation_step import GenerationSteps, LaunchedStep
 from worker.gpu import graphs
+from worker.steps.generation_step import GenerationSteps, LaunchedStep
 from worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="it stands for one")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-import worker.device
+import worker.devices.device
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu.ahead import AheadDriver
@@ -16,7 +16,7 @@ from tests.worker.gpu.lazy_driver import LazyDriver
 from tests.worker.gpu.test_launch import generate
 from tests.worker.gpu.test_lazy_cuda import expected_from, load_lazy
 from worker.gpu import step_buffers
-from worker.gpu.sampler import GpuSampler
+from worker.gpu.sampling.gpu_sampler import GpuSampler
 
 LATEST, AT_ONCE = None, 2
 """A device that is slower than the host, and one that is faster: each shows what the other hides."""
@@ -43,7 +43,7 @@ def _write_pinned_memory_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_results_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker.device._CudaEvent, "wait", lambda _: None)
+    patch.setattr(worker.devices.device._CudaEvent, "wait", lambda _: None)
 
 
 def _keep_one_place_for_results(patch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
-from worker.draw import BLOCK, Draw
-from worker.draw import draw as draw_on_cpu
-from worker.gpu.draw_fields import MIN_P, NUM_FIELDS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
-from worker.gpu.kernels import truncation
-from worker.gpu.kernels.inputs import fill_unknown_tokens, remember_tokens
-from worker.gpu.kernels.sampling import Lines, Workspace, draw
+from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
+from worker.gpu.sampling.draw_fields import MIN_P, NUM_FIELDS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
+from worker.gpu.sampling_kernels import truncation
+from worker.gpu.sampling_kernels.token_draw import Lines, Workspace, draw
+from worker.sampling.draw import BLOCK, Draw
+from worker.sampling.draw import draw as draw_on_cpu
 
 CPU = torch.device("cpu")
 
@@ -137,7 +137,7 @@ def _kernel(name: str, dtype: str, num_warps: int = 4, **constants: object) -> K
 def _of_inputs() -> dict[str, Kernel]:
     return {
         "fill": Kernel(
-            function="worker.gpu.kernels.inputs:_fill_kernel",
+            function="worker.gpu.kernels.input_fill:_fill_kernel",
             signature={
                 **{"input_ids": "*i64", "rows": "*i32", "last_tokens": "*i64"},
                 **{"num_tokens": "i32", "BLOCK": "constexpr"},
@@ -146,7 +146,7 @@ def _of_inputs() -> dict[str, Kernel]:
             unaligned=("num_tokens",),
         ),
         "remember": Kernel(
-            function="worker.gpu.kernels.inputs:_remember_kernel",
+            function="worker.gpu.kernels.input_fill:_remember_kernel",
             signature={
                 **{"last_tokens": "*i64", "rows": "*i32", "token_ids": "*i64"},
                 **{"num_tokens": "i32", "BLOCK": "constexpr"},
@@ -155,7 +155,7 @@ def _of_inputs() -> dict[str, Kernel]:
             unaligned=("num_tokens",),
         ),
         "spread": Kernel(
-            function="worker.gpu.kernels.inputs:_spread_kernel",
+            function="worker.gpu.kernels.input_fill:_spread_kernel",
             signature={
                 **{"packed": "*i32", "width": "*i32", "tables": "*i32"},
                 **{"stride": "i32", "BLOCK": "constexpr"},
@@ -176,7 +176,7 @@ def compiled() -> dict[str, Compiled]:
         "draw": _kernel("sampling:_draw_kernel", "*bf16", 16, **_ALL),
         "edited draw": _kernel("sampling:_draw_kernel", "*fp32", 16, **_ALL),
         "copy": Kernel(
-            function="worker.gpu.kernels.bitmask:_copy_kernel",
+            function="worker.gpu.sampling_kernels.bitmask:_copy_kernel",
             signature={
                 **{"logits": "*bf16", "lines": "*i32", "masks": "*i32", "edited": "*fp32", "faults": "*fp32"},
                 **dict.fromkeys(("stride", "edited_stride", "num_tokens", "num_words", "num_spans"), "i32"),
@@ -186,7 +186,7 @@ def compiled() -> dict[str, Compiled]:
             unaligned=("num_words", "num_spans"),
         ),
         "penalize": Kernel(
-            function="worker.gpu.kernels.penalties:_penalize_kernel",
+            function="worker.gpu.sampling_kernels.penalties:_penalize_kernel",
             signature={
                 **{"logits": "*fp32", "rows": "*i32", "amounts": "*fp64", "counts": "*i32"},
                 **{"stride": "i32", "num_tokens": "i32", "BLOCK": "constexpr"},
@@ -194,7 +194,7 @@ def compiled() -> dict[str, Compiled]:
             constants={"BLOCK": 1024},
         ),
         "count": Kernel(
-            function="worker.gpu.kernels.penalties:_count_kernel",
+            function="worker.gpu.sampling_kernels.penalties:_count_kernel",
             signature={
                 **{"counts": "*i32", "rows": "*i32", "places": "*i32", "outcome": "*i64"},
                 **{"num_lines": "i32", "num_places": "i32", "num_tokens": "i32", "BLOCK": "constexpr"},

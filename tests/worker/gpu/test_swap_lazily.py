@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import worker.device
+import worker.devices.device
 from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.messages import FinishReason, SchedulerOutput, SchedulerStats, SequenceId
 from scheduler.scheduler import Scheduler
@@ -15,8 +15,8 @@ from tests.worker.gpu.lazy_cuda import LazyCuda
 from tests.worker.gpu.served import Served, serve
 from tests.worker.transformers_generate import expected
 from worker.config import ModelFacts, WorkerConfig
-from worker.device import CudaDevice
-from worker.gpu.copy_streams import CopyStreams
+from worker.devices.copy_streams import CopyStreams
+from worker.devices.device import CudaDevice
 from worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="a device that stands for one is needed")
@@ -65,7 +65,7 @@ def drive(worker: Worker, facts: ModelFacts, *, aborts: bool) -> Served:
 def test_sequences_that_are_swapped_beside_steps_draw_what_they_draw_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.device, "CopyStreams", partial(CopyStreams, piece_bytes=1))
+    monkeypatch.setattr(worker.devices.device, "CopyStreams", partial(CopyStreams, piece_bytes=1))
     with LazyCuda() as cuda:
         gpu_worker = Worker(
             WorkerConfig(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.layer_parts import Activation
+from worker.model.layer_parts import Activation
 
 BLOCK = 1024
 """Gates of a program."""

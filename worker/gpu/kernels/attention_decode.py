@@ -2,7 +2,7 @@
 
 Owns: the cut into segments, so that few long sequences keep a whole GPU busy, and putting them together.
 Never: the walk over keys (attention_tiles.py).
-Source: Flash-Decoding (split softmax). What it computes is defined by worker/attention/ref.py.
+Source: Flash-Decoding (split softmax). What it computes is defined by worker/attention/ref_attention.py.
 
 The number of segments is fixed by counts that the host knows, so that a captured graph can be replayed with
 sequences of any length; where a segment begins is found on the device. There a sequence is cut only as far as
@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
-from worker.gpu.batch import AttentionBatch
+from worker.attention.kv_cache import LayerCache
+from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_tiles import (
     LOG2_E,
     HeadGroups,
@@ -37,7 +38,6 @@ from worker.gpu.kernels.attention_tiles import (
     store_attended,
     store_rows,
 )
-from worker.kv_cache import LayerCache
 
 _LOG2_E = tl.constexpr(LOG2_E)
 # By the bytes of the widest row, up to and including; a KV head of fewer query heads has fewer rows. Compiled
@@ -73,7 +73,8 @@ class Lengths(NamedTuple):
 
 
 class DecodeChoices(NamedTuple):
-    """All that decides the speed of decodes, and nothing of their result: to be measured (bench/gpu/tune)."""
+    """All that decides the speed of decodes, and nothing of their result: to be measured
+    (campaigns/gpu/tune)."""
 
     tiles: Tiles
     lengths: Lengths

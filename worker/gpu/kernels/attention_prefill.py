@@ -3,7 +3,7 @@
 Owns: the cut of the tokens into programs.
 Never: the walk over keys (attention_tiles.py).
 Source: the grid whose size the host knows, and each program's search for its sequence, follow vLLM's
-Triton attention (arXiv:2511.11581). What it computes is defined by worker/attention/ref.py.
+Triton attention (arXiv:2511.11581). What it computes is defined by worker/attention/ref_attention.py.
 
     tokens     | sequence 0          | sequence 1 | 2          | padding |
     programs   | B tokens | B | less | B | less   | less | -   | less    |    -: finds nothing to do
@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
-from worker.gpu.batch import AttentionBatch
+from worker.attention.kv_cache import LayerCache
+from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_tiles import (
     HeadGroups,
     Tiles,
@@ -33,7 +34,6 @@ from worker.gpu.kernels.attention_tiles import (
     score_scale,
     store_attended,
 )
-from worker.kv_cache import LayerCache
 
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
 # whole warp groups. Compiled within shared memory and registers; speed was estimated, not measured.

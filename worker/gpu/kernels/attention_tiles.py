@@ -3,7 +3,7 @@
 Owns: which keys a query sees, reading them through the block table, and the softmax over them.
 Never: which rows a program has (attention_decode.py, attention_prefill.py).
 Source: FlashAttention-2, arXiv:2307.08691, over PagedAttention's blocks, arXiv:2309.06180. What it computes
-is defined by worker/attention/ref.py.
+is defined by worker/attention/ref_attention.py.
 
 A row is one query head of one token. Rows of one KV head stand together, so that all of them use a key
 while it is at hand and fill a tensor core's tile. Exponents are to base 2: a GPU has an instruction for it.
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
-from worker.kv_cache import LayerCache
+from worker.attention.kv_cache import LayerCache
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)

@@ -1,7 +1,7 @@
 """Copies of KV blocks within the device's pool, many in one launch.
 
 Owns: the kernel and its launch. Blocks are moved as 8-byte words, whatever they hold.
-Never: decides what is copied, or crosses to the host (worker/device.py).
+Never: decides what is copied, or crosses to the host (worker/devices/device.py).
 
 Shapes: N blocks of E numbers, P pairs.
 """

@@ -1,6 +1,6 @@
 """Put keys and values of a step's tokens into the paged cache.
 
-Owns: this one scatter. It computes what RefAttention.write does (worker/attention/ref.py).
+Owns: this one scatter. It computes what RefAttention.write does (worker/attention/ref_attention.py).
 Never: which slot a token has.
 
 Shapes: T tokens, H KV heads, D key size, V value size.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kv_cache import LayerCache
+from worker.attention.kv_cache import LayerCache
 
 # Eight rows of 128 numbers give each thread of four warps one load of 16 bytes.
 _TOKENS_PER_PROGRAM = 8

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.layer_parts import RmsNorm
+from worker.model.layer_parts import RmsNorm
 
 LARGEST_ROW = 16384
 """Numbers of a hidden state; more would not fit into the registers of a program."""

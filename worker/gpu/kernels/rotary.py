@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.kv_cache import LayerCache
-from worker.layer_call import HeadShape, Rotation
-from worker.layer_parts import RmsNorm
+from worker.attention.kv_cache import LayerCache
+from worker.model.layer_call import HeadShape, Rotation
+from worker.model.layer_parts import RmsNorm
 
 # 16 of them for a thread: of heads that are turned whole, a load of 16 bytes from each half.
 _NUMBERS_PER_PROGRAM = 1024

@@ -1,0 +1,7 @@
+"""`python -m campaigns.gpu`."""
+
+import sys
+
+from campaigns.gpu.cli import main
+
+sys.exit(main(sys.argv[1:]))

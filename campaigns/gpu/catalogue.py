@@ -1,0 +1,120 @@
+"""The parts, in their order: what is wanted most is first. Those behind `kernels` have what time is left.
+
+Owns: names, limits of time, and what each part cannot do without.
+"""
+
+from dataclasses import dataclass
+
+_TORCH = ("torch", "numpy")
+_WORKER = (*_TORCH, "transformers", "triton", "safetensors")
+_SERVER = (
+    *_WORKER,
+    *("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "zmq", "orjson", "jinja2", "tokenizers"),
+    *("prometheus_client", "llguidance"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One process."""
+
+    name: str
+    title: str
+    module: str
+    """Has `run(record, settings)`."""
+    limit_s: float
+    needs: tuple[str, ...]
+    """Packages; without one of them the part is skipped."""
+    shape: str = ""
+    least_s: float = 1.0
+    """With less time left it is not begun."""
+
+
+PARTS = (
+    Part(
+        name="first",
+        title="First contact: what works, one by one",
+        module="campaigns.gpu.first.part",
+        limit_s=60,
+        needs=_WORKER,
+    ),
+    Part(
+        name="device",
+        title="The device, and what it can do at most",
+        module="campaigns.gpu.device_facts",
+        limit_s=45,
+        needs=_TORCH,
+    ),
+    Part(
+        name="tokens",
+        title="The same tokens, whichever way they are computed",
+        module="campaigns.gpu.tokens",
+        limit_s=100,
+        needs=_WORKER,
+    ),
+    Part(
+        name="steps-qwen3-0.6b",
+        title="Steps of Qwen3-0.6B's shape",
+        module="campaigns.gpu.steps",
+        limit_s=90,
+        needs=_WORKER,
+        shape="qwen3-0.6b",
+    ),
+    Part(
+        name="throughput-qwen3-0.6b",
+        title="Requests of Qwen3-0.6B's shape, served without HTTP",
+        module="campaigns.gpu.served.part",
+        limit_s=70,
+        needs=(*_WORKER, "tokenizers"),
+        shape="qwen3-0.6b",
+    ),
+    Part(
+        name="steps-llama-3.1-8b",
+        title="Steps of Llama-3.1-8B's shape",
+        module="campaigns.gpu.steps",
+        limit_s=130,
+        needs=_WORKER,
+        shape="llama-3.1-8b",
+    ),
+    Part(
+        name="kernels",
+        title="Every kernel against its definition",
+        module="campaigns.gpu.kernels",
+        limit_s=110,
+        needs=(*_WORKER, "pytest", "hypothesis"),
+    ),
+    Part(
+        name="host",
+        title="What a step costs the host",
+        module="campaigns.gpu.host_step",
+        limit_s=100,
+        least_s=20,
+        needs=(*_WORKER, "msgspec", "orjson"),
+    ),
+    Part(
+        name="throughput-llama-3.1-8b",
+        title="Requests of Llama-3.1-8B's shape, served without HTTP",
+        module="campaigns.gpu.served.part",
+        limit_s=110,
+        least_s=60,
+        needs=(*_WORKER, "tokenizers"),
+        shape="llama-3.1-8b",
+    ),
+    Part(
+        name="serving",
+        title="Served by HTTP",
+        module="campaigns.gpu.serving",
+        limit_s=70,
+        least_s=40,
+        needs=_SERVER,
+    ),
+    Part(
+        name="tune",
+        title="Sizes of the kernels, measured beside others",
+        module="campaigns.gpu.tune.part",
+        limit_s=240,
+        least_s=90,
+        needs=_WORKER,
+    ),
+)
+BY_NAME = {part.name: part for part in PARTS}

@@ -1,0 +1,94 @@
+"""What clients get: a server of its own on the device, and the load client against it.
+
+Owns: the server's command, and the rounds of load.
+Never: times a request itself: bench/load/load_command.py does.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.load.load_command import main as load
+from campaigns.gpu.results import Record
+from campaigns.peers.catalogue import Launch
+from campaigns.peers.running import free_port, running
+
+if TYPE_CHECKING:
+    from campaigns.gpu.cli import Settings
+
+_ROOT = Path(__file__).resolve().parents[2]
+_READY_WITHIN_S = 60.0
+_SHAPE = "qwen3-0.6b"
+
+
+def run(record: Record, settings: "Settings") -> None:
+    """Raises PeerFailed if the server does not start."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = () if settings.is_smoke else (str(_model(Path(folder))),)
+        for scheduling in ("off",) if settings.is_smoke else ("auto", "off"):
+            _serve_and_load(record, settings, model, scheduling)
+
+
+def _model(folder: Path) -> Path:
+    """With a tokenizer, which the shapes of the other parts do without."""
+    command = [sys.executable, "scripts/make_shapes.py", "--out", str(folder), "--shapes", _SHAPE]
+    subprocess.run(command, cwd=_ROOT, check=True)
+    return folder / _SHAPE
+
+
+def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...], scheduling: str) -> None:
+    port = free_port()
+    device = ("--device", "cpu", "--num-threads", "1") if settings.is_smoke else ("--device", "cuda")
+    launch = Launch(
+        command=(
+            *(sys.executable, "-m", "server", "serve", *model, "--port", str(port), *device),
+            *("--async-scheduling", scheduling, "--max-model-len", "256" if settings.is_smoke else "2048"),
+        ),
+        variables={},
+        folder=_ROOT,
+        served_name="",
+    )
+    table = record.table(
+        f"--async-scheduling {scheduling}",
+        *(
+            "Concurrency",
+            "Requests",
+            "Failed",
+            "Output tokens per second",
+            "TTFT p50",
+            "TTFT p99",
+            "TPOT p50",
+            "TPOT p99",
+        ),
+    )
+    log = settings.out / f"server-{scheduling}.log"
+    with running(
+        launch, port=port, ready_path="/health/ready", log=log, ready_within_s=_READY_WITHIN_S
+    ) as server:
+        record.note(f"With --async-scheduling {scheduling} ready after {server.ready_s:.1f} s.")
+        for concurrency in (2,) if settings.is_smoke else (1, 16, 64, 256):
+            table.add(concurrency, *_round(settings, port, concurrency))
+
+
+def _round(settings: "Settings", port: int, concurrency: int) -> list[object]:
+    num_requests = 4 if settings.is_smoke else max(8, 2 * concurrency)
+    lengths = (16, 8) if settings.is_smoke else (512, 128)
+    report = settings.out / f"load-{concurrency}.json"
+    load(
+        [
+            *("serve", "--base-url", f"http://127.0.0.1:{port}", "--json", str(report), "--ignore-eos"),
+            *("--concurrency", str(concurrency), "--num-prompts", str(num_requests)),
+            *("--input-len", str(lengths[0]), "--output-len", str(lengths[1])),
+        ]
+    )
+    summary = json.loads(report.read_text(encoding="utf-8"))["summary"]
+    latencies = summary["latencies"]
+    rate = summary["output_tokens_per_s"]
+    cells = [f"{latencies[name][share]:.2f} ms" for name, share in _LATENCIES]
+    return [num_requests, summary["num_failed"], f"{rate:.0f}", *cells]
+
+
+_LATENCIES = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("tpot_ms", "p50"), ("tpot_ms", "p99"))

@@ -1,0 +1,86 @@
+"""What the tuner gives the kernels: the inputs of one layer, several times over, in shapes of models.
+
+Owns: tensors on the device. There are as many layers as no cache of the device holds, since in a model each
+layer finds its own keys and values in memory.
+
+Shapes: T tokens, R sequences, Hq query heads, D head size, H numbers of a hidden state, M merged numbers.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from campaigns.gpu.shapes import Shape
+from worker.attention.interface import AttentionOptions
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerCache, LayerShape
+from worker.gpu.device_batch import AttentionBatch
+
+_BLOCK_SIZE = 16
+_LONGEST = 8192
+"""What the host says of all sequences, as a captured step does."""
+_BEYOND_CACHES_BYTES = 256 << 20
+_MOST_LAYERS = 32
+_SCALE = 0.1
+
+
+class Load(NamedTuple):
+    """Sequences that are all alike."""
+
+    num_sequences: int
+    context: int
+    """Tokens of each after the step."""
+    query_len: int
+    """Tokens of each in the step."""
+
+    def __str__(self) -> str:
+        what = "decodes" if self.query_len == 1 else f"x {self.query_len} tokens"
+        return f"{self.num_sequences} {what} of {self.context}"
+
+
+class AttentionInputs:
+    """One step, and the caches of some layers."""
+
+    def __init__(self, shape: Shape, load: Load, device: torch.device, dtype: torch.dtype) -> None:
+        num_kv_heads, head_dim = shape.num_key_value_heads, shape.head_dim
+        num_tokens = load.num_sequences * load.query_len
+        blocks_each = -(-load.context // _BLOCK_SIZE)
+        num_blocks = blocks_each * load.num_sequences
+        kv_bytes = 2 * num_blocks * _BLOCK_SIZE * num_kv_heads * head_dim * dtype.itemsize
+        num_layers = (
+            min(_MOST_LAYERS, math.ceil(_BEYOND_CACHES_BYTES / kv_bytes)) if device.type == "cuda" else 1
+        )
+        layout = BlockLayout(
+            layers=dict.fromkeys(range(num_layers), LayerShape(num_kv_heads, head_dim, head_dim)),
+            block_size=_BLOCK_SIZE,
+            dtype=dtype,
+        )
+        memory = torch.empty((num_blocks + 1) * layout.block_numel, dtype=dtype, device=device).normal_()
+        self.layers: list[LayerCache] = list(KVCache(layout, num_blocks, memory).layers.values())
+        self.queries_THD = torch.randn(
+            num_tokens, shape.num_attention_heads, head_dim, dtype=dtype, device=device
+        )
+        self.out_THD = torch.empty_like(self.queries_THD)
+        self.options = AttentionOptions(
+            scaling=1 / math.sqrt(head_dim), sliding_window=None, softcap=None, sinks=None
+        )
+        integers = {"dtype": torch.int32, "device": device}
+        self.batch = AttentionBatch(
+            num_decodes=load.num_sequences if load.query_len == 1 else 0,
+            max_query_len=load.query_len,
+            max_seq_len=_LONGEST if device.type == "cuda" else load.context,
+            query_starts_R=torch.arange(load.num_sequences + 1, **integers) * load.query_len,  # type: ignore[call-overload]
+            seq_lens_R=torch.full((load.num_sequences,), load.context, **integers),  # type: ignore[call-overload]
+            block_tables_RB=(torch.randperm(num_blocks, device=device) + 1)
+            .int()
+            .view(load.num_sequences, -1),
+            slots_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        )
+
+
+def rows(num_rows: int, width: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Several of [num_rows, width], more than caches hold."""
+    num_bytes = num_rows * width * dtype.itemsize
+    count = min(_MOST_LAYERS, math.ceil(_BEYOND_CACHES_BYTES / num_bytes)) if device.type == "cuda" else 1
+    return [torch.randn(num_rows, width, dtype=dtype, device=device) * _SCALE for _ in range(count)]

@@ -1,0 +1,269 @@
+"""Ten times more requests than the server can serve: what becomes of those it takes, and of the others.
+
+    python -m campaigns.overload [--factor 10] [--seconds 30] [--args WORDS]
+
+Starts `tokenyard serve` on the built-in model with a short queue, and measures three times: as many clients
+as there are seats, which gives the capacity; as many as there are seats and places in the queue, who come
+again when they are refused; and an open loop that offers `--factor` times the capacity, each request on a
+connection of its own. The second is what the third must be compared with: the same queue, without the crowd
+outside. Client, API process and engine process share this machine's cores, and the figures include that.
+
+Owns: the three rounds and their table.
+Never: the requests' bytes on the wire (http_stream.py).
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from bench.http_stream import ExchangeFailed, Target, exchange
+from bench.load.load_report import percentile
+from bench.load.workload import words
+from campaigns.own_server import SERVED_NAME, OwnServer, held_by, own_server
+from campaigns.stack_cost import processor_s
+
+NUM_SEATS, NUM_PLACES = 8, 16
+_NUM_WORDS = 24
+_COME_AGAIN_S = 0.05
+_TIMEOUT_S = 120.0
+_MIN_RETRY_S, _MAX_RETRY_S = 1, 60
+"""What Retry-After may say."""
+_REFUSAL_P99_S = 0.050
+_MAX_TTFT_RATIO = 1.2
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the clients of one round have seen."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    """Of those who were served, from sending."""
+    e2e_s: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)
+    """From sending to the whole 429."""
+    retry_after_s: list[int] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)
+    """What should not happen."""
+    late_s: list[float] = field(default_factory=list)
+    """How much later than planned the open loop sent: where it is long, the client is what is measured."""
+    took_s: float = 0.0
+
+
+class Crowd:
+    """Clients that all ask for the same amount of work, each with a prompt of its own."""
+
+    def __init__(self, target: Target, *, output_len: int, seed: int) -> None:
+        self._target = target
+        self._output_len = output_len
+        self._dice = random.Random(seed)
+        self._num_sent = 0
+
+    async def closed_loop(self, num_clients: int, seconds: float) -> Seen:
+        """Each asks, and asks again; who is refused comes again soon."""
+        seen = Seen()
+        started_s = time.perf_counter()
+
+        async def insist() -> None:
+            while time.perf_counter() - started_s < seconds:
+                if not await self._ask(seen):
+                    await asyncio.sleep(_COME_AGAIN_S)
+
+        await asyncio.gather(*(insist() for _ in range(num_clients)))
+        seen.took_s = time.perf_counter() - started_s
+        return seen
+
+    async def open_loop(self, rate_hz: float, seconds: float) -> Seen:
+        """One after the other at random moments, whatever becomes of those before."""
+        seen, tasks = Seen(), []
+        started_s = due_s = time.perf_counter()
+        while (due_s := due_s + self._dice.expovariate(rate_hz)) - started_s < seconds:
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            seen.late_s.append(time.perf_counter() - due_s)
+            tasks.append(asyncio.create_task(self._ask(seen)))
+        await asyncio.gather(*tasks)
+        seen.took_s = time.perf_counter() - started_s
+        return seen
+
+    async def _ask(self, seen: Seen) -> bool:
+        """Whether it was served."""
+        self._num_sent += 1
+        body = {
+            "model": SERVED_NAME,
+            "prompt": f"{self._num_sent} {words(_NUM_WORDS, self._dice)}",
+            "max_tokens": self._output_len,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        wire = self._target.request("POST", "/v1/completions", orjson.dumps(body))
+        first_s = 0.0
+
+        def on_event(_: bytes, now_s: float) -> None:
+            nonlocal first_s
+            first_s = first_s or now_s
+
+        sent_s = time.perf_counter()
+        try:
+            reply = await exchange(self._target, wire, timeout_s=_TIMEOUT_S, on_event=on_event)
+        except ExchangeFailed as failure:
+            seen.others[failure.kind] += 1
+            return False
+        took_s = time.perf_counter() - sent_s
+        if reply.status == 200:
+            seen.ttft_s.append(first_s - sent_s)
+            seen.e2e_s.append(took_s)
+            return True
+        if reply.status == 429:
+            seen.refused_s.append(took_s)
+            seen.retry_after_s.append(int(reply.headers.get("retry-after", "0")))
+        else:
+            seen.others[f"HTTP {reply.status}"] += 1
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """How many cores each process kept busy."""
+
+    client: float
+    api: float
+    engine: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """All that was measured."""
+
+    alone: Seen
+    full_queue: Seen
+    overload: Seen
+    factor: float
+    grown_bytes: int
+    """How much the API process has grown meanwhile."""
+    cores: "Cores"
+    """While the crowd was there."""
+
+    @property
+    def capacity_hz(self) -> float:
+        return len(self.alone.e2e_s) / self.alone.took_s
+
+    @property
+    def ttft_ratio(self) -> float:
+        """Of the 99th percentiles, with the crowd outside and without."""
+        return _p(self.overload.ttft_s, 99) / _p(self.full_queue.ttft_s, 99)
+
+    def faults(self) -> list[str]:
+        """What is not as it should be; nothing on a good day."""
+        faults = [f"{num} times {kind}" for each in self._all() for kind, num in each.others.items()]
+        if _p(self.overload.refused_s, 99) > _REFUSAL_P99_S:
+            faults.append(f"the 99th percentile of the 429s is over {_REFUSAL_P99_S * 1e3:.0f} ms")
+        if self.ttft_ratio > _MAX_TTFT_RATIO:
+            faults.append(f"the crowd outside makes the first token {self.ttft_ratio:.2f} times as late")
+        told = self.overload.retry_after_s
+        if told and not _MIN_RETRY_S <= min(told) <= max(told) <= _MAX_RETRY_S:
+            faults.append(f"Retry-After was from {min(told)} to {max(told)} s")
+        return faults
+
+    def table(self) -> str:
+        lines = [
+            f"{platform.machine()}, {os.cpu_count()} cores for client, API and engine process; "
+            f"{NUM_SEATS} seats, {NUM_PLACES} places in the queue",
+            f"capacity {self.capacity_hz:.1f} requests/s; "
+            f"offered {self.factor:g} times that, {self.factor * self.capacity_hz:.0f}/s, "
+            f"for {self.overload.took_s:.0f} s",
+            f"{'':22}{'served/s':>10}{'refused/s':>11}{'TTFT p50':>10}{'p99':>8}{'e2e p50':>9}{'p99':>8}  ms",
+        ]
+        names = ("seats taken", "queue full", "overload")
+        lines += [_row(name, seen) for name, seen in zip(names, self._all(), strict=True)]
+        refused, told, late = (self.overload.refused_s, self.overload.retry_after_s, self.overload.late_s)
+        lines += [
+            f"429 after ms: p50 {_ms(refused, 50):.1f}, p99 {_ms(refused, 99):.1f}, "
+            f"longest {_ms(refused, 100):.1f}",
+            f"Retry-After: from {min(told, default=0)} to {max(told, default=0)} s; "
+            f"the queue needs {NUM_PLACES / self.capacity_hz:.2f} s to empty",
+            f"time to first token, p99: {self.ttft_ratio:.2f} times that without the crowd",
+            f"requests sent late by ms: p50 {_ms(late, 50):.1f}, p99 {_ms(late, 99):.1f}",
+            f"cores busy: client {self.cores.client:.2f}, API process {self.cores.api:.2f}, "
+            f"engine process {self.cores.engine:.2f}",
+            f"the API process has grown by {self.grown_bytes / 2**20:.1f} MiB",
+        ]
+        return "\n".join([*lines, *(f"FAULT: {fault}" for fault in self.faults())])
+
+    def _all(self) -> tuple[Seen, Seen, Seen]:
+        return self.alone, self.full_queue, self.overload
+
+
+def _row(name: str, seen: Seen) -> str:
+    return (
+        f"{name:22}{len(seen.e2e_s) / seen.took_s:10.1f}{len(seen.refused_s) / seen.took_s:11.1f}"
+        f"{_ms(seen.ttft_s, 50):10.0f}{_ms(seen.ttft_s, 99):8.0f}{_ms(seen.e2e_s, 50):9.0f}"
+        f"{_ms(seen.e2e_s, 99):8.0f}"
+    )
+
+
+def _p(seconds: Sequence[float], percent: float) -> float:
+    return percentile(sorted(seconds), percent) if seconds else 0.0
+
+
+def _ms(seconds: Sequence[float], percent: float) -> float:
+    return _p(seconds, percent) * 1e3
+
+
+async def measure(server: OwnServer, *, factor: float, seconds: float, output_len: int) -> Rounds:
+    """All three rounds, after a short one that warms everything up."""
+    crowd = Crowd(server.target, output_len=output_len, seed=0)
+    await crowd.closed_loop(NUM_SEATS, min(seconds, 2.0))
+    before = held_by(server.pid).memory_bytes
+    alone = await crowd.closed_loop(NUM_SEATS, seconds)
+    full_queue = await crowd.closed_loop(NUM_SEATS + NUM_PLACES, seconds)
+    rate_hz = factor * len(alone.e2e_s) / alone.took_s
+    gc.collect()
+    gc.freeze()  # a long collection in the client would look like a slow server
+    pids = os.getpid(), server.pid, server.engine_pid or 0
+    spent_s = [processor_s(pid) for pid in pids]
+    overload = await crowd.open_loop(rate_hz, seconds)
+    busy = [
+        (processor_s(pid) - before_s) / overload.took_s for pid, before_s in zip(pids, spent_s, strict=True)
+    ]
+    return Rounds(
+        alone=alone,
+        full_queue=full_queue,
+        overload=overload,
+        factor=factor,
+        grown_bytes=held_by(server.pid).memory_bytes - before,
+        cores=Cores(client=busy[0], api=busy[1], engine=busy[2]),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 1 if anything was not as it should be."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.overload", allow_abbrev=False)
+    parser.add_argument("--factor", type=float, default=10.0, metavar="TIMES", help="default %(default)g")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each round")
+    parser.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="of each reply")
+    parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
+    options = parser.parse_args(list(argv))
+    serve = ("--max-num-seqs", str(NUM_SEATS), "--max-queued-requests", str(NUM_PLACES), "--num-threads", "1")
+    with own_server((*serve, *options.args.split())) as server:
+        rounds = asyncio.run(
+            measure(server, factor=options.factor, seconds=options.seconds, output_len=options.output_len)
+        )
+    print(rounds.table())
+    if options.json:
+        options.json.write_bytes(orjson.dumps(rounds, option=orjson.OPT_INDENT_2))
+    return 1 if rounds.faults() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

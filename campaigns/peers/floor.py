@@ -1,0 +1,77 @@
+"""The time below which no decode step can be: its bytes over the bandwidth.
+
+Owns: the bytes of a step, from the files of the checkpoint.
+Never: the arithmetic, which bounds large batches and prompts: there the floor is far below what can be.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from campaigns.peers.workloads import Workload
+
+_BYTES_OF_KV = 2  # bfloat16
+_BYTES_OF_DTYPE = {"BF16": 2, "F16": 2, "F32": 4}
+_INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+
+
+class UnreadableCheckpoint(Exception):
+    """The folder is no checkpoint whose bytes can be counted; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """What a decode step must read."""
+
+    weights: int
+    """All; of the input embedding, unless it is the output layer too, a step takes only a few rows."""
+    kv_per_token: int
+
+    def step_s(self, workload: Workload, bandwidth: float) -> float:
+        """Seconds of a step with every client in the middle of its reply; `bandwidth` in bytes per second."""
+        context = workload.input_len + workload.output_len / 2
+        return (self.weights + workload.concurrency * context * self.kv_per_token) / bandwidth
+
+    def tokens_per_s(self, workload: Workload, bandwidth: float) -> float:
+        """Output tokens per second if everything but decoding were free."""
+        return workload.concurrency / self.step_s(workload, bandwidth)
+
+
+def step_bytes(model: Path) -> StepBytes:
+    """Raises UnreadableCheckpoint."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        tensors = {
+            name: each for path in model.glob("*.safetensors") for name, each in _tensors(path).items()
+        }
+        weights = sum(_num_bytes(each) for each in tensors.values())
+        if not config.get("tie_word_embeddings", True):
+            weights -= sum(
+                _num_bytes(each) for name, each in tensors.items() if name.endswith(_INPUT_EMBEDDINGS)
+            )
+        heads = config.get("num_key_value_heads", config["num_attention_heads"])
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        kv_per_token = 2 * config["num_hidden_layers"] * heads * head_dim * _BYTES_OF_KV
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UnreadableCheckpoint(f"cannot count the bytes of {model}: {error!r}") from None
+    if not weights:
+        raise UnreadableCheckpoint(f"{model} holds no safetensors")
+    return StepBytes(weights=weights, kv_per_token=kv_per_token)
+
+
+def _tensors(path: Path) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file: what each tensor is."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+def _num_bytes(tensor: dict[str, Any]) -> int:
+    """As every peer computes: whatever the file holds, it is made 16 bits wide."""
+    num_elements: int = math.prod(tensor["shape"])
+    return num_elements * min(2, _BYTES_OF_DTYPE[tensor["dtype"]])

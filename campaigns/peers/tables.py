@@ -1,0 +1,119 @@
+"""The comparison for people: Markdown, and a picture with a bar for each peer.
+
+Owns: words and layout.
+Never: the numbers (results.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.load.load_report import Distribution
+from bench.svg import GREY, INK, SERIES, Canvas
+from campaigns.peers.results import Results, Row, percentiles
+from campaigns.peers.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What was measured where."""
+
+    date: str
+    machine: str
+    model: str
+    num_rounds: int
+    per_client: int
+    bandwidth: float
+    """Bytes per second."""
+    floors: Mapping[str, float]
+    """By workload: output tokens per second that reading weights and KV cache allows."""
+    floor_steps_s: Mapping[str, float]
+    """By workload: seconds of a step that does nothing but read."""
+    versions: Mapping[str, str]
+
+
+def markdown(setting: Setting, workloads: Sequence[Workload], results: Results, rows: Sequence[Row]) -> str:
+    parts = [
+        f"{setting.date}, {setting.machine}, memory read at {setting.bandwidth / 1e9:.1f} GB/s. "
+        f"Checkpoint {setting.model}, bfloat16. {setting.num_rounds} rounds, {setting.per_client} requests "
+        "of each client in each. Times in ms; ratios are output tokens per second over Tokenyard's.",
+    ]
+    for workload in workloads:
+        of_workload = [row for row in rows if row.workload == workload.name]
+        if of_workload:
+            parts.append(_workload_table(workload, setting, of_workload))
+    parts.append(_start_table(setting, results))
+    if results.failures:
+        lines = [
+            f"- {each.peer}{f', round {each.round}' if each.round else ''}: {each.what}"
+            for each in results.failures
+        ]
+        parts.append("Without figures:\n\n" + "\n".join(lines))
+    failed = [f"- {row.peer}, {row.workload}: {row.first_failure}" for row in rows if row.first_failure]
+    if failed:
+        parts.append("Failed requests, the first of each:\n\n" + "\n".join(failed))
+    return "\n\n".join(parts) + "\n"
+
+
+def _workload_table(workload: Workload, setting: Setting, rows: Sequence[Row]) -> str:
+    lines = [
+        f"**{workload.title}** (`{workload.name}`)",
+        "",
+        "| Server | Output tokens/s | Ratio | TTFT p50, p99 | ITL p50, p99 | E2E p50, p99 | Completed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = row.latencies
+        ratio = "-" if row.ratio_to_ours is None else f"{row.ratio_to_ours:.2f}"
+        lines.append(
+            f"| {row.peer} | {row.output_tokens_per_s:.1f} | {ratio} | {_pair(times.ttft_ms)} "
+            f"| {_pair(times.chunk_gap_ms)} | {_pair(times.e2e_ms)} "
+            f"| {row.num_completed} of {row.num_planned}, {row.num_output_tokens} tokens |"
+        )
+    floor_ms = setting.floor_steps_s[workload.name] * 1e3
+    lines.append(
+        f"| floor: bytes over bandwidth | {setting.floors[workload.name]:.1f} | | | {floor_ms:.1f} | | |"
+    )
+    return "\n".join(lines)
+
+
+def _start_table(setting: Setting, results: Results) -> str:
+    lines = ["| Server | Version | From its start to ready, s |", "|---|---|---|"]
+    for peer in dict.fromkeys(start.peer for start in results.starts):
+        ready_s = results.ready_s(peer)
+        lines.append(f"| {peer} | {setting.versions.get(peer) or 'unknown'} | {ready_s:.1f} |")
+    return "\n".join(lines)
+
+
+def _pair(distribution: Distribution | None) -> str:
+    pair = percentiles(distribution)
+    return f"{pair[0]:.1f}, {pair[1]:.1f}" if pair else "-"
+
+
+_LEFT, _TOP, _BAR, _GAP, _WIDTH, _RIGHT = 130, 44, 18, 40, 520, 90
+
+
+def draw(setting: Setting, workloads: Sequence[Workload], rows: Sequence[Row]) -> Canvas:
+    """Output tokens per second; each workload has its own scale, which ends at the fastest or the floor."""
+    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in workloads]
+    groups = [(workload, of_workload) for workload, of_workload in groups if of_workload]
+    height = _TOP + sum(len(of_workload) * _BAR + _GAP for _, of_workload in groups)
+    peers = list(dict.fromkeys(row.peer for row in rows))
+    canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height, title="Output tokens per second of each server")
+    canvas.text(_LEFT, 20, f"Output tokens/s, {setting.model}; dark line: bytes over bandwidth")
+    top = _TOP
+    for workload, of_workload in groups:
+        floor = setting.floors[workload.name]
+        most = max([floor, *(row.output_tokens_per_s for row in of_workload)]) or 1.0
+        canvas.text(_LEFT, top + 6, workload.title)
+        top += 12
+        canvas.rect(_LEFT, top, _WIDTH, len(of_workload) * _BAR, GREY)
+        for row in of_workload:
+            length = row.output_tokens_per_s / most * _WIDTH
+            canvas.text(_LEFT - 8, top + 13, row.peer, anchor="end")
+            canvas.rect(_LEFT, top + 2, length, _BAR - 4, SERIES[peers.index(row.peer) % len(SERIES)])
+            canvas.text(_LEFT + _WIDTH + 8, top + 13, f"{row.output_tokens_per_s:.0f}")
+            top += _BAR
+        at = _LEFT + floor / most * _WIDTH
+        canvas.polyline([(at, top - len(of_workload) * _BAR), (at, top)], INK, 2)
+        top += _GAP - 12
+    return canvas

@@ -1,0 +1,338 @@
+"""The one loop that moves every sequence.
+
+Owns: the order of things: arrivals, plan, launch, results, news. `EngineLoop.turn` can be read aloud.
+Never: decides who runs (scheduler) or touches a tensor (worker).
+
+A device that works by itself is given the next step before the result of the last one is taken in:
+
+    host     plan 1 | plan 2 | result 1, plan 3 | result 2, plan 4 | ...
+    device          | step 1 .......... | step 2 .......... | step 3 ...
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from engine.core.request_names import RequestNames
+from engine.core.step_trace import StepTrace
+from engine.logs.log_setup import num_dropped_lines
+from engine.messages import (
+    AddRequest,
+    Beat,
+    EndSequences,
+    Explain,
+    Explanation,
+    Outputs,
+    ResetPrefixCache,
+    Shutdown,
+    StepTimes,
+    ToClient,
+    ToEngine,
+)
+from scheduler.messages import (
+    FinishReason,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceId,
+    SequenceInputs,
+    SequenceOutput,
+)
+from scheduler.scheduler import NeverFits, Scheduler
+from scheduler.scheduler import Outputs as OutputsByClient
+from scheduler.sequence import Sequence
+from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
+from worker.errors import StepOutOfMemory
+
+log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 1.0
+_MIN_BEAT_INTERVAL_S = 0.05
+# A worker that fails again and again is broken (a CUDA context after a fault stays so): a new process
+# is the only cure.
+_MAX_FAILED_STEPS_IN_A_ROW = 3
+_TOO_LITTLE_MEMORY = "the device has too little memory to compute this request, even by itself"
+
+
+class Launched(Protocol):
+    """A step that the worker was given."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises what went wrong; StepOutOfMemory if it should be tried again in parts."""
+
+
+class Executor(Protocol):
+    """What the loop asks of a worker."""
+
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        """Begin a step; on a CPU, do it. Steps are carried out in this order. Raises as `result` does."""
+
+
+class Mailbox(Protocol):
+    """What the loop asks of a transport."""
+
+    def receive(self, *, wait_s: float) -> list[ToEngine]: ...
+
+    def send(self, message: ToClient) -> None: ...
+
+
+class WorkerBroken(Exception):
+    """The worker failed too often in a row; the process must be replaced."""
+
+
+class _NotLaunched:
+    """A step that could not even begin: that is told in its turn, after the results of those before it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        raise self._error
+
+
+class _StepUnderWay(NamedTuple):
+    plan: SchedulerOutput
+    planned_s: float
+    launched_s: float
+    launched: Launched
+
+    @property
+    def is_launched(self) -> bool:
+        return not isinstance(self.launched, _NotLaunched)
+
+
+class EngineLoop:
+    """Turns until a Shutdown arrives. Raises WorkerBroken; the process then ends and says so."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Executor,
+        mailbox: Mailbox,
+        clock: Callable[[], float],
+        trace: StepTrace | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._mailbox = mailbox
+        self._clock = clock
+        self._trace = trace
+        self._names = RequestNames()
+        self._under_way: deque[_StepUnderWay] = deque()
+        self._last_result_s = float("-inf")
+        self._is_stopping = False
+        self._num_turns = 0
+        self._num_failed_in_a_row = 0
+        self._last_beat_s = float("-inf")
+        self._schedule_s = self._execute_s = self._update_s = 0.0
+
+    def run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self.turn()
+        finally:
+            if self._trace is not None:
+                self._trace.close()
+
+    def turn(self) -> None:
+        """Give the worker one more step, take in the results that are due; without work wait for some."""
+        self._take_messages(wait_s=self._idle_wait_s() if self._is_idle else 0.0)
+        plan = self._plan_and_launch()
+        for _ in range(self._num_results_due(plan)):
+            self._take_result()
+        self._post(self._scheduler.take_outputs())
+        self._num_turns += 1
+        self._beat()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._scheduler.has_unfinished_requests and not self._under_way
+
+    def _take_messages(self, *, wait_s: float) -> None:
+        for message in self._mailbox.receive(wait_s=wait_s):
+            match message:
+                case AddRequest():
+                    self._add(message)
+                case EndSequences():
+                    self._scheduler.finish_requests(message.sequence_ids, message.reason)
+                    if self._trace is not None:
+                        self._trace.note_ends(message.sequence_ids)
+                case Explain():
+                    reports = self._scheduler.report(now_s=self._clock())
+                    self._mailbox.send(Explanation(question=message.question, reports=reports))
+                case ResetPrefixCache():
+                    self._scheduler.reset_prefix_cache()
+                case Shutdown():
+                    self._is_stopping = True
+
+    def _add(self, request: AddRequest) -> None:
+        now_s = self._clock()
+        if self._trace is not None:
+            self._trace.note_arrivals(request.sequence_ids)
+            self._trace.note_request(request)
+        self._name(request)
+        for index, sequence_id in enumerate(request.sequence_ids):
+            seq = Sequence(
+                sequence_id,
+                request.prompt_token_ids,
+                _params_of(request.params, index),
+                request.terms,
+                inputs=SequenceInputs(pooling=request.pooling),
+                client_index=request.client_index,
+            )
+            try:
+                self._scheduler.add_request(seq, now_s=now_s)
+            except NeverFits as refusal:
+                self._mailbox.send(Outputs([_rejected(sequence_id, str(refusal))]))
+
+    def _name(self, request: AddRequest) -> None:
+        """For the log, should something go wrong."""
+        if self._names.is_full:
+            live = (*self._scheduler.running_sequences(), *self._scheduler.waiting_sequences())
+            self._names.keep(seq.sequence_id for seq in live)
+        self._names.add(request)
+
+    def _plan_and_launch(self) -> SchedulerOutput:
+        planned_s = self._clock()
+        plan = self._scheduler.schedule(now_s=planned_s)
+        launched_s = self._clock()
+        self._schedule_s += launched_s - planned_s
+        if plan.is_empty:
+            self._note(plan, planned_s)
+        else:
+            self._under_way.append(_StepUnderWay(plan, planned_s, launched_s, self._launch(plan)))
+        return plan
+
+    def _launch(self, plan: SchedulerOutput) -> Launched:
+        try:
+            return self._worker.launch(plan)
+        except Exception as error:  # noqa: BLE001 - raised once more, in its turn
+            return _NotLaunched(error)
+
+    def _num_results_due(self, plan: SchedulerOutput) -> int:
+        """How many steps must end before the next plan is made."""
+        if not self._under_way:
+            return 0
+        if not self._under_way[-1].is_launched:
+            return len(self._under_way)  # nothing more is built on it
+        return 1 if plan.is_empty or not self._scheduler.can_schedule else 0
+
+    def _take_result(self) -> None:
+        """Wait for the oldest step; then tell the scheduler what came of it."""
+        if not self._under_way:
+            return
+        step = self._under_way.popleft()
+        try:
+            result = step.launched.result()
+        except StepOutOfMemory:
+            self._take_back(step)
+        except Exception:  # noqa: BLE001 - logged there
+            self._fail(step)
+        else:
+            self._num_failed_in_a_row = 0
+            self._observe(step)
+            if not result.failures:
+                # Aborts that came while the worker computed win over its results; not over its failures,
+                # since what those wrote must be forgotten while it is known whose it was.
+                self._take_messages(wait_s=0.0)
+            self._update(step, lambda: self._scheduler.update_from_output(step.plan, result))
+
+    def _observe(self, step: _StepUnderWay) -> None:
+        """How long the device had it: it begins a step when the one before it is done."""
+        now_s = self._clock()
+        took_s = now_s - max(step.launched_s, self._last_result_s)
+        self._last_result_s = now_s
+        self._execute_s += took_s
+        self._scheduler.observe_step(step.plan, took_s)
+
+    def _fail(self, step: _StepUnderWay) -> None:
+        """Only within an except clause."""
+        self._num_failed_in_a_row += 1
+        self._last_result_s = self._clock()
+        scheduled = step.plan.scheduled
+        names = self._names.of(share.sequence_id for share in scheduled)
+        log.exception("step %d failed, with %d sequences in it, of %s", step.plan.step, len(scheduled), names)
+        self._update(step, lambda: self._scheduler.fail_step(step.plan, "the model failed on this request"))
+
+    def _take_back(self, step: _StepUnderWay) -> None:
+        """It found too little memory. What was built on it is waited for, and does not count either."""
+        log.warning(
+            "too little memory for step %d, with %d tokens of %d sequences: it is made again in parts",
+            *(step.plan.step, step.plan.num_scheduled_tokens, len(step.plan.scheduled)),
+        )
+        behind, self._under_way = self._under_way, deque()
+        for later in behind:
+            with suppress(Exception):
+                later.launched.result()
+        self._update(step, lambda: self._make_again(step.plan))
+        for later in behind:
+            self._note(later.plan, later.planned_s)
+
+    def _make_again(self, plan: SchedulerOutput) -> OutputsByClient:
+        outputs = self._scheduler.take_back(_TOO_LITTLE_MEMORY)
+        told = (output for news in outputs.values() for output in news)
+        has_failed = any(output.finish_reason is FinishReason.FAILED for output in told)
+        if has_failed and plan.num_scheduled_tokens <= SMALLEST_CHUNK_TOKENS:
+            self._num_failed_in_a_row += 1  # no step is small enough: perhaps only a new process has memory
+        return outputs
+
+    def _update(self, step: _StepUnderWay, learn: Callable[[], OutputsByClient]) -> None:
+        """Let the scheduler `learn` what came of a step, and tell the clients."""
+        started_s = self._clock()
+        outputs = learn()
+        self._update_s += self._clock() - started_s
+        self._post(outputs)
+        self._note(step.plan, step.planned_s)
+
+    def _post(self, outputs: OutputsByClient) -> None:
+        for news in outputs.values():  # one API process so far: all news goes the same way
+            self._mailbox.send(Outputs(news))
+        if self._num_failed_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
+            raise WorkerBroken(f"{self._num_failed_in_a_row} steps failed in a row")
+
+    def _note(self, plan: SchedulerOutput, planned_s: float) -> None:
+        if self._trace is not None:
+            stats = self._scheduler.stats()
+            waiting = {stats.wait_reason.value: stats.num_waiting} if stats.num_waiting else {}
+            self._trace.record(plan, now_s=planned_s, stats=stats, waiting=waiting, times=self._times())
+
+    def _times(self) -> StepTimes:
+        return StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
+
+    def _idle_wait_s(self) -> float:
+        """When idle: until the next beat is due."""
+        if self._trace is not None:
+            self._trace.flush()
+        since_s = self._clock() - self._last_beat_s
+        return max(0.0, _IDLE_WAIT_S - since_s)
+
+    def _beat(self) -> None:
+        now_s = self._clock()
+        is_idle = not self._scheduler.has_unfinished_requests
+        if not is_idle and now_s - self._last_beat_s < _MIN_BEAT_INTERVAL_S:
+            return
+        self._last_beat_s = now_s
+        stats = self._scheduler.stats()
+        num_dropped = num_dropped_lines()
+        self._mailbox.send(
+            Beat(
+                num_turns=self._num_turns,
+                stats=stats,
+                times=self._times(),
+                num_dropped_log_lines=num_dropped,
+            )
+        )
+
+
+def _params_of(params: SamplingParams, index: int) -> SamplingParams:
+    if index == 0:
+        return params
+    # One of them computes the log-probabilities of the prompt for all.
+    return replace(params, seed=(params.seed + index) % 2**64, num_prompt_logprobs=None)
+
+
+def _rejected(sequence_id: SequenceId, message: str) -> SequenceOutput:
+    return SequenceOutput(sequence_id, (), FinishReason.REJECTED, message=message)

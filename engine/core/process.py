@@ -1,0 +1,147 @@
+"""The engine process: from `python -m engine.core.process DIRECTORY` to its last turn.
+
+Owns: the order of birth (parent watch, sockets, model, scheduler, loop) and the exit code.
+Never: reads the command line of the server; all it needs lies in DIRECTORY/config.msgpack.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from engine.core.checked_worker import CheckedWorker
+from engine.core.loop import EngineLoop, WorkerBroken
+from engine.core.pulse import StepPulse
+from engine.core.step_trace import StepTrace
+from engine.logs.log_lines import ProcessName
+from engine.logs.log_setup import Logs
+from engine.messages import Loading, Ready, StartFailed
+from engine.options.config import EngineConfig
+from engine.processes.child_process import (
+    CONFIG_FILE,
+    EXIT_START_FAILED,
+    SIGNAL_FOR_STACKS,
+    die_with_parent,
+    leave_signals_to_parent,
+)
+from engine.processes.garbage import keep_what_is_loaded
+from engine.processes.transport import EngineSide
+from scheduler.config import PrefixCaching, SchedulerConfig
+from scheduler.scheduler import Scheduler
+from worker.config import LoadProgress, ModelFacts
+
+log = logging.getLogger(__name__)
+
+EXIT_WORKER_BROKEN = 70
+EXIT_UNEXPECTED = 1
+
+
+def main(directory: Path, parent_pid: int, log_level: int) -> int:
+    """Serve until told to leave; returns the exit code."""
+    die_with_parent(parent_pid)
+    leave_signals_to_parent()
+    _tell_stacks_when_asked()
+    config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
+    with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
+        mailbox = EngineSide(directory)
+        try:
+            return _serve(config, mailbox, directory)
+        except Exception:
+            log.critical("the engine process ends: nobody expected this", exc_info=True)
+            return EXIT_UNEXPECTED
+        finally:
+            mailbox.close()
+
+
+def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
+    started_s = time.monotonic()
+    mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
+    # Only here: importing torch takes seconds, and the parent wants to hear from us before.
+    from worker.attention.interface import num_layers_begun
+    from worker.errors import StartupError
+    from worker.worker import Worker
+
+    worker = Worker(config.worker)
+    try:
+        facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
+    except StartupError as error:
+        mailbox.send(StartFailed(what=error.what, fix=error.fix))
+        return EXIT_START_FAILED
+    log.info("loaded in %.1f s", time.monotonic() - started_s)
+    keep_what_is_loaded()
+    mailbox.send(Ready(facts))
+    scheduler = Scheduler(scheduler_config(config, facts))
+    checked = CheckedWorker(worker, vocab_size=facts.vocab_size)
+    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
+    pulse = StepPulse(directory, num_layers_begun)
+    pulse.start()
+    try:
+        loop.run()
+    except WorkerBroken as error:
+        log.critical("%s; leaving, so that a fresh process can take over", error)
+        return EXIT_WORKER_BROKEN
+    finally:
+        pulse.stop()
+        worker.close()
+    return 0
+
+
+def _tell_stacks_when_asked() -> None:
+    """All threads, to stderr, from within the signal: also of a thread that waits in C for ever."""
+    faulthandler.enable()  # the same for a segmentation fault, before it ends us
+    faulthandler.register(SIGNAL_FOR_STACKS, all_threads=True, chain=False)
+
+
+def _open_trace(path: str | None) -> StepTrace | None:
+    """A trace that cannot be written costs the trace, not the service."""
+    if path is None:
+        return None
+    try:
+        return StepTrace(Path(path))
+    except OSError as error:
+        log.error("no trace of the steps: %s: %s", path, error.strerror)
+        return None
+
+
+def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig:
+    """What the operator asked, with what the worker found."""
+    asked = config.max_prefill_tokens
+    max_prefill_tokens = facts.saturating_tokens if asked is None else asked
+    return replace(
+        config.scheduler,
+        max_prefill_tokens=max_prefill_tokens,
+        max_chunk_tokens=_chunk_limit(config.scheduler.max_chunk_tokens, max_prefill_tokens),
+        num_blocks=facts.num_blocks,
+        max_plans_in_flight=config.scheduler.max_plans_in_flight if facts.runs_ahead else 1,
+        block_size=facts.block_size,
+        max_model_len=facts.max_model_len,
+        prefix_caching=config.scheduler.prefix_caching if facts.is_paged else PrefixCaching.OFF,
+        sliding_window=facts.sliding_window,
+        num_host_blocks=facts.num_host_blocks,
+        copy_s_per_block=facts.copy_s_per_block,
+    )
+
+
+def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:
+    """0 is no limit. One that leaves nothing of what all prompts get is lowered to half of that."""
+    if 0 < max_prefill_tokens <= asked:
+        return max(max_prefill_tokens // 2, 1)
+    return asked
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Everything is closed: to take down modules and model object by object would take a second or two."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1]), parent_pid=int(sys.argv[2]), log_level=int(sys.argv[3])))

@@ -1,0 +1,148 @@
+"""One request for text between its admission and its last output, as the API process sees it.
+
+Owns: the text of its choices, and what is ready to be read.
+Never: talks to the engine process; client.py does.
+"""
+
+import asyncio
+
+from msgspec.structs import replace
+
+from engine.frontend.active_request import Live
+from engine.text.detokenizer import IncrementalDetokenizer, StopText
+from engine.text.token_logprobs import PromptLogprobs, explain
+from engine.text.tokenizer import SpecialTokens, Tokenizer
+from engine.types import GenerationRequest, TokenLogprob, TokenOutput
+from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
+
+
+class Choice:
+    """One of the n continuations. What the reader has not fetched yet is merged, so it stays small."""
+
+    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.has_news = False
+        self.num_tokens = 0
+        self.last_token_s: float | None = None
+        self._tokenizer = tokenizer
+        self._special = SpecialTokens.SKIP if request.skip_special_tokens else SpecialTokens.KEEP
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            prompt_token_ids=request.prompt_token_ids,
+            stop=request.stop,
+            stop_text=StopText.INCLUDE if request.include_stop_str_in_output else StopText.EXCLUDE,
+            special=self._special,
+            shown=request.shown_special_ids,
+        )
+        self._shows_stop = request.include_stop_str_in_output
+        self._num_hidden = 0
+        self._num_cached_tokens = 0
+        self._stop_reason: int | str | None = None
+        self._may_wait = not request.stop
+        """The text of a token is made when somebody reads it: no stop string can be in it."""
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._waiting_ids: list[int] = []
+        """Of `_token_ids`: the last, whose text was not made yet."""
+        self._logprobs: list[TokenLogprob] = []
+
+    def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
+        """Take in what the engine generated; `finish_reason` says afterwards whether that was all."""
+        self.has_news = True
+        if output.start is not None:
+            self._num_cached_tokens = output.start.num_cached_tokens
+        if self._may_wait and output.finish_reason is None:
+            self.num_tokens += len(output.token_ids)
+            self._token_ids += output.token_ids
+            self._waiting_ids += output.token_ids
+            if output.logprobs:
+                self._explain(output.logprobs)
+            return
+        ends_by_token = output.finish_reason is FinishReason.STOP and not self._shows_stop
+        self._waiting_ids += output.token_ids[:-1] if ends_by_token else output.token_ids
+        self._make_text()
+        if ends_by_token and self._detokenizer.matched_stop is None:
+            self._num_hidden = 1  # the stop token: it counts, but it is not part of the text
+        num_seen = self._detokenizer.num_tokens + self._num_hidden
+        num_kept = num_seen - self.num_tokens  # none of those after a stop string
+        self.num_tokens += num_kept
+        self._token_ids += output.token_ids[:num_kept]
+        self._explain(output.logprobs[:num_kept])
+        if self._detokenizer.matched_stop is None and output.finish_reason is not None:
+            self._texts.append(self._detokenizer.finish())
+            self.finish_reason = output.finish_reason
+            if output.finish_reason is FinishReason.STOP and output.token_ids[-1] not in eos_token_ids:
+                self._stop_reason = output.token_ids[-1]
+        if self._detokenizer.matched_stop is not None:  # also in what was held back until the end
+            self.finish_reason = FinishReason.STOP
+            self._stop_reason = self._detokenizer.matched_stop
+
+    def take(self) -> TokenOutput:
+        """All that was not told yet, as one output."""
+        self._make_text()
+        output = TokenOutput(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+        self._texts.clear()
+        self._token_ids.clear()
+        self._logprobs.clear()
+        self.has_news = False
+        return output
+
+    def _make_text(self) -> None:
+        if self._waiting_ids:
+            self._texts.append(self._detokenizer.push(self._waiting_ids))
+            self._waiting_ids.clear()
+
+    def _explain(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._logprobs += [explain(each, self._tokenizer, self._special) for each in logprobs]
+
+
+class LiveRequest(Live[GenerationRequest, Choice]):
+    """A request for text."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sequence_ids: tuple[SequenceId, ...],
+        tokenizer: Tokenizer,
+        news: asyncio.Event,
+    ) -> None:
+        choices = {
+            sequence_id: Choice(index, request, tokenizer) for index, sequence_id in enumerate(sequence_ids)
+        }
+        super().__init__(request, choices, news)
+        self._prompt_logprobs = PromptLogprobs(request, tokenizer)
+
+    def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
+        if output.prompt_logprobs:
+            self._prompt_logprobs.push(output.prompt_logprobs)
+        if output.token_ids or output.finish_reason is not None:
+            self.choices[output.sequence_id].push(output, eos_token_ids)
+            self._news.set()
+
+    def take(self) -> list[TokenOutput]:
+        """What is new; may be nothing. Raises the error that ended the request."""
+        if self.error is not None:
+            raise self.error
+        if not self._prompt_logprobs.is_complete and not self.is_over:
+            return []  # a reply begins with its prompt
+        return [self._take(choice) for choice in self.choices.values() if choice.has_news]
+
+    def _take(self, choice: Choice) -> TokenOutput:
+        output = choice.take()
+        prompt_logprobs = self._prompt_logprobs.tell(choice.index)
+        return replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output
+
+    @property
+    def _has_reply(self) -> bool:
+        """There is something to send, even if no more comes."""
+        has_tokens = any(choice.num_tokens for choice in self.choices.values())
+        return has_tokens and self._prompt_logprobs.is_complete

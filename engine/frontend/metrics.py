@@ -1,0 +1,361 @@
+"""What Prometheus is told about the engine.
+
+Owns: every metric of queue, cache and latency, in one registry. Labels come from configured sets only.
+Never: is asked per token to format anything; children with labels are resolved once.
+
+Definitions: arrival is when the tokenized request reaches AsyncEngine.generate. Queue time runs from
+then on inside the engine process to the first step; time to first token from arrival to the first token
+here; inter-token latency between two tokens of one choice, with preemptions in it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.errors import Overloaded, OverloadReason
+from engine.frontend.batched_histogram import BatchedHistogram
+from engine.logs.log_setup import num_dropped_lines
+from engine.messages import Beat, StepTimes
+from engine.processes.engine_processes import DeathCause
+from engine.types import Health, ModelInfo
+from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
+
+# From a short queue on a fast device to one of minutes, and from a small model's tokens to a stutter. No
+# more than that: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
+_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
+_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+# Ours, and the names that endpoint pickers and autoscalers know (Gateway API inference extension, KEDA).
+_PREFIXES = ("tokenyard", "vllm")
+_END_TO_END_BUCKETS = _LATENCY_BUCKETS[2:]
+_LENGTH_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
+# Few, because there is a set of them for each band.
+_BAND_BUCKETS = (0.5, 2.5, 10.0, 60.0)
+
+_Word = TypeVar("_Word", bound=str)
+
+
+class AbortCause(StrEnum):
+    """Why a request ended before it was done, though nothing was wrong with it."""
+
+    CLIENT_LEFT = "client_left"
+    SHUTDOWN = "shutdown"  # the time to drain was over
+    ENGINE_DIED = "engine_died"
+
+
+class Telemetry(StrEnum):
+    """What is dropped before anybody waits for it."""
+
+    API_LOG_LINES = "api_log_lines"
+    ENGINE_LOG_LINES = "engine_log_lines"
+    SPANS = "spans"
+
+
+class PriorityBand(StrEnum):
+    """Priorities are any integers; labels must be few."""
+
+    URGENT = "urgent"  # below 0
+    NORMAL = "normal"  # 0
+    BACKGROUND = "background"  # above 0
+
+
+def band_of(priority: int) -> PriorityBand:
+    if priority == 0:
+        return PriorityBand.NORMAL
+    return PriorityBand.URGENT if priority < 0 else PriorityBand.BACKGROUND
+
+
+class EngineMetrics:
+    """Fed by AsyncEngine; rendered by the server from `registry`."""
+
+    def __init__(self, model_name: str) -> None:
+        # A third of all lines, and nobody reads them.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._model_name = model_name
+        self.registry = CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self.registry)
+        self._last: SchedulerStats | None = None
+        self._last_times = StepTimes()
+        self._last_dropped: dict[Telemetry, int] = {}
+        self._make_gauges()
+        self._make_counters()
+        self._make_counters_of_ends()
+        self._make_histograms()
+
+    def model_is_ready(self, info: ModelInfo) -> None:
+        """The facts that cluster routers read from labels."""
+        labels = {
+            "model_name": self._model_name,
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+        }
+        for gauge in self._cache_info:
+            gauge.clear()
+            gauge.labels(**labels).set(1)
+        self._last_times = StepTimes()
+        self._last = None  # a fresh engine process counts from zero
+        self._last_dropped.pop(Telemetry.ENGINE_LOG_LINES, None)
+
+    def watch_health(self, health: Callable[[], Health]) -> None:
+        """Ask at each scrape, so that the page never says ready when a probe would not."""
+        self._ready.set_function(lambda: health().is_ready)
+        self._live.set_function(lambda: health().is_live)
+
+    def engine_is_gone(self) -> None:
+        """Nothing runs and nothing waits in a dead process."""
+        for gauges in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
+            _set_all(gauges, 0)
+        for gauge in self._waiting_by_reason.values():
+            gauge.set(0)
+
+    def engine_restarted(self, cause: DeathCause) -> None:
+        self._restarts[cause].inc()
+
+    def request_replayed(self) -> None:
+        self._replayed.inc()
+
+    def beat(self, beat: Beat) -> None:
+        """Gauges as they are now, counters by what was added since the last beat."""
+        stats = beat.stats
+        last = self._last or _NOTHING
+        self._last = stats
+        _set_all(self._running, stats.num_running)
+        _set_all(self._waiting, stats.num_waiting)
+        _set_all(self._kv_usage, stats.num_used_blocks / stats.num_blocks)
+        self._steps.inc(stats.num_steps - last.num_steps)
+        for reason, gauge in self._waiting_by_reason.items():
+            gauge.set(stats.num_waiting if reason is stats.wait_reason else 0)
+        self._stalls.inc(stats.num_stalls - last.num_stalls)
+        self._out_of_memory.inc(stats.num_out_of_memory - last.num_out_of_memory)
+        _set_all(self._swapped, stats.num_swapped)
+        if stats.num_host_blocks:
+            _set_all(self._swap_usage, stats.num_used_host_blocks / stats.num_host_blocks)
+        before = {(count.cause, count.was_swapped): count.num for count in last.preemptions}
+        for count in stats.preemptions:
+            key = (count.cause, count.was_swapped)
+            self._preemptions[key].inc(count.num - before.get(key, 0))
+        self._swap_full.inc(stats.num_swap_space_full - last.num_swap_space_full)
+        self._take_times(beat.times)
+        self._take_dropped_lines(beat.num_dropped_log_lines)
+        self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
+        self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
+        self._prefix_host_hits.inc(stats.num_prefix_host_hits - last.num_prefix_host_hits)
+        self._kept_host_blocks.inc(stats.num_kept_host_blocks - last.num_kept_host_blocks)
+        self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
+        self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+
+    def _take_dropped_lines(self, num_of_engine: int) -> None:
+        """Of both processes; each counts from its own start."""
+        now = {Telemetry.API_LOG_LINES: num_dropped_lines(), Telemetry.ENGINE_LOG_LINES: num_of_engine}
+        for what, num in now.items():
+            self._dropped[what].inc(num - self._last_dropped.get(what, 0))
+        self._last_dropped = now
+
+    def _take_times(self, times: StepTimes) -> None:
+        last, self._last_times = self._last_times, times
+        for part, counter in self._step_time.items():
+            counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
+
+    def tokens_arrived(self, num_by_gap: Mapping[float, int]) -> None:
+        """Further tokens of choices: how many came how many seconds after the one before."""
+        self._generated.inc(sum(num_by_gap.values()))
+        for gap_s, num in num_by_gap.items():
+            self._inter_token.observe(gap_s, num=num)
+
+    def first_token_arrived(self, num_tokens: int, since_arrival_s: float, priority: int) -> None:
+        self._generated.inc(num_tokens)
+        self._first_token.observe(since_arrival_s)
+        self._first_token_of_band[band_of(priority)].observe(since_arrival_s)
+
+    def sequence_started(self, queue_s: float) -> None:
+        self._queue_time.observe(queue_s)
+
+    def choice_finished(self, reason: FinishReason, num_tokens: int) -> None:
+        self._finished[reason].inc()
+        self._request_generated.observe(num_tokens)
+
+    def request_admitted(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._request_prompt.observe(num_prompt_tokens)
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """What is refused inside, by its reason."""
+        try:
+            yield
+        except Overloaded as error:
+            self._refused[error.reason].inc()
+            raise
+
+    def spans_dropped(self, num: float) -> None:
+        """The collector of traces did not take them. Called by any thread."""
+        self._dropped[Telemetry.SPANS].inc(num)
+
+    def request_displaced(self) -> None:
+        """One that waited gave way to a more urgent one."""
+        self._refused[OverloadReason.DISPLACED].inc()
+
+    def request_aborted(self, cause: AbortCause) -> None:
+        self._aborted[cause].inc()
+
+    def request_finished(self, since_arrival_s: float) -> None:
+        self._end_to_end.observe(since_arrival_s)
+
+    def _make_gauges(self) -> None:
+        self._ready = Gauge("tokenyard:ready", "1 while requests are welcome", registry=self.registry)
+        self._live = Gauge("tokenyard:live", "0 while the engine stands still", registry=self.registry)
+        self._running = self._twice("num_requests_running", "Sequences that take part in the steps")
+        self._waiting = self._twice("num_requests_waiting", "Sequences that wait for a place or for memory")
+        self._kv_usage = self._twice(
+            "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
+        )
+        self._swapped = self._ours("num_requests_swapped", "Sequences whose KV waits in host memory")
+        by_reason = Gauge(
+            "tokenyard:num_requests_waiting_by_reason",
+            "What the waiting line waits for",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._waiting_by_reason = {reason: by_reason.labels(reason=reason.value) for reason in WaitReason}
+        self._swap_usage = self._ours("swap_space_usage_perc", "Share of the swap space in use, 0 to 1")
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        text = "Always 1; the labels carry the values"
+        self._cache_info = [
+            Gauge(f"{prefix}:cache_config_info", text, labels, registry=self.registry) for prefix in _PREFIXES
+        ]
+
+    def _make_counters(self) -> None:
+        self._steps = self._counter("engine_steps", "Steps that computed something")
+        preemptions = Counter(
+            "tokenyard:num_preemptions",
+            "Running sequences that gave up their blocks",
+            ["mode", "cause"],
+            registry=self.registry,
+        )
+        self._preemptions = {
+            (cause, was_swapped): preemptions.labels(
+                mode="swap" if was_swapped else "recompute", cause=cause.value
+            )
+            for cause in PreemptionCause
+            for was_swapped in (False, True)
+        }
+        self._swap_full = self._counter(
+            "swap_space_full", "Preemptions that recompute only because there was no room to swap"
+        )
+        self._stalls = self._counter(
+            "scheduler_stalls", "Requests failed because the scheduler found no way to serve them"
+        )
+        self._out_of_memory = self._counter(
+            "step_out_of_memory", "Steps made again in parts: the device had too little memory for the whole"
+        )
+        self._step_time = self._counters(
+            "step_time_seconds", "Time of the step loop, by part", "part", ("schedule", "execute", "update")
+        )
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, and so not computed")
+        self._prefix_host_hits = self._counter(
+            "prefix_cache_host_hits", "Prompt tokens found in the swap space only, and copied back"
+        )
+        self._kept_host_blocks = self._counter(
+            "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
+        )
+        self._recomputed = self._counter("recomputed_tokens", "Tokens computed again after a preemption")
+        self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
+        self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
+        self._generated = self._counter("generation_tokens", "Tokens generated")
+
+    def _make_counters_of_ends(self) -> None:
+        """Of engine processes, of requests that were refused or ended, and of what is said about them."""
+        self._restarts = self._counters(
+            "engine_restarts", "Engine processes that died and were replaced", "cause", DeathCause
+        )
+        self._replayed = self._counter(
+            "requests_replayed", "Requests that no engine process had begun when it died, given to the next"
+        )
+        self._refused = self._counters(
+            "admission_rejections", "Requests refused because too much waited", "reason", OverloadReason
+        )
+        self._aborted = self._counters("request_aborts", "Requests that were cut short", "cause", AbortCause)
+        self._dropped = self._counters(
+            "telemetry_dropped", "Lines of the log, or spans, that nobody took in time", "what", Telemetry
+        )
+        self._finished = self._counters(
+            "request_success", "Choices by how they ended", "finished_reason", FinishReason
+        )
+
+    def _make_histograms(self) -> None:
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token")
+        by_band = Histogram(
+            "tokenyard:priority_time_to_first_token_seconds",
+            "Arrival to first token, by band of priorities",
+            ["band"],
+            buckets=_BAND_BUCKETS,
+            registry=self.registry,
+        )
+        self._first_token_of_band = {band: by_band.labels(band=band.value) for band in PriorityBand}
+        self._inter_token = BatchedHistogram(
+            "tokenyard:inter_token_latency_seconds",
+            "Between two tokens of one choice",
+            buckets=_TOKEN_BUCKETS,
+            registry=self.registry,
+        )
+        self._queue_time = self._histogram("request_queue_time_seconds", "Until first part of a step")
+        self._end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to the last output", _END_TO_END_BUCKETS
+        )
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt lengths", _LENGTH_BUCKETS)
+        self._request_generated = self._histogram(
+            "request_generation_tokens", "Tokens generated by a choice", _LENGTH_BUCKETS
+        )
+
+    def _twice(self, name: str, text: str) -> list[Gauge]:
+        return [gauge for prefix in _PREFIXES for gauge in self._gauges(f"{prefix}:{name}", text)]
+
+    def _ours(self, name: str, text: str) -> list[Gauge]:
+        return self._gauges(f"tokenyard:{name}", text)
+
+    def _gauges(self, name: str, text: str) -> list[Gauge]:
+        labels = {"model_name": self._model_name, "engine": "0"}
+        return [Gauge(name, text, list(labels), registry=self.registry).labels(**labels)]
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tokenyard:{name}", text, registry=self.registry)
+
+    def _counters(self, name: str, text: str, label: str, words: Iterable[_Word]) -> dict[_Word, Counter]:
+        """One for each word that the label may be."""
+        counter = Counter(f"tokenyard:{name}", text, [label], registry=self.registry)
+        return {word: counter.labels(str(word)) for word in words}
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
+        return Histogram(f"tokenyard:{name}", text, buckets=buckets, registry=self.registry)
+
+
+def _set_all(gauges: list[Gauge], value: float) -> None:
+    for gauge in gauges:
+        gauge.set(value)
+
+
+_NOTHING = SchedulerStats(
+    num_running=0,
+    num_waiting=0,
+    wait_reason=WaitReason.STEP,
+    num_used_blocks=0,
+    num_blocks=1,
+    num_steps=0,
+    num_swapped=0,
+    num_used_host_blocks=0,
+    num_host_blocks=0,
+    num_stalls=0,
+    preemptions=(),
+    num_swap_space_full=0,
+    num_prefix_queries=0,
+    num_prefix_hits=0,
+    num_prefix_host_hits=0,
+    num_kept_host_blocks=0,
+    num_recomputed_tokens=0,
+)

@@ -1,0 +1,192 @@
+"""Grammars from outside, tried before the engine gets them.
+
+Owns: the process in which that happens, its time limit, and what is known of grammars that were tried.
+Never: compiles anything in this process: a schema of a few lines can keep a compiler busy for hours.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections import OrderedDict
+from dataclasses import replace
+
+import msgspec
+
+from engine.errors import (
+    EngineUnavailable,
+    GrammarRejected,
+    Overloaded,
+    OverloadReason,
+    RequestRejected,
+)
+from engine.grammars.grammar_messages import LENGTH, Tokens, Verdict, frame
+from engine.processes import child_process
+from engine.processes.child_environment import child_environment
+from engine.types import ModelInfo
+from scheduler.messages import Grammar
+
+_START_TIMEOUT_S = 60.0
+_MAX_WAITING = 32
+_MAX_REMEMBERED = 256
+_MAX_COST_S = 0.1
+"""Of one sequence. The worker compiles between two steps of all; a schema of 300 properties takes 0.01 s."""
+_MAX_COST_OF_ALL_S = 2.0
+"""Of all choices of a request: some begin in one step (scheduler/step/budget.py), but all slow the others
+down."""
+_SIGKILL = -9
+
+
+class _Ended(Exception):
+    """The process is gone."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+class GrammarCompiler:
+    """Tries one grammar at a time. The process starts with the first, and again after one was too much."""
+
+    def __init__(self, folder: str, *, timeout_s: float) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._refuses_all = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, for tests; None while there is none."""
+        return None if self._child is None else self._child.pid
+
+    async def compile(
+        self, grammar: Grammar, info: ModelInfo, *, param: str, num_choices: int = 1
+    ) -> Grammar:
+        """The grammar as the worker takes it, for so many sequences. `param` names the field it came in.
+
+        Raises GrammarRejected, RequestRejected (no grammar at all will do), Overloaded, EngineUnavailable.
+        """
+        verdict = self._recall(grammar)
+        if verdict is None:
+            verdict = await self._wait_and_try(grammar, info, param)
+        if verdict.refusal:
+            raise GrammarRejected(verdict.refusal, param=param)
+        _check_cost(verdict.cost_s, num_choices, param)
+        return replace(grammar, text=verdict.text, cost_s=verdict.cost_s)
+
+    async def close(self) -> None:
+        """End the process; nothing is left of it."""
+        await self._kill()
+
+    async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> Verdict:
+        if self._num_waiting >= _MAX_WAITING:
+            raise Overloaded(
+                "too many grammars wait to be compiled; try again later",
+                retry_after_s=1.0,
+                reason=OverloadReason.GRAMMARS,
+            )
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                # The one before may have been the same.
+                verdict = self._recall(grammar) or await self._try(grammar, info, param)
+        finally:
+            self._num_waiting -= 1
+        self._remember(grammar, verdict)
+        return verdict
+
+    async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> Verdict:
+        try:
+            await self._start(info)
+        except (TimeoutError, OSError, _Ended):
+            raise EngineUnavailable("the process that compiles grammars does not start") from None
+        if self._refuses_all:
+            raise RequestRejected(f"{param}: {self._refuses_all}", param=param, code="unsupported_parameter")
+        try:
+            return await self._ask(grammar, self._timeout_s)
+        except TimeoutError:
+            # Not remembered, like the next: on a calmer machine it may come out otherwise.
+            reason = f"compiling this takes more than {self._timeout_s:g} s; make it simpler"
+            raise GrammarRejected(reason, param=param) from None
+        except _Ended as error:
+            if error.exit_code != _SIGKILL:
+                reason = "compiling this takes too much memory, or fails; make it simpler"
+                raise GrammarRejected(reason, param=param) from None
+            # Not by its own doing.
+            raise EngineUnavailable(
+                "the process that compiles grammars was killed; the request may be sent again"
+            ) from None
+
+    async def _start(self, info: ModelInfo) -> None:
+        """Raises TimeoutError, OSError, _Ended."""
+        if self._refuses_all or (self._child is not None and self._child.returncode is None):
+            return
+        self._child = await asyncio.create_subprocess_exec(
+            *child_process.INTERPRETER,
+            *("-m", "engine.grammars.grammar_process", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**child_environment(), "RAYON_NUM_THREADS": "1"},
+        )
+        tokens = Tokens(folder=self._folder, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+        self._refuses_all = (await self._ask(tokens, _START_TIMEOUT_S)).refusal
+
+    async def _ask(self, message: object, timeout_s: float) -> Verdict:
+        """Raises TimeoutError, _Ended; afterwards, or when cancelled, the process is gone."""
+        child = self._child
+        assert child is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                child.stdin.write(frame(message))
+                await child.stdin.drain()
+                (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
+                return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=Verdict)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _Ended(await child.wait()) from None
+        except BaseException:
+            # An answer that comes later would be taken for that to the next question.
+            await self._kill()
+            raise
+
+    async def _kill(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+    def _recall(self, grammar: Grammar) -> Verdict | None:
+        key = _key(grammar)
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        return self._verdicts.get(key)
+
+    def _remember(self, grammar: Grammar, verdict: Verdict) -> None:
+        self._verdicts[_key(grammar)] = verdict
+        if len(self._verdicts) > _MAX_REMEMBERED:
+            self._verdicts.popitem(last=False)
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
+
+
+def _check_cost(cost_s: float, num_choices: int, param: str) -> None:
+    """Raises GrammarRejected for what would keep everybody else's tokens waiting."""
+    if cost_s > _MAX_COST_S:
+        raise GrammarRejected(
+            f"compiling this takes {cost_s:.2f} s of processor time; {_MAX_COST_S:g} s are allowed; make it"
+            " simpler",
+            param=param,
+        )
+    if cost_s * num_choices > _MAX_COST_OF_ALL_S:
+        raise GrammarRejected(
+            f"compiling this for each of {num_choices} choices takes {cost_s * num_choices:.1f} s of"
+            f" processor time; {_MAX_COST_OF_ALL_S:g} s are allowed; ask for fewer, or make it simpler",
+            param=param,
+        )

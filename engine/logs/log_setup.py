@@ -1,0 +1,126 @@
+"""The log of a process: one handler, one form, one thread that writes.
+
+Owns: what is set up in Python's logging for the life of a process, and what is put back afterwards.
+Never: the form of a line (log_lines.py), the queue (line_writer.py).
+
+Both processes write to the same stderr, each line with one call. The stacks that faulthandler writes when a
+process is stuck or dies go past all this, as they must.
+"""
+
+import logging
+import os
+import threading
+from types import TracebackType
+
+from engine.logs.line_writer import LineWriter
+from engine.logs.log_lines import JsonLines, LineFormatter, LogFormat, ProcessName, TextLines
+
+STDERR = 2
+_FLUSH_S = 2.0
+_OURS = ("server", "engine", "scheduler", "worker", "bench", "__main__")
+"""Others are heard from WARNING on: what a library finds worth saying in passing may quote a request."""
+
+log = logging.getLogger(__name__)
+
+_running: list["Logs"] = []
+"""At most one: Python's logging is one for a process, and so is this."""
+
+
+def num_dropped_lines() -> int:
+    """Lines of this process's log that found no room or could not be written, so far."""
+    return sum(logs.num_dropped for logs in _running)
+
+
+class Logs:
+    """A context: until its end, all that this process logs, or a thread of it dies of, goes through it."""
+
+    def __init__(
+        self, log_format: LogFormat, *, level: int, process: ProcessName, descriptor: int = STDERR
+    ) -> None:
+        self._is_text = log_format is LogFormat.TEXT or (
+            log_format is LogFormat.AUTO and os.isatty(descriptor)
+        )
+        self._level = level
+        self._formatter: LineFormatter = (TextLines if self._is_text else JsonLines)(process)
+        self._writer = LineWriter(descriptor, describe_loss=self._describe_loss)
+        self._handler = _QueuedHandler(self._writer, self._formatter)
+        self._before: list[tuple[logging.Logger, int]] = []
+        self._handlers_before: list[logging.Handler] = []
+        self._hook_before = threading.excepthook
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a person is expected to read it."""
+        return self._is_text
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines for which there was no room, or which could not be written."""
+        return self._writer.num_dropped
+
+    def show(self, text: str) -> None:
+        """Lines as they are, in their place among the others."""
+        self._writer.put(text.encode(errors="backslashreplace") + b"\n")
+
+    def __enter__(self) -> "Logs":
+        _running.append(self)
+        root = logging.getLogger()
+        self._handlers_before = root.handlers[:]
+        root.handlers[:] = [self._handler]
+        self._set_level(root, max(self._level, logging.WARNING))
+        for name in _OURS:
+            self._set_level(logging.getLogger(name), self._level)
+        logging.captureWarnings(True)  # noqa: FBT003 -- its only parameter
+        threading.excepthook = _tell_end_of_thread
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        threading.excepthook = self._hook_before
+        logging.captureWarnings(False)  # noqa: FBT003 -- its only parameter
+        for logger, level in self._before:
+            logger.setLevel(level)
+        logging.getLogger().handlers[:] = self._handlers_before
+        self._handler.close()
+        _running.remove(self)
+
+    def _set_level(self, logger: logging.Logger, level: int) -> None:
+        self._before.append((logger, logger.level))
+        logger.setLevel(level)
+
+    def _describe_loss(self, num_lines: int) -> bytes:
+        words, arguments = "%d lines of the log were dropped here: nobody read them in time", (num_lines,)
+        record = log.makeRecord(log.name, logging.WARNING, __file__, 0, words, arguments, None)
+        return self._formatter.encode(record)
+
+
+class _QueuedHandler(logging.Handler):
+    """Forms lines where they are logged, since what they speak of may change; writes them elsewhere."""
+
+    def __init__(self, writer: LineWriter, formatter: LineFormatter) -> None:
+        super().__init__()
+        self._writer = writer
+        self._lines = formatter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Never waits for a reader."""
+        try:
+            line = self._lines.encode(record)
+        except (TypeError, ValueError):  # a mistake in the call; what it was about may not be told
+            record.msg, record.args, record.exc_info = "a line could not be formed: %s", (record.msg,), None
+            line = self._lines.encode(record)
+        self._writer.put(line)
+
+    def close(self) -> None:
+        """Called by logging.shutdown too."""
+        self._writer.close(timeout_s=_FLUSH_S)
+        super().close()
+
+
+def _tell_end_of_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is None:
+        return
+    log.critical(
+        "a thread ended: nobody caught this", exc_info=(ended.exc_type, ended.exc_value, ended.exc_traceback)
+    )

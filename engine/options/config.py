@@ -1,0 +1,384 @@
+"""What runs: frozen, complete, printed once at start. Made from what the operator asked.
+
+Owns: what each open option comes to, and every check that needs no tensor library: so a mistake is told
+in a tenth of a second, not after the model was loaded.
+Never: downloads, measures memory (the worker does), or opens a port (server/http/listening.py).
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+from engine.logs.log_lines import LogFormat
+from engine.options.edge_config import EdgeConfig, edge_config
+from engine.options.options import OptionError, Options
+from engine.options.traces_endpoint import check_traces_endpoint
+from scheduler.config import (
+    Batching,
+    Displacement,
+    Fairness,
+    HostTier,
+    OrderAmongEquals,
+    PreemptionMode,
+    PrefixCaching,
+    SchedulerConfig,
+    SchedulingPolicy,
+)
+from scheduler.messages import TimeLimits
+from worker.checkpoint.checksums import Checksums
+from worker.config import WorkerConfig
+from worker.errors import StartupError
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
+_DEMO_NAME = "tokenyard-demo"
+_DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+# One that the device computes, and one that it finds when it is done.
+_MOST_PLANS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine process needs to know. Travels to it as msgpack: JSON has no infinity."""
+
+    model_path: str
+    """A checkpoint folder on this machine."""
+    served_names: tuple[str, ...]
+    """Names that requests may use; replies report the first."""
+    scheduler: SchedulerConfig
+    """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
+    max_prefill_tokens: int | None
+    """Of a step. None: as many as the device computes best, which is known when the model is loaded."""
+    time_limits: TimeLimits
+    """For requests that bring none of their own, or longer ones."""
+    trace_file: str | None
+    """Where each step is written down."""
+    log_format: LogFormat
+    """The same in both processes."""
+    max_queued_requests: int
+    max_queued_tokens: int
+    heartbeat_timeout_s: float
+    grammar_compile_timeout_s: float
+    worker: WorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP edge needs to know."""
+
+    host: str
+    port: int
+    """0 until a free one is taken; the listening socket knows."""
+    api_keys: tuple[str, ...] = field(repr=False)
+    """Those of --api-key; there may be more in the file that `edge` names."""
+    edge: EdgeConfig
+    enable_admin: bool
+    tool_call_parser: str
+    reasoning_parser: str
+    max_body_bytes: int
+    strict_fields: bool
+    """Unknown fields of requests are refused instead of ignored."""
+    stream_keep_alive_s: float
+    """0: no comments are sent."""
+    responses_store_size: int
+    """Responses that can be asked for again; 0 stores none."""
+    responses_store_bytes: int
+    responses_store_ttl_s: float
+    shutdown_timeout_s: float
+    drain_delay_s: float
+    """For so long newcomers are served after probes were told that the server leaves."""
+    health_port: int | None
+    """Where a thread of its own answers probes too; None: nowhere."""
+    log_level: str
+    otlp_traces_endpoint: str | None
+    """Where spans go; None: there are none."""
+
+
+def resolve(
+    options: Options, *, environment: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, ServerConfig]:
+    """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
+    edge = edge_config(options)
+    _check_health_port(options)
+    _check_limits(options)
+    _check_scheduler(options)
+    check_traces_endpoint(options.otlp_traces_endpoint)
+    _check_device(options)
+    folder, name = _find_model(options.model, environment)
+    _check_checkpoint(folder)
+    _check_checksums(options.checksums)
+    return _engine_config(options, folder, name), ServerConfig(
+        host=options.host,
+        port=options.port,
+        api_keys=options.api_key,
+        edge=edge,
+        enable_admin=options.enable_admin,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        max_body_bytes=options.max_body_size,
+        strict_fields=options.strict_fields,
+        stream_keep_alive_s=options.stream_keep_alive,
+        responses_store_size=options.responses_store_size,
+        responses_store_bytes=options.responses_store_memory,
+        responses_store_ttl_s=options.responses_store_ttl,
+        shutdown_timeout_s=options.shutdown_timeout,
+        drain_delay_s=options.drain_delay,
+        health_port=options.health_port,
+        log_level=options.log_level,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
+    )
+
+
+def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
+    utilization = options.gpu_memory_utilization
+    return EngineConfig(
+        model_path=str(folder),
+        served_names=options.served_model_name or (name,),
+        scheduler=_scheduler_config(options),
+        max_prefill_tokens=options.max_prefill_tokens,
+        time_limits=TimeLimits(
+            queue_s=_or_no_limit(options.queue_timeout),
+            first_token_s=_or_no_limit(options.first_token_timeout),
+            total_s=options.request_timeout or inf,
+        ),
+        log_format=LogFormat(options.log_format),
+        trace_file=None if options.trace_steps is None else str(Path(options.trace_steps).absolute()),
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        heartbeat_timeout_s=options.heartbeat_timeout,
+        grammar_compile_timeout_s=options.grammar_compile_timeout,
+        worker=WorkerConfig(
+            model_path=str(folder),
+            checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
+            task=options.task,
+            dtype=options.dtype,
+            device=options.device,
+            max_model_len=options.max_model_len,
+            block_size=options.block_size,
+            num_blocks=options.num_gpu_blocks_override,
+            gpu_memory_utilization=_DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization,
+            kv_cache_bytes=options.kv_cache_memory,
+            swap_space_bytes=options.swap_space or 0,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            cpu_kernels=options.cpu_kernels,
+            gpu_kernels=options.gpu_kernels,
+            enforce_eager=options.enforce_eager,
+            quantization=options.quantization,
+            num_threads=options.num_threads,
+        ),
+    )
+
+
+def _scheduler_config(options: Options) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=1,  # this and the next two: engine/core/process.py, once the model is loaded
+        block_size=1,
+        max_model_len=1,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        policy=SchedulingPolicy(options.scheduling_policy),
+        prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
+        watermark=options.watermark,
+        priority_aging_s=_or_no_limit(options.priority_aging),
+        order_among_equals=OrderAmongEquals(options.order_among_equals),
+        displacement=Displacement.ON if options.enable_displacement else Displacement.OFF,
+        fairness=Fairness(options.fairness),
+        tenant_weights=_tenant_weights(options.tenant_weight),
+        preemption_mode=PreemptionMode(options.preemption_mode),
+        host_tier=HostTier(options.prefix_cache_host_tier or "on"),
+        max_bypasses=options.max_bypasses,
+        batching=Batching(options.batching),
+        prefill_delay_factor=options.prefill_delay_factor or 0.0,
+        target_itl_s=_or_no_limit(options.target_itl),
+        max_chunk_tokens=options.long_prefill_token_threshold,
+        max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
+    )
+
+
+def _or_no_limit(seconds: float | None) -> float:
+    return inf if seconds is None else seconds
+
+
+def _tenant_weights(words: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    """Each is NAME=WEIGHT; the name may hold `=` itself."""
+    weights: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not name or not 0 < weight < inf:
+            raise OptionError(
+                f"--tenant-weight {word}", "it is not NAME=WEIGHT with a weight above 0", "write acme=2.5"
+            )
+        weights[name] = weight
+    return tuple(weights.items())
+
+
+def _check_scheduler(options: Options) -> None:
+    """An option that another one makes useless is a mistake."""
+    if options.scheduling_policy == "fcfs" and options.priority_aging is not None:
+        raise OptionError(
+            "--priority-aging",
+            "--scheduling-policy fcfs has no priorities",
+            "use --scheduling-policy priority",
+        )
+    if options.order_among_equals == "deadline" and options.priority_aging is not None:
+        raise OptionError(
+            "--order-among-equals deadline", "--priority-aging leaves no equals", "leave one of them out"
+        )
+    if options.batching == "mixed" and options.prefill_delay_factor is not None:
+        raise OptionError(
+            "--prefill-delay-factor", "mixed steps delay no prefill", "use --batching separate with it"
+        )
+    if options.fairness == "none" and options.tenant_weight:
+        raise OptionError("--tenant-weight", "without --fairness tenant it has no effect", "add the latter")
+    _check_swap_space(options)
+
+
+def _check_swap_space(options: Options) -> None:
+    """It is there for preempted requests, for the prefix cache, or for both."""
+    tier = options.prefix_cache_host_tier
+    if tier == "on" and not options.swap_space:
+        raise OptionError(
+            "--prefix-cache-host-tier on", "there is no swap space to use", "give --swap-space 4GiB, say"
+        )
+    if tier == "on" and not options.enable_prefix_caching:
+        raise OptionError(
+            "--prefix-cache-host-tier on", "--no-enable-prefix-caching leaves nothing to keep", "drop one"
+        )
+    is_kept_for_prefixes = options.enable_prefix_caching and tier != "off"
+    if options.preemption_mode == "recompute" and options.swap_space and not is_kept_for_prefixes:
+        raise OptionError(
+            "--swap-space",
+            "with --preemption-mode recompute nothing is swapped, and no prefix is kept there either",
+            "leave it out, or let the prefix cache use it",
+        )
+    if options.preemption_mode == "swap" and not options.swap_space:
+        raise OptionError(
+            "--preemption-mode swap", "there is no swap space", "give --swap-space 4GiB, say, or use auto"
+        )
+
+
+def _check_health_port(options: Options) -> None:
+    for flag, port in (("--port", options.port), ("--admin-port", options.admin_port)):
+        if options.health_port and options.health_port == port:
+            raise OptionError(
+                f"--health-port {port}", f"it is {flag} too", "choose another, or 0 for any that is free"
+            )
+
+
+def _check_limits(options: Options) -> None:
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise OptionError(
+            f"--max-num-batched-tokens {options.max_num_batched_tokens} with "
+            f"--max-num-seqs {options.max_num_seqs}",
+            "every running sequence needs one token of each step",
+            f"raise the first to {options.max_num_seqs} or more, or lower the second",
+        )
+    if (options.max_prefill_tokens or 0) > options.max_num_batched_tokens:
+        raise OptionError(
+            f"--max-prefill-tokens {options.max_prefill_tokens}",
+            f"a step has {options.max_num_batched_tokens} tokens at most",
+            "raise --max-num-batched-tokens too, or use 0 for no limit",
+        )
+    if options.num_gpu_blocks_override is None:
+        return
+    for key, value in (
+        ("--kv-cache-memory", options.kv_cache_memory),
+        ("--gpu-memory-utilization", options.gpu_memory_utilization),
+    ):
+        if value is not None:
+            raise OptionError(
+                f"--num-gpu-blocks-override with {key}",
+                "both set the size of the KV cache",
+                "give one of them",
+            )
+
+
+def _check_device(options: Options) -> None:
+    """An option that the chosen device has no use for is a mistake. auto is decided by the worker."""
+    if options.device == "cpu":
+        unused, instead = (
+            {
+                "--gpu-memory-utilization": options.gpu_memory_utilization,
+                "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
+                "--enforce-eager": options.enforce_eager or None,
+            },
+            "use --kv-cache-memory for the size of the KV cache",
+        )
+    elif options.device.startswith("cuda"):
+        unused = {"--kv-cache-memory": options.kv_cache_memory, "--num-threads": options.num_threads}
+        instead = "use --gpu-memory-utilization for the size of the KV cache"
+    else:
+        return
+    for key, value in unused.items():
+        if value is not None:
+            raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
+
+
+def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
+    """The checkpoint's folder, and the name it goes by unless the operator says otherwise."""
+    if model is None:
+        return DEMO_MODEL, _DEMO_NAME
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), folder.resolve().name
+    if folder.exists():
+        raise OptionError(f"model {model!r}", "this is a file", "name the checkpoint's folder")
+    cached = _find_in_hub_cache(model, environment)
+    if cached is None:
+        raise OptionError(
+            f"model {model!r}",
+            "there is no such folder, and no model of this name in the local hub cache",
+            "check the path, or download the model first: nothing is downloaded from here",
+        )
+    return cached, model
+
+
+def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
+    """The snapshot that the branch `main` stood at when it was downloaded.
+
+    Source: the cache layout that huggingface_hub documents: models--ORG--NAME/refs, snapshots.
+    """
+    parts = model.split("/")
+    if len(parts) > 2 or any(part in ("", ".", "..") for part in parts):
+        return None
+    home = Path(environment.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(environment.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = cache / "--".join(["models", *parts])
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _check_checkpoint(folder: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise OptionError(
+                f"model {str(folder)!r}",
+                f"it has no {name}",
+                "name the folder of a complete Hugging Face checkpoint",
+            )
+    if next(folder.glob("*.safetensors"), None) is None:
+        raise OptionError(
+            f"model {str(folder)!r}",
+            "it has no *.safetensors files, the only format of weights that is read (others can run code)",
+            "convert the checkpoint with save_pretrained of transformers",
+        )
+
+
+def _check_checksums(path: str | None) -> None:
+    """Only the list: the files of the checkpoint are compared where they are read."""
+    if path is None:
+        return
+    try:
+        Checksums.read(Path(path).absolute())
+    except StartupError as error:
+        raise OptionError(f"--checksums {path}", error.what, error.fix) from error

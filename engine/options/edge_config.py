@@ -1,0 +1,183 @@
+"""What the operator decided about keys, TLS, and who is let in: checked before anything is opened.
+
+Owns: the checks of EdgeOptions, among themselves and against the address.
+Never: opens a port, or keeps keys or certificates: those are read again where they are used.
+"""
+
+import ipaddress
+import re
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine.options.option_declaration import OptionError
+
+_ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
+
+
+class AskedEdge(Protocol):
+    """As much of Options as is decided here."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def api_key(self) -> tuple[str, ...]: ...
+    @property
+    def allow_unauthenticated(self) -> bool: ...
+    @property
+    def api_keys_file(self) -> str | None: ...
+    @property
+    def metrics_auth(self) -> bool: ...
+    @property
+    def admin_port(self) -> int | None: ...
+    @property
+    def admin_host(self) -> str: ...
+    @property
+    def tls_cert(self) -> str | None: ...
+    @property
+    def tls_key(self) -> str | None: ...
+    @property
+    def tls_client_ca(self) -> str | None: ...
+    @property
+    def cors_origin(self) -> tuple[str, ...]: ...
+    @property
+    def send_timeout(self) -> float: ...
+    @property
+    def max_memory_use(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Where certificate, key and the authorities of clients stand; all in PEM."""
+
+    cert: str
+    key: str | None
+    """None: in the file of the certificate."""
+    client_ca: str | None
+    """None: clients need no certificate."""
+
+    def load(self) -> ssl.SSLContext:
+        """A context for servers. Raises OptionError, which names the file."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        self.show_by(context)
+        if self.client_ca is not None:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except (OSError, ValueError) as error:
+                what, why = f"--tls-client-ca {self.client_ca}", _reason(error, "no certificates in PEM")
+                raise OptionError(what, why, "correct the file, or name another") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def show_by(self, context: ssl.SSLContext) -> None:
+        """Let `context` show this certificate from now on. Raises OptionError; it may show none then."""
+        try:
+            # An encrypted key would make the library ask for its password on the terminal.
+            context.load_cert_chain(self.cert, self.key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            files = f"--tls-cert {self.cert}" + (f" --tls-key {self.key}" if self.key else "")
+            why = _reason(error, "no certificate and key that belong together, in PEM and not encrypted")
+            raise OptionError(files, why, "correct the files, or name others") from error
+
+    def key_can_be_read_by_others(self) -> bool:
+        """Then everybody on this machine can pass for this server."""
+        return bool(Path(self.key or self.cert).stat().st_mode & stat.S_IROTH)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeConfig:
+    """What the HTTP edge needs to know about who may ask, and over what."""
+
+    api_keys_file: str | None
+    metrics_auth: bool
+    admin_port: int | None
+    """None: the admin routes have no port of their own."""
+    admin_host: str
+    tls: TlsFiles | None
+    cors_origins: tuple[str, ...]
+    """Empty: no page of another origin may call."""
+    send_timeout_s: float
+    max_memory_use: float
+    """Share of the memory that may be used; 1: no limit."""
+
+
+def edge_config(options: AskedEdge) -> EdgeConfig:
+    """Raises OptionError."""
+    _check_who_can_reach(options)
+    tls = _tls(options)
+    if options.api_keys_file is not None:
+        # Not at the top: most starts have no file, and --help must not wait for its reader.
+        from engine.options.api_keys import KeysFile
+
+        KeysFile(options.api_keys_file).read()
+    for origin in options.cors_origin:
+        if not _ORIGIN.fullmatch(origin):
+            raise OptionError(f"--cors-origin {origin}", "it is no origin", "write https://app.example, or *")
+    return EdgeConfig(
+        api_keys_file=options.api_keys_file,
+        metrics_auth=options.metrics_auth,
+        admin_port=options.admin_port,
+        admin_host=options.admin_host,
+        tls=tls,
+        cors_origins=options.cors_origin,
+        send_timeout_s=options.send_timeout,
+        max_memory_use=options.max_memory_use,
+    )
+
+
+def _check_who_can_reach(options: AskedEdge) -> None:
+    has_key = bool(options.api_key) or options.api_keys_file is not None
+    if options.metrics_auth and not has_key:
+        raise OptionError("--metrics-auth", "there is no API key to ask for", "set TOKENYARD_API_KEY")
+    if options.admin_port is not None:
+        if options.admin_port == options.port and options.port:
+            raise OptionError(
+                f"--admin-port {options.admin_port}", "it is --port too", "choose another, or --enable-admin"
+            )
+        if not has_key and not _is_loopback(options.admin_host):
+            raise OptionError(
+                f"--admin-host {options.admin_host} without an API key",
+                "everybody who can reach this machine could see and order everything",
+                "set TOKENYARD_API_KEY, or use 127.0.0.1",
+            )
+    if has_key or options.allow_unauthenticated or _is_loopback(options.host):
+        return
+    raise OptionError(
+        f"--host {options.host} without an API key",
+        "everybody who can reach this machine could use the model",
+        "set TOKENYARD_API_KEY, or give --allow-unauthenticated if that is what you want",
+    )
+
+
+def _tls(options: AskedEdge) -> TlsFiles | None:
+    if options.tls_cert is None:
+        for flag, value in (("--tls-key", options.tls_key), ("--tls-client-ca", options.tls_client_ca)):
+            if value is not None:
+                raise OptionError(flag, "without --tls-cert nothing is encrypted", "give the certificate too")
+        return None
+    files = TlsFiles(cert=options.tls_cert, key=options.tls_key, client_ca=options.tls_client_ca)
+    files.load()
+    return files
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _reason(error: Exception, otherwise: str) -> str:
+    """The library's own words are for its authors, but for files that are not there."""
+    is_of_the_file = isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror
+    return str(error.strerror).lower() if is_of_the_file and isinstance(error, OSError) else otherwise

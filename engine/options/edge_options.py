@@ -1,0 +1,89 @@
+"""The options that say who may ask, over what, and how much of this machine they may hold.
+
+Owns: names, defaults, bounds and descriptions, as options.py, whose Options has all of these fields.
+Never: checks them against each other (edge_config.py).
+"""
+
+from dataclasses import dataclass
+
+from engine.options.option_declaration import Arity, Group, declared
+from engine.options.option_values import Count, Duration, Share, Switch, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeOptions:
+    """Part of Options."""
+
+    api_keys_file: str | None = declared(
+        Group.EDGE,
+        Text(metavar="FILE"),
+        "YAML list of keys by their SHA-256, each with its limits; read again when it changes. `tokenyard "
+        "keys new` makes an entry.",
+        open_default="no file",
+        default=None,
+    )
+    metrics_auth: bool = declared(
+        Group.EDGE,
+        Switch(),
+        "Ask for a key at /metrics too. Probes never need one.",
+        default=False,
+    )
+    admin_port: int | None = declared(
+        Group.EDGE,
+        Count(low=0, high=65535, metavar="PORT"),
+        "Serve the admin routes on this port and not on the other; 0 takes any free one. They are there "
+        "without --enable-admin then.",
+        open_default="no port of their own",
+        default=None,
+    )
+    admin_host: str = declared(
+        Group.EDGE,
+        Text(metavar="HOST"),
+        "Address of the admin port. One that other machines can reach needs an API key.",
+        default="127.0.0.1",
+    )
+    tls_cert: str | None = declared(
+        Group.EDGE,
+        Text(metavar="FILE"),
+        "Certificate chain in PEM: speak HTTPS. Read again when it changes; connections that are open stay.",
+        open_default="no TLS",
+        default=None,
+    )
+    tls_key: str | None = declared(
+        Group.EDGE,
+        Text(metavar="FILE"),
+        "Private key of --tls-cert, in PEM, not encrypted.",
+        open_default="it stands in the certificate's file",
+        default=None,
+    )
+    tls_client_ca: str | None = declared(
+        Group.EDGE,
+        Text(metavar="FILE"),
+        "Certificates in PEM, one of which must have signed the certificate of every client (mTLS); probes "
+        "included. Read at the start only.",
+        open_default="clients need no certificate",
+        default=None,
+    )
+    cors_origin: tuple[str, ...] = declared(
+        Group.EDGE,
+        Text(metavar="ORIGIN"),
+        "Origin whose web pages may call this server, such as https://app.example; * is all. Repeat it for "
+        "several. Cookies are never allowed.",
+        arity=Arity.MANY,
+        open_default="none",
+        default=(),
+    )
+    send_timeout: float = declared(
+        Group.EDGE,
+        Duration(low=0.1, high=3600.0),
+        "How long a client may leave the data of its stream unread; then its request is aborted. What it "
+        "has not read is merged meanwhile.",
+        default=30.0,
+    )
+    max_memory_use: float = declared(
+        Group.EDGE,
+        Share(low=0.1, high=1.0),
+        "Share of the memory of this machine or its control group, whichever is fuller, from which new "
+        "requests are refused with 503. File caches do not count. 1 never refuses.",
+        default=0.95,
+    )

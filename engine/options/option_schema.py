@@ -1,0 +1,69 @@
+"""The file of --config as a JSON schema, for editors and for checks before a roll-out.
+
+Owns: the translation of each kind of option into JSON schema, draft 2020-12.
+Never: accepts what the server would refuse, but for two things that a schema cannot say: the bounds of
+values with a unit (`8K`, `2m`), and which options exclude each other.
+"""
+
+from typing import Any
+
+from engine.options.option_values import Bytes, Choice, Count, Duration, Kind, Pattern, Share, Switch, Text
+from engine.options.options import BY_KEY, DECLARATIONS, FIELDS, Arity
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_HUMAN_COUNT = r"^\s*[0-9][0-9_]{0,30}(\.[0-9]{1,15})?\s*[kKmMgGtT]?[iI]?\s*$"
+_HUMAN_BYTES = r"^\s*[0-9][0-9_]{0,30}(\.[0-9]{1,15})?\s*[kKmMgGtT]?[iI]?[bB]?\s*$"
+_HUMAN_DURATION = r"^\s*[0-9]+(\.[0-9]+)?\s*(ms|s|m|h)?\s*$"
+_HUMAN_SHARE = r"^\s*[0-9]+(\.[0-9]+)?%?\s*$"
+
+
+def file_schema() -> dict[str, Any]:
+    """Keys as on the page of options; the file may write `_` for `-`, a schema has one spelling."""
+    return {
+        "$schema": _DRAFT,
+        "title": "Tokenyard configuration file",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {key: _of_option(name) for key, name in BY_KEY.items()},
+    }
+
+
+def _of_option(name: str) -> dict[str, Any]:
+    declaration = DECLARATIONS[name]
+    forms = _of_kind(declaration.kind)
+    if declaration.arity is Arity.MANY:
+        forms = [*forms, {"type": "array", "items": {"anyOf": forms}}]
+    schema: dict[str, Any] = {
+        "description": declaration.help,
+        "anyOf": [*forms, {"type": "null"}],  # null leaves it open, as if the line were not there
+    }
+    default = FIELDS[name].default
+    if default is not None and not declaration.open_default:
+        schema["default"] = default
+    return schema
+
+
+def _of_kind(kind: Kind) -> list[dict[str, Any]]:
+    """Each form that YAML may give such a value."""
+    match kind:
+        case Text():
+            return [{"type": "string", "pattern": r"\S"}, {"type": "number"}]
+        case Pattern(pattern=pattern):
+            return [{"type": "string", "pattern": rf"^\s*({pattern})\s*$"}]
+        case Choice(words=words):
+            return [{"enum": list(words)}]
+        case Switch():
+            return [{"type": "boolean"}, {"enum": ["on", "off", "yes", "no", "true", "false"]}]
+        case Count(low=low, high=high):
+            return [_number("integer", low, high), {"type": "string", "pattern": _HUMAN_COUNT}]
+        case Bytes(low=low, high=high):
+            return [_number("integer", low, high), {"type": "string", "pattern": _HUMAN_BYTES}]
+        case Share(low=low, high=high):
+            return [_number("number", low, high), {"type": "string", "pattern": _HUMAN_SHARE}]
+        case Duration(low=low, high=high):
+            return [_number("number", low, high), {"type": "string", "pattern": _HUMAN_DURATION}]
+    raise TypeError(f"no JSON schema for options of kind {type(kind).__name__}")
+
+
+def _number(kind: str, low: float, high: float) -> dict[str, Any]:
+    return {"type": kind, "minimum": low, "maximum": high}

@@ -1,0 +1,484 @@
+"""The options of the server, each declared once.
+
+Owns: names, defaults, bounds and descriptions. One field of Options is at once `--max-num-seqs`,
+TOKENYARD_MAX_NUM_SEQS and `max-num-seqs:` in the file of --config.
+Never: reads them (option_sources.py), or decides what None stands for (config.py).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.options.edge_options import EdgeOptions
+from engine.options.option_declaration import Arity, Declaration, Group, OptionError
+from engine.options.option_declaration import declared as _option
+from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+
+__all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(EdgeOptions):
+    """What the operator asked for. None means: decide for me."""
+
+    model: str | None = _option(
+        Group.MODEL,
+        Text(metavar="MODEL"),
+        "Checkpoint folder, or the hub name (org/name) of one that is in the local hub cache already. "
+        "Nothing is downloaded.",
+        open_default="a tiny built-in model, for trying the server out",
+        default=None,
+    )
+    checksums: str | None = _option(
+        Group.MODEL,
+        Text(metavar="FILE"),
+        "List of the SHA-256 of the model's files, as sha256sum writes it in their folder. Weights, "
+        "configuration, tokenizer and templates are compared with it at every start.",
+        open_default="nothing is compared",
+        default=None,
+    )
+    served_model_name: tuple[str, ...] = _option(
+        Group.MODEL,
+        Text(metavar="NAME"),
+        "Name that requests use. Repeat it for several; replies report the first.",
+        arity=Arity.MANY,
+        open_default="the hub name, or the folder's name",
+        default=(),
+    )
+    task: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "generate", "embed", "score")),
+        "What the model is served for: text, embeddings, or scores of pairs of texts. auto takes what the "
+        "checkpoint is made for; embed makes vectors with one that generates.",
+        default="auto",
+    )
+    dtype: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "float32", "bfloat16", "float16")),
+        "Number format of weights and KV cache. auto takes the checkpoint's own; 16 bits halve the memory, "
+        "and on CPUs without support for them cost speed.",
+        default="auto",
+    )
+    device: str = _option(
+        Group.MODEL,
+        Pattern(pattern=r"auto|cpu|cuda(:\d{1,3})?", form="auto, cpu, cuda or cuda:1", metavar="DEVICE"),
+        "Where the model runs. auto takes the first GPU if there is one.",
+        default="auto",
+    )
+    max_model_len: int | None = _option(
+        Group.MODEL,
+        Count(low=1, high=2**24, metavar="TOKENS"),
+        "Longest prompt and answer together, in tokens. Longer needs more KV cache for one request.",
+        open_default="the model's own context window, as far as it fits the KV cache",
+        default=None,
+    )
+    num_threads: int | None = _option(
+        Group.MODEL,
+        Count(low=1, high=1024),
+        "Compute threads, on CPU only. More than there are cores makes every step slower.",
+        open_default="one for each physical core this process may use",
+        default=None,
+    )
+
+    cpu_kernels: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "off")),
+        "Kernels of our own on CPU, compiled once with the machine's C++ compiler: several times faster "
+        "than torch alone. auto does without where there is no compiler.",
+        default="auto",
+    )
+
+    gpu_kernels: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "off")),
+        "Kernels of our own on GPUs, compiled by Triton at start: several times faster than torch alone. off "
+        "tells whether a wrong answer comes from them.",
+        default="auto",
+    )
+    enforce_eager: bool = _option(
+        Group.MODEL,
+        Switch(),
+        "Launch every kernel of a step by itself on a GPU, instead of capturing steps as CUDA graphs: starts "
+        "sooner and leaves more memory to the KV cache, but small steps take several times as long.",
+        default=False,
+    )
+
+    quantization: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
+        "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. Needs "
+        "the CPU kernels.",
+        default="none",
+    )
+
+    block_size: int | None = _option(
+        Group.KV_CACHE,
+        Count(low=1, high=1024, metavar="TOKENS"),
+        "Tokens in a KV cache block. Larger wastes the tail of each sequence and shares shorter prefixes "
+        "less; smaller makes longer block tables.",
+        open_default="16 on GPUs, 32 on CPUs",
+        default=None,
+    )
+    num_gpu_blocks_override: int | None = _option(
+        Group.KV_CACHE,
+        Count(low=1, high=2**31 - 2, metavar="BLOCKS"),
+        "Number of KV cache blocks on the device (on a CPU too) instead of measuring free memory.",
+        open_default="as many as fit",
+        default=None,
+    )
+    gpu_memory_utilization: float | None = _option(
+        Group.KV_CACHE,
+        Share(low=0.01, high=1.0),
+        "Share of the GPU's memory for weights, KV cache and activations together. Less leaves room for "
+        "other programs, more for longer and more requests.",
+        open_default="0.9",
+        default=None,
+    )
+    kv_cache_memory: int | None = _option(
+        Group.KV_CACHE,
+        Bytes(low=2**20, high=2**50),
+        "Memory for the KV cache when the model runs on a CPU.",
+        open_default="a share of what is free",
+        default=None,
+    )
+    enable_prefix_caching: bool = _option(
+        Group.KV_CACHE,
+        Switch(),
+        "Keep the KV cache of finished requests and reuse it for prompts that begin alike. Costs a hash "
+        "for each block.",
+        default=True,
+    )
+
+    swap_space: int | None = _option(
+        Group.KV_CACHE,
+        Bytes(low=0, high=2**50),
+        "Host memory for the KV cache of preempted requests, and for cached prompts that the device has no "
+        "room for. More lets more of both return without being computed again.",
+        open_default="none",
+        default=None,
+    )
+    prefix_cache_host_tier: str | None = _option(
+        Group.KV_CACHE,
+        Choice(words=("on", "off")),
+        "Keep in the swap space what the prefix cache on the device must give up, and copy it back when a "
+        "prompt asks for it. Preempted requests come first there.",
+        open_default="on with --swap-space",
+        default=None,
+    )
+
+    max_num_seqs: int = _option(
+        Group.SCHEDULER,
+        Count(low=1, high=65536),
+        "Sequences in one step at most. More raises throughput and the time between two tokens.",
+        default=256,
+    )
+    max_num_batched_tokens: int = _option(
+        Group.SCHEDULER,
+        Count(low=1, high=2**20, metavar="TOKENS"),
+        "Tokens computed in one step at most. More brings long prompts to their first token sooner, and "
+        "makes running requests stutter.",
+        default=2048,
+    )
+    max_prefill_tokens: int | None = _option(
+        Group.SCHEDULER,
+        Count(low=0, high=2**20, metavar="TOKENS"),
+        "Tokens of a step that prompts get at most, all together. Fewer bring the first of a crowd to its "
+        "first token sooner and let running requests stutter less; too few leave the device idle. 0 is no "
+        "limit.",
+        open_default="256 on CPUs, but for mixtures of experts; else no limit",
+        default=None,
+    )
+    scheduling_policy: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("fcfs", "priority")),
+        "fcfs serves in order of arrival; priority serves lower `priority` values first and may preempt.",
+        default="fcfs",
+    )
+    priority_aging: float | None = _option(
+        Group.SCHEDULER,
+        Duration(low=0.001, high=1e6),
+        "Waiting that makes up for one level of priority, so that nobody waits for ever. Shorter is fairer "
+        "to the less urgent, longer stricter.",
+        open_default="priorities are strict",
+        default=None,
+    )
+    order_among_equals: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("arrival", "deadline")),
+        "Who of equal priority comes first: the earlier, or the one whose nearest time limit runs out first "
+        "(those without a limit last).",
+        default="arrival",
+    )
+    enable_displacement: bool = _option(
+        Group.SCHEDULER,
+        Switch(),
+        "Under the priority policy, let a waiting request take the place of less urgent running ones at "
+        "once. Those lose time, but nothing else.",
+        default=True,
+    )
+    fairness: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("none", "tenant")),
+        "tenant gives equal service to tenants who wait at the same time, inside each priority. A tenant is "
+        "an API key; without keys the header x-tokenyard-tenant, or else the field `user`.",
+        default="none",
+    )
+    tenant_weight: tuple[str, ...] = _option(
+        Group.SCHEDULER,
+        Text(metavar="NAME=WEIGHT"),
+        "A tenant's share, where it is not 1. Repeat it for several. Keys are named key-1, key-2 and so on.",
+        arity=Arity.MANY,
+        open_default="all tenants alike",
+        default=(),
+    )
+    target_itl: float | None = _option(
+        Group.SCHEDULER,
+        Duration(low=0.0001, high=3600.0),
+        "Time between two tokens of a running request that steps should keep: prefill gets what is left of "
+        "it. Shorter makes streams smoother and first tokens later.",
+        open_default="steps are as large as --max-num-batched-tokens allows",
+        default=None,
+    )
+    batching: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("mixed", "separate")),
+        "mixed lets decodes and chunks of prefill share a step; separate makes each step one or the other, "
+        "prefill first, and lets running requests stutter.",
+        default="mixed",
+    )
+    prefill_delay_factor: float | None = _option(
+        Group.SCHEDULER,
+        Share(low=0.0, high=1000.0),
+        "With --batching separate: newcomers interrupt decoding only after they have waited for so many "
+        "times the latest prefill step. More gathers larger batches of prompts.",
+        open_default="at once",
+        default=None,
+    )
+    long_prefill_token_threshold: int = _option(
+        Group.SCHEDULER,
+        Count(low=0, high=2**20, metavar="TOKENS"),
+        "Tokens of a step that one prompt gets at most while it is not alone, so that it leaves some to "
+        "shorter ones. 0 is no limit.",
+        default=0,
+    )
+    trace_steps: str | None = _option(
+        Group.SCHEDULER,
+        Text(metavar="FILE"),
+        "Write each step as a line of JSON: who got how many tokens, who was preempted for whom, what the "
+        "others wait for. For `tokenyard trace`.",
+        open_default="no trace",
+        default=None,
+    )
+    preemption_mode: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("auto", "recompute", "swap")),
+        "How a preempted request gets its KV cache back: computed again, copied out and in, or whichever is "
+        "expected to take less time.",
+        default="auto",
+    )
+    max_bypasses: int = _option(
+        Group.SCHEDULER,
+        Count(low=0, high=2**20),
+        "Smaller requests that may be admitted before one for which there is not enough KV cache yet; then "
+        "it is kept free for that one. 0 keeps the order strictly.",
+        default=32,
+    )
+    async_scheduling: str = _option(
+        Group.SCHEDULER,
+        Choice(words=("auto", "off")),
+        "Plan a step and hand it to the device while that still computes the one before, so that it never "
+        "waits for the next. auto does so on GPUs; on CPUs there is nothing to overlap.",
+        default="auto",
+    )
+    watermark: float = _option(
+        Group.SCHEDULER,
+        Share(low=0.0, high=0.5),
+        "Share of the KV cache kept free when a new request is admitted. More means fewer preemptions and "
+        "fewer requests at once.",
+        default=0.01,
+    )
+
+    host: str = _option(
+        Group.SERVER,
+        Text(metavar="HOST"),
+        "Address to listen on; 0.0.0.0 is every IPv4 address of this machine.",
+        default="127.0.0.1",
+    )
+    port: int = _option(
+        Group.SERVER,
+        Count(low=0, high=65535, metavar="PORT"),
+        "Port to listen on; 0 takes any free one.",
+        default=8000,
+    )
+    api_key: tuple[str, ...] = _option(
+        Group.SERVER,
+        Text(metavar="KEY"),
+        "Key that clients must send as a bearer token. Repeat it for several. A flag can be seen by other "
+        "users of this machine: prefer TOKENYARD_API_KEY (separated by commas).",
+        arity=Arity.MANY,
+        is_secret=True,
+        open_default="no key needed",
+        default=(),
+    )
+    allow_unauthenticated: bool = _option(
+        Group.SERVER,
+        Switch(),
+        "Listen on addresses that other machines can reach although there is no API key.",
+        default=False,
+    )
+    enable_admin: bool = _option(
+        Group.SERVER,
+        Switch(),
+        "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
+        "of tenants. It needs a key like the rest.",
+        default=False,
+    )
+    tool_call_parser: str = _option(
+        Group.SERVER,
+        Choice(words=("auto", "hermes", "llama3_json", "mistral", "json", "none")),
+        "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
+        "template.",
+        default="auto",
+    )
+    reasoning_parser: str = _option(
+        Group.SERVER,
+        Choice(words=("auto", "think", "none")),
+        "think tells reasoning between <think> and </think> apart from the answer; auto does so if the "
+        "chat template or the tokenizer knows these marks.",
+        default="auto",
+    )
+    max_queued_requests: int = _option(
+        Group.SERVER,
+        Count(low=1, high=2**20),
+        "Sequences (a request with n=3 has three) that may wait for their first token; more are refused "
+        "with 429 and a time to come back.",
+        default=1024,
+    )
+    max_queued_tokens: int = _option(
+        Group.SERVER,
+        Count(low=1, high=2**40, metavar="TOKENS"),
+        "Prompt tokens that may wait at once; more are refused with 429. They are held in memory.",
+        default=4 * 2**20,
+    )
+    queue_timeout: float | None = _option(
+        Group.SERVER,
+        Duration(low=0.001, high=1e6),
+        "How long a request may wait for its first step; then it is answered with 504. Requests may ask "
+        "for less.",
+        open_default="no limit",
+        default=None,
+    )
+    first_token_timeout: float | None = _option(
+        Group.SERVER,
+        Duration(low=0.001, high=1e6),
+        "How long a request may take to its first token; then it is answered with 504.",
+        open_default="no limit",
+        default=None,
+    )
+    request_timeout: float = _option(
+        Group.SERVER,
+        Duration(low=0.0, high=1e6),
+        "How long a request may take in all, from its admission; then it ends with what it has. Requests may "
+        "ask for less. 0 is no limit.",
+        default=600.0,
+    )
+    max_body_size: int = _option(
+        Group.SERVER,
+        Bytes(low=1024, high=2**30),
+        "Largest request body. Larger ones are refused with 413 before they are read.",
+        default=4 * 2**20,
+    )
+    responses_store_size: int = _option(
+        Group.SERVER,
+        Count(low=0, high=2**20),
+        "Responses of /v1/responses that are kept, in memory, for GET and previous_response_id; the one "
+        "unused for longest goes first. 0 stores none.",
+        default=1000,
+    )
+    responses_store_memory: int = _option(
+        Group.SERVER,
+        Bytes(low=2**16, high=2**40),
+        "Memory for stored responses and the conversations that they end.",
+        default=64 * 2**20,
+    )
+    responses_store_ttl: float = _option(
+        Group.SERVER,
+        Duration(low=1.0, high=31536000.0),
+        "How long a stored response is kept after its last use.",
+        default=86400.0,
+    )
+    grammar_compile_timeout: float = _option(
+        Group.SERVER,
+        Duration(low=0.1, high=60.0),
+        "How long the grammar or schema of a request may take to compile, beside everything else; then the "
+        "request is refused with 400. Longer lets one such request hold up others that bring a new grammar.",
+        default=5.0,
+    )
+    strict_fields: bool = _option(
+        Group.SERVER,
+        Switch(),
+        "Refuse requests with fields that this server does not know, by name. Without it they are counted "
+        "and ignored, as clients of other servers expect.",
+        default=False,
+    )
+    stream_keep_alive: float = _option(
+        Group.SERVER,
+        Duration(low=0.0, high=3600.0),
+        "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
+        "the proxies' own limit; 0 sends none.",
+        default=15.0,
+    )
+    shutdown_timeout: float = _option(
+        Group.SERVER,
+        Duration(low=0.0, high=86400.0),
+        "Time for running requests to finish after SIGTERM; then they are aborted.",
+        default=30.0,
+    )
+    drain_delay: float = _option(
+        Group.SERVER,
+        Duration(low=0.0, high=3600.0),
+        "After SIGTERM /health/ready says no at once, but newcomers are served for so long: until every load "
+        "balancer has noticed.",
+        default=0.0,
+    )
+    heartbeat_timeout: float = _option(
+        Group.SERVER,
+        Duration(low=2.0, high=3600.0),
+        "An engine that does not move for so long, not even within a step, is reported by /health/live, "
+        "killed and replaced.",
+        default=60.0,
+    )
+    health_port: int | None = _option(
+        Group.SERVER,
+        Count(low=0, high=65535, metavar="PORT"),
+        "One more port for /health, /health/ready and /health/live, answered by a thread of its own however "
+        "busy the API is, without TLS; 0 takes any free one.",
+        open_default="probes ask --port",
+        default=None,
+    )
+    log_level: str = _option(
+        Group.SERVER,
+        Choice(words=("debug", "info", "warning", "error")),
+        "How much is logged.",
+        default="info",
+    )
+    log_format: str = _option(
+        Group.SERVER,
+        Choice(words=("auto", "text", "json")),
+        "Lines for people, or one JSON object each; auto writes text to a terminal and JSON elsewhere.",
+        default="auto",
+    )
+    otlp_traces_endpoint: str | None = _option(
+        Group.SERVER,
+        Text(metavar="URL"),
+        "Send a span of each request to this OpenTelemetry collector, by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces. Needs the extra `otel`.",
+        open_default="no spans",
+        default=None,
+    )
+
+
+FIELDS = {item.name: item for item in dataclasses.fields(Options)}
+DECLARATIONS: Mapping[str, Declaration] = {name: item.metadata["option"] for name, item in FIELDS.items()}
+BY_KEY = {name.replace("_", "-"): name for name in FIELDS}

@@ -1,0 +1,239 @@
+"""The lives of the engine process: a dead one is replaced, unless that is hopeless.
+
+Owns: birth, death and rebirth with back-off, and the end of a process that stands still; at most one process
+at a time.
+Never: requests (client.py) or what a message means beyond a failed start and a sign of life.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import zmq
+
+from engine.messages import Ready, Shutdown, StartFailed, ToClient, ToEngine
+from engine.options.config import EngineConfig
+from engine.processes.child_process import EXIT_START_FAILED
+from engine.processes.hang_watch import HangWatch
+from engine.processes.supervisor import EngineProcess
+
+log = logging.getLogger(__name__)
+
+EXIT_CRASH_LOOP = EXIT_DIED = 70
+_MAX_DEATHS, _DEATHS_WINDOW_S = 3, 300.0
+_FIRST_BACK_OFF_S = 1.0
+_GOODBYE_S = 2.0
+_MAX_RECEIVING_S = 0.05
+"""Where messages come faster than they are sent on, the next one is there at once, and the task that takes
+them in would never pause. So long the others wait, and what came is merged; then they have their turn."""
+_STACKS_S = 1.0
+"""For a process that hangs to write down where. One that is stopped, or waits in the kernel, never will."""
+
+
+class DeathCause(StrEnum):
+    """Why a process had to be replaced; a label of the metrics."""
+
+    CRASH = "crash"  # it ended, however
+    HANG = "hang"  # it stood still and was killed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """The end of a process that nobody asked to leave."""
+
+    cause: DeathCause
+    what: str
+    """What it did, for a person: `was killed by signal SIGSEGV`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp:
+    """Why there will be no further engine process."""
+
+    what: str
+    fix: str
+    exit_code: int
+
+
+class EngineLives:
+    """Run `run` as a task; it returns when there will be no further life."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_message: Callable[[ToClient], None],
+        on_death: Callable[[Death], None],
+    ) -> None:
+        self._config = config
+        self._on_message = on_message
+        self._on_death = on_death
+        self._process: EngineProcess | None = None
+        self._stopping = asyncio.Event()
+        self._is_last_life = False
+        self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
+        self._start_failure: StartFailed | None = None
+        self._num_heard = 0
+        """Messages of all processes."""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def send(self, message: ToEngine) -> None:
+        """Lost if nobody lives; then whoever waits for an answer was told, or will be."""
+        if self._process is not None:
+            self._process.side.send(message)
+
+    async def run(self) -> GaveUp | None:
+        """None after `stop`."""
+        while not self._stopping.is_set():
+            death = await self._live()
+            if self._stopping.is_set():
+                return None
+            gave_up = self._judge(death)
+            if gave_up is not None:
+                log.critical("%s", gave_up.what)
+                return gave_up
+            back_off_s = _FIRST_BACK_OFF_S * 2 ** (len(self._deaths_s) - 1)
+            log.critical("the engine process is replaced in %.0f s", back_off_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), back_off_s)
+        return None
+
+    async def stop(self) -> None:
+        """Ask it to leave, then insist."""
+        self._stopping.set()
+        if self._process is not None:
+            self.send(Shutdown())
+            await self._process.stop(grace_s=_GOODBYE_S)
+
+    def no_more_lives(self) -> None:
+        """The living process goes on; should it die, it is not replaced."""
+        self._is_last_life = True
+
+    async def _live(self) -> Death:
+        """From birth to death."""
+        try:
+            process = await EngineProcess.start(self._config)
+        except (OSError, zmq.ZMQError) as error:
+            return Death(cause=DeathCause.CRASH, what=f"could not be started: {error}")
+        self._process = process
+        watch = HangWatch(timeout_s=self._config.heartbeat_timeout_s)
+        receiver = asyncio.create_task(self._receive(process, watch))
+        try:
+            if self._stopping.is_set():  # meanwhile
+                process.kill()
+            death = await self._until_death(process, receiver, watch)
+            await self._hear_the_rest(receiver)
+        finally:
+            receiver.cancel()
+            await asyncio.gather(receiver, return_exceptions=True)
+            process.kill()
+            self._process = None
+            process.clean_up()
+        if not self._stopping.is_set():
+            log.critical("the engine process (pid %d) %s", process.pid, death.what)
+            self._on_death(death)
+        return death
+
+    async def _until_death(
+        self, process: EngineProcess, receiver: "asyncio.Task[None]", watch: HangWatch
+    ) -> Death:
+        """It ends by itself, or is ended because it has become useless."""
+        dying = asyncio.create_task(process.wait())
+        hanging = asyncio.create_task(watch.until_hang())
+        try:
+            while True:
+                await asyncio.wait([dying, receiver, hanging], return_when=asyncio.FIRST_COMPLETED)
+                if dying.done():
+                    return Death(cause=DeathCause.CRASH, what=_describe(dying.result()))
+                if not hanging.done():
+                    break
+                await _write_down_where(process, dying, hanging.result())
+                if watch.is_hanging:
+                    process.kill()
+                    await dying
+                    what = f"stood still for {hanging.result():.0f} s and was killed"
+                    return Death(cause=DeathCause.HANG, what=what)
+                log.warning("the engine process (pid %d) moves again", process.pid)
+                hanging = asyncio.create_task(watch.until_hang())
+            # A message that cannot be taken in: nobody would ever hear of this process again.
+            log.critical("the engine process said what nobody understands", exc_info=receiver.exception())
+            process.kill()
+            return Death(cause=DeathCause.CRASH, what=_describe(await dying))
+        finally:
+            hanging.cancel()
+            dying.cancel()
+            await asyncio.gather(hanging, dying, return_exceptions=True)
+
+    async def _receive(self, process: EngineProcess, watch: HangWatch) -> None:
+        pause_due_s = time.monotonic() + _MAX_RECEIVING_S
+        while True:
+            if time.monotonic() > pause_due_s:
+                await asyncio.sleep(0)
+                pause_due_s = time.monotonic() + _MAX_RECEIVING_S
+            message = await process.side.receive()
+            watch.heard()
+            self._num_heard += 1
+            if isinstance(message, StartFailed):
+                self._start_failure = message
+                continue
+            if isinstance(message, Ready):
+                watch.loaded()
+            self._on_message(message)
+
+    async def _hear_the_rest(self, receiver: "asyncio.Task[None]") -> None:
+        """What it said before it died still counts; the socket holds it already."""
+        num_heard = -1
+        while num_heard != self._num_heard:  # the receiver may have a backlog of more than one wait
+            num_heard = self._num_heard
+            await asyncio.wait([receiver], timeout=_MAX_RECEIVING_S)
+
+    def _judge(self, death: Death) -> GaveUp | None:
+        if self._start_failure is not None:
+            failure = self._start_failure
+            return GaveUp(what=failure.what, fix=failure.fix, exit_code=EXIT_START_FAILED)
+        if self._is_last_life:
+            return GaveUp(
+                what=f"the engine process {death.what}", fix="start the server again", exit_code=EXIT_DIED
+            )
+        now_s = time.monotonic()
+        self._deaths_s.append(now_s)
+        while self._deaths_s[0] < now_s - _DEATHS_WINDOW_S:
+            self._deaths_s.popleft()
+        if len(self._deaths_s) > _MAX_DEATHS:
+            return GaveUp(
+                what=f"the engine process died {len(self._deaths_s)} times in {_DEATHS_WINDOW_S:.0f} s, "
+                f"last: it {death.what}",
+                fix="the log above says what each one died of",
+                exit_code=EXIT_CRASH_LOOP,
+            )
+        return None
+
+
+async def _write_down_where(process: EngineProcess, dying: "asyncio.Task[int]", silent_s: float) -> None:
+    """Its stacks go to the log, as far as it can still write them."""
+    log.critical(
+        "the engine process (pid %d) has not moved for %.0f s: where it stands follows, if it can tell",
+        process.pid,
+        silent_s,
+    )
+    process.ask_for_stacks()
+    await asyncio.wait([dying], timeout=_STACKS_S)
+
+
+def _describe(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = str(-exit_code)
+    return f"was killed by signal {name}"

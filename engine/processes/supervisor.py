@@ -1,0 +1,97 @@
+"""One life of the engine process: born with its own directory, gone without a trace.
+
+Owns: the child process, its environment, and the directory with its sockets and configuration.
+Never: interprets messages; never decides whether there is a next life (client.py does).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from engine.options.config import EngineConfig
+from engine.processes import child_process
+from engine.processes.child_environment import child_environment
+from engine.processes.child_process import CONFIG_FILE, SIGNAL_FOR_STACKS
+from engine.processes.runtime_directory import RuntimeDirectory
+from engine.processes.transport import ClientSide
+
+log = logging.getLogger(__name__)
+
+_ENVIRONMENT = {
+    # With the default, a thread that waits spins: one busy neighbour (our own API process) then makes
+    # a decode step 30 times slower; passive waiting costs 13 % on an idle machine. Measured on 2 cores,
+    # docs/decisions/0005-openmp-wait-policy.md.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class EngineProcess:
+    """Use `start`; then `side` carries messages until `wait` returns."""
+
+    def __init__(
+        self, child: asyncio.subprocess.Process, directory: RuntimeDirectory, side: ClientSide
+    ) -> None:
+        self._child = child
+        self._directory = directory
+        self.side = side
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> "EngineProcess":
+        directory = RuntimeDirectory.make()
+        side: ClientSide | None = None
+        try:
+            side = ClientSide(directory.path)
+            (directory.path / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
+            child = await asyncio.create_subprocess_exec(
+                *child_process.INTERPRETER,
+                *_child_arguments(directory.path),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=child_environment(**_ENVIRONMENT),
+            )
+        except BaseException:
+            if side is not None:
+                side.close()
+            directory.remove()
+            raise
+        return cls(child, directory, side)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def wait(self) -> int:
+        """The exit code; negative for a signal."""
+        return await self._child.wait()
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Wait so long for it to leave by itself, then kill it."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._child.wait(), grace_s)
+        self.kill()
+        await self._child.wait()
+
+    def kill(self) -> None:
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
+
+    def ask_for_stacks(self) -> None:
+        """Let a loaded process write to its stderr where each of its threads is; returns at once."""
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(SIGNAL_FOR_STACKS)
+
+    def clean_up(self) -> None:
+        self.side.close()
+        self._directory.remove()
+
+
+def _child_arguments(directory: Path) -> list[str]:
+    """As engine/core/process.py reads them."""
+    log_level = log.getEffectiveLevel()
+    return ["-m", "engine.core.process", str(directory), str(os.getpid()), str(log_level)]

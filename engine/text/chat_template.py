@@ -1,0 +1,393 @@
+"""Messages to prompt text, by the checkpoint's own chat template.
+
+Owns: finding the template, the sandbox it runs in, and whose fault a failure is.
+Never: tokenizes; knows a model family; lets a request reach the template's own variables.
+Source: the template language that `apply_chat_template` of Hugging Face transformers defines; its
+results are matched text for text (tests/engine/test_chat_template.py).
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from engine.errors import NoChatTemplate, RequestRejected
+from engine.text.tokenizer import NAMED_SPECIAL_TOKENS, TokenizerError, read_json
+
+MAX_TEMPLATE_BYTES = 256 * 1024
+MAX_RENDERED_CHARS = 16 * 1024 * 1024
+MAX_RENDERING_S = 10.0
+"""Looked at in every turn of a loop and in every call of a macro."""
+_MAX_REASON_CHARS = 500
+
+_OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+# Ends the content of the message to continue, so that the place can be found again in the rendered text.
+# Private-use characters: no tokenizer's special token, no whitespace that a template would trim. The
+# space at its end is there to be trimmed: whether it survived tells whether the template trims content.
+_CONTINUE_MARK = "\ue000continue here\ue001 "
+
+_TICK = "__tick"
+"""Called by every loop and macro; no template can be written so that it names it by chance."""
+_MAX_BASE = 2**64
+_MAX_EXPONENT = 64
+
+# A template is a program over data from the request: these are its ways to fail on unfit data.
+_RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class FinalMessage(StrEnum):
+    """What the model is to write after the messages."""
+
+    ANSWER = "answer"  # a new assistant message
+    CONTINUE = "continue"  # the rest of the last message, which is left open
+    NOTHING = "nothing"  # no generation prompt: the messages as they are
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, compiled. `render` may be called from several threads at once."""
+
+    def __init__(self, templates: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
+        """`templates` by name: `default`, and possibly `tool_use` for requests with tools. May be empty."""
+        self._special_tokens = dict(special_tokens)
+        self._templates = {name: _Compiled(name, source) for name, source in templates.items()}
+
+    @classmethod
+    def load(cls, folder: Path, *, special_tokens: Mapping[str, str]) -> "ChatTemplate":
+        """Read chat_template.jinja, else tokenizer_config.json. Raises TokenizerError if it is unusable."""
+        return cls(_read_templates(folder), special_tokens=special_tokens)
+
+    @property
+    def is_present(self) -> bool:
+        return bool(self._templates)
+
+    @property
+    def source_with_tools(self) -> str:
+        """The text of the template that renders requests with tools; empty if there is none."""
+        found = self._templates.get("tool_use") or self._templates.get("default")
+        return found.source if found else ""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        final: FinalMessage = FinalMessage.ANSWER,
+        template_kwargs: Mapping[str, Any] | None = None,
+        template_hints: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. Messages and tools are plain JSON data; keys that are None count as absent.
+
+        The arguments of calls are JSON texts, as on the wire; the template sees them as objects. A hint
+        need not be read by the template, and gives way to one of `template_kwargs`.
+
+        Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages`,
+        `chat_template_kwargs` or `continue_final_message`.
+        """
+        template = self._choose(tools)
+        extra = dict(template_kwargs or {})
+        template.check_kwargs(extra)
+        plain = [_plain(message) for message in messages]
+        if final is FinalMessage.CONTINUE:
+            plain = _mark_final_message(plain)
+        text = template.render(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **(template_hints or {}),
+                **extra,
+                "messages": plain,
+                "tools": list(tools) if tools else None,
+                "add_generation_prompt": final is FinalMessage.ANSWER,
+            }
+        )
+        return _cut_at_mark(text) if final is FinalMessage.CONTINUE else text
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> "_Compiled":
+        if not self._templates:
+            raise NoChatTemplate
+        if tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates["default"]
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if value is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_plain_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _as_arguments(function["arguments"])}}
+
+
+def _as_arguments(text: str) -> Any:
+    """What is not an object stays the text that the model wrote."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return _Arguments(value, text or "{}") if isinstance(value, dict) else text
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: most templates ask for an object, some for its JSON text.
+
+    Written out, or added to a text, it is the text that the model wrote.
+    """
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, text: str) -> str:
+        return self._text + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self._text
+
+
+class _Refusal(jinja2.TemplateError):
+    """The template itself said no, through raise_exception."""
+
+
+class _Compiled:
+    def __init__(self, name: str, source: str) -> None:
+        num_bytes = len(source.encode(errors="replace"))
+        if num_bytes > MAX_TEMPLATE_BYTES:
+            raise TokenizerError(
+                f"the chat template {name!r} has {num_bytes} bytes; at most {MAX_TEMPLATE_BYTES} are read",
+                "remove it from the checkpoint, or check where the checkpoint comes from",
+            )
+        self.source = source
+        try:
+            tree = _ENVIRONMENT.parse(source)
+            read = jinja2.meta.find_undeclared_variables(tree)
+            _insert_ticks(tree)
+            code = _ENVIRONMENT.compile(tree)
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"the chat template {name!r} is broken at line {error.lineno}: {error.message}",
+                "correct or remove it in the checkpoint folder",
+            ) from error
+        self._template = jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
+        ours = {*_OUR_VARIABLES, *NAMED_SPECIAL_TOKENS, *_ENVIRONMENT.globals}
+        self._free_variables = frozenset(read) - ours
+
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """A request may set what the template reads and nobody else sets."""
+        for name in kwargs:
+            if name not in self._free_variables:
+                known = ", ".join(sorted(self._free_variables)) or "nothing"
+                raise RequestRejected(
+                    f"chat_template_kwargs cannot set {name[:100]!r}; it can set, for this model: {known}",
+                    param="chat_template_kwargs",
+                )
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        pieces = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate({**variables, _TICK: _clock()}):
+                num_chars += len(piece)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise RequestRejected(
+                        f"the rendered chat has more than {MAX_RENDERED_CHARS} characters",
+                        param="messages",
+                    )
+                pieces.append(piece)
+        except _Refusal as refusal:
+            reason = str(refusal)[:_MAX_REASON_CHARS]
+            raise RequestRejected(
+                f"the chat template refuses these messages: {reason}", param="messages"
+            ) from refusal
+        except _RENDERING_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
+            raise RequestRejected(
+                f"the chat template cannot render these messages ({reason})", param="messages"
+            ) from error
+        return "".join(pieces)
+
+
+def _mark_final_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The mark goes behind the last text of the last message; the caller's data stays as it is."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        marked: Any = content + _CONTINUE_MARK
+    elif isinstance(content, list):
+        marked = _mark_last_text_part(content)
+    else:
+        raise _cannot_continue("the last message has no text content")
+    return [*messages[:-1], {**messages[-1], "content": marked}]
+
+
+def _mark_last_text_part(parts: list[Any]) -> list[Any]:
+    for place in range(len(parts) - 1, -1, -1):
+        part = parts[place]
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            return [*parts[:place], {**part, "text": part["text"] + _CONTINUE_MARK}, *parts[place + 1 :]]
+    raise _cannot_continue("the last message has no text content")
+
+
+def _cut_at_mark(rendered: str) -> str:
+    at = rendered.rfind(_CONTINUE_MARK.rstrip())
+    if at == -1:
+        raise _cannot_continue("the chat template leaves the end of the last message out")
+    is_trimmed = not rendered.startswith(_CONTINUE_MARK, at)
+    return rendered[:at].rstrip() if is_trimmed else rendered[:at]
+
+
+def _cannot_continue(reason: str) -> RequestRejected:
+    return RequestRejected(
+        f"continue_final_message cannot be honoured: {reason}", param="continue_final_message"
+    )
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's text for training; here its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared as an instance attribute by the base class)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _clock() -> Callable[[], str]:
+    """Ends a rendering that takes too long: a thread cannot be stopped from outside."""
+    deadline = time.monotonic() + MAX_RENDERING_S
+
+    def tick() -> str:
+        if time.monotonic() > deadline:
+            raise _Unbounded(f"it takes longer than {MAX_RENDERING_S:g} seconds")
+        return ""
+
+    return tick
+
+
+def _insert_ticks(tree: jinja2.nodes.Template) -> None:
+    """Let every turn of a loop and every call of a macro look at the clock."""
+    for loop in tree.find_all(jinja2.nodes.For):
+        loop.body.insert(0, _tick_statement(loop.lineno))
+    for macro in tree.find_all(jinja2.nodes.Macro):
+        macro.body.insert(0, _tick_statement(macro.lineno))
+
+
+def _tick_statement(lineno: int) -> jinja2.nodes.Node:
+    call = jinja2.nodes.Call(jinja2.nodes.Name(_TICK, "load"), [], [], None, None)
+    return jinja2.nodes.ExprStmt(call).set_lineno(lineno)
+
+
+class _Unbounded(jinja2.TemplateError):
+    """The template does too much for what it was given."""
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Also keeps a template from values that fill the memory at one stroke."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            is_too_much = abs(left) > _MAX_BASE or abs(right) > _MAX_EXPONENT
+        else:
+            is_too_much = _num_chars(left, right) > MAX_RENDERED_CHARS
+        if is_too_much:
+            raise _Unbounded(f"{operator} makes too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+def _num_chars(left: Any, right: Any) -> int:
+    """Of the product, if one factor is a text or a list."""
+    for value, times in ((left, right), (right, left)):
+        if isinstance(times, int) and hasattr(value, "__len__"):
+            return len(value) * times
+    return 0
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (the template language's own signature)
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 (the same)
+) -> str:
+    # Not Jinja's own tojson, which escapes <, > and & for HTML: models were trained on plain JSON.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> _Sandbox:
+    # Templates come with checkpoints from strangers: the sandbox keeps them from everything but text.
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+def _read_templates(folder: Path) -> dict[str, str]:
+    path = folder / "chat_template.jinja"
+    try:
+        with path.open(encoding="utf-8") as file:
+            return {"default": file.read(MAX_TEMPLATE_BYTES + 1)}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}", "download it again") from error
+    found = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {"default": found}
+    try:
+        templates = {entry["name"]: entry["template"] for entry in found}
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts",
+            "correct or remove it",
+        ) from error
+    if "default" not in templates:
+        raise TokenizerError(
+            f"the checkpoint has the chat templates {', '.join(sorted(templates))}, and none named default",
+            "rename one of them in tokenizer_config.json",
+        )
+    return templates

@@ -1,0 +1,267 @@
+"""Token ids to text by increments: whole characters only, and never a part of a stop string.
+
+Owns: what may be sent now and what is held back. Joined, the pieces are the text that decoding all
+tokens at once gives, wherever the tokens were cut into pushes.
+Never: asks the tokenizer for more than it must; one token costs about a microsecond.
+
+    tokens ──▶ ByteText | WindowText ──▶ StopMatcher ──▶ pieces
+               holds unfinished          holds what may become
+               characters                a stop string
+
+One difference from decoding at once, in malformed output only: a byte-fallback decoder spoils the whole
+run of <0xNN> tokens around a wrong byte; good characters of that run are already sent here, and stay good.
+"""
+
+import codecs
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Protocol
+
+from engine.text.tokenizer import DecoderKind, SpecialTokens, Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+# No character has more than 4 bytes, so no more than 4 tokens of the prompt can have begun the first one.
+_NUM_CONTEXT_TOKENS = 4
+# A window that does not come to a whole character within so many tokens never will: the bytes are noise.
+_MAX_UNFINISHED_TOKENS = 16
+
+
+class StopText(StrEnum):
+    """Whether the stop string that ended a text is part of it."""
+
+    EXCLUDE = "exclude"
+    INCLUDE = "include"
+
+
+class IncrementalDetokenizer:
+    """The text of one choice.
+
+    `prompt_token_ids` gives context only: a space that a tokenizer would drop at the start of a text
+    is kept after a prompt, and a character begun in the prompt is finished. Leave it empty to get
+    exactly what decoding the output alone gives. `shown` are special tokens that are text in any case.
+
+    The stop string that is complete first ends the text; of several complete at the same character
+    the longest. Raises ValueError for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: tuple[int, ...] = (),
+        stop: tuple[str, ...] = (),
+        stop_text: StopText = StopText.EXCLUDE,
+        special: SpecialTokens = SpecialTokens.SKIP,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        table = tokenizer.bytes_by_id(special, shown=shown)
+        self._text = _text_source(tokenizer, prompt_token_ids, table)
+        self._matcher = StopMatcher(stop, stop_text) if stop else None
+        self._num_tokens = 0
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._matcher.matched if self._matcher else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken in, up to the one that completed a stop string; those after it do not count."""
+        return self._num_tokens
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that is safe to send now; empty after a stop string was found."""
+        if self._matcher is None:
+            ids = tuple(token_ids)
+            self._num_tokens += len(ids)
+            return self._text.push(ids)
+        pieces = []
+        for token_id in token_ids:
+            if self._matcher.matched is not None:
+                break
+            self._num_tokens += 1
+            pieces.append(self._matcher.push(self._text.push((token_id,))))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was held back. An unfinished character becomes U+FFFD, as in decoding at once."""
+        rest = self._text.finish()
+        if self._matcher is None:
+            return rest
+        return self._matcher.push(rest) + self._matcher.finish()
+
+
+class StopMatcher:
+    """Finds the first of several strings in a text that comes in pieces."""
+
+    def __init__(self, stop: tuple[str, ...], stop_text: StopText) -> None:
+        if not all(stop):
+            raise ValueError("a stop string is empty")
+        self._stop = stop
+        self._stop_text = stop_text
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The part that no stop string can claim any more."""
+        if not text or self.matched is not None:
+            return ""
+        text = self._held + text
+        found = self._first_match(text)
+        if found is not None:
+            end, start, self.matched = found
+            self._held = ""
+            return text[: end if self._stop_text is StopText.INCLUDE else start]
+        held_from = self._held_from(text)
+        self._held = text[held_from:]
+        return text[:held_from]
+
+    def finish(self) -> str:
+        """The text has ended: what was held back is no stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _first_match(self, text: str) -> tuple[int, int, str] | None:
+        """(end, start, stop string) of the match that ends first; the longest of those."""
+        first = None
+        for stop in self._stop:
+            start = text.find(stop)
+            if start != -1:
+                match = (start + len(stop), start, stop)
+                first = match if first is None else min(first, match)
+        return first
+
+    def _held_from(self, text: str) -> int:
+        """Start of the longest suffix that a stop string begins with; len(text) if there is none."""
+        held_from = len(text)
+        for stop in self._stop:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1), held_from)
+            while at != -1 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1, held_from)
+            if at != -1:
+                held_from = at
+        return held_from
+
+
+class _TextSource(Protocol):
+    def push(self, token_ids: tuple[int, ...]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+def _text_source(tokenizer: Tokenizer, prompt: tuple[int, ...], table: Mapping[int, bytes]) -> _TextSource:
+    context = _visible_tail(prompt, table)
+    if tokenizer.rule.kind is DecoderKind.OPAQUE:
+        return WindowText(tokenizer, table, context)
+    return ByteText(tokenizer, table, context)
+
+
+def _visible_tail(prompt: tuple[int, ...], table: Mapping[int, bytes]) -> tuple[int, ...]:
+    tail: list[int] = []
+    for token_id in reversed(prompt):
+        if len(tail) == _NUM_CONTEXT_TOKENS:
+            break
+        if table[token_id]:
+            tail.append(token_id)
+    return tuple(reversed(tail))
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """As the byte-fallback decoder does: one U+FFFD for each byte, not for each broken sequence."""
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+_EACH_BYTE = "tokenyard-replace-each-byte"
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class ByteText:
+    """For tokenizers whose text is the concatenation of the bytes of its tokens: exact, O(1) a token."""
+
+    def __init__(self, tokenizer: Tokenizer, table: Mapping[int, bytes], context: tuple[int, ...]) -> None:
+        is_byte_level = tokenizer.rule.kind is DecoderKind.BYTE_LEVEL
+        self._table = table
+        self._utf8 = _UTF8("replace" if is_byte_level else _EACH_BYTE)
+        # The context's own text is the prompt's; only bytes of a character that it leaves open matter.
+        self._utf8.decode(b"".join([table[token_id] for token_id in context]))
+        self._num_strippable = 0 if context else tokenizer.rule.num_stripped_spaces
+
+    def push(self, token_ids: tuple[int, ...]) -> str:
+        table = self._table
+        text = self._utf8.decode(b"".join([table[token_id] for token_id in token_ids]))
+        return self._strip(text) if self._num_strippable else text
+
+    def finish(self) -> str:
+        return self._strip(self._utf8.decode(b"", final=True))
+
+    def _strip(self, text: str) -> str:
+        """Drop the leading spaces that the decoder drops from the whole text."""
+        while text and self._num_strippable:
+            if text[0] != " ":
+                self._num_strippable = 0
+                break
+            text = text[1:]
+            self._num_strippable -= 1
+        return text
+
+
+class WindowText:
+    """For any other decoder: the text of a token is what it adds to the decode of the few before it.
+
+        ids:   … a b │ c d │ e      a b   context, sent
+                     ▲     ▲        c d   already decoded into text that was sent, or context
+               window      read     e     new; held while the decode ends in an unfinished character
+
+    Assumes that a token's text depends on near neighbours only, as WordPiece and Metaspace do.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        table: Mapping[int, bytes],
+        context: tuple[int, ...],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._table = table
+        self._window = list(context)
+        self._num_read = len(context)
+        self._read_text = self._decode(self._window)
+
+    def push(self, token_ids: tuple[int, ...]) -> str:
+        pieces = []
+        for token_id in token_ids:
+            # A token without text would leave the window without context for the next one.
+            if self._table[token_id]:
+                self._window.append(token_id)
+                pieces.append(self._advance())
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        return self._release(self._decode(self._window))
+
+    def _advance(self) -> str:
+        text = self._decode(self._window)
+        num_unfinished = len(self._window) - self._num_read
+        if text.endswith(REPLACEMENT) and num_unfinished < _MAX_UNFINISHED_TOKENS:
+            return ""
+        return self._release(text)
+
+    def _release(self, text: str) -> str:
+        """What `text`, the decode of the window, adds; the window moves up to its last tokens."""
+        unread = self._window[self._num_read :]
+        if not unread:
+            return ""
+        # A malformed run may have changed text that is already sent: then go on with what is new alone.
+        is_longer = text.startswith(self._read_text)
+        added = text[len(self._read_text) :] if is_longer else self._decode(unread)
+        self._window = unread
+        self._num_read = len(unread)
+        self._read_text = self._decode(unread)
+        return added
+
+    def _decode(self, token_ids: list[int]) -> str:
+        # Tokens that the table hides never come into the window.
+        return self._tokenizer.decode(token_ids, special=SpecialTokens.KEEP)

@@ -1,0 +1,77 @@
+"""Log-probabilities with the texts of their tokens, and those of a prompt until all of them are there.
+
+Owns: the step from token ids to texts, as logprobs show them.
+Never: what they look like on the wire (server/generate/wire_logprobs.py).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+from engine.text.tokenizer import SpecialTokens, Tokenizer
+from engine.types import GenerationRequest, LogprobEntry, TokenLogprob
+from scheduler.messages import TokenLogprobs
+
+
+def explain(logprobs: TokenLogprobs, tokenizer: Tokenizer, special: SpecialTokens) -> TokenLogprob:
+    return TokenLogprob(
+        chosen=_entry(logprobs.token_id, logprobs.logprob, tokenizer),
+        top=tuple(_entry(token_id, logprob, tokenizer) for token_id, logprob in logprobs.top),
+        rank=logprobs.rank,
+        is_hidden=special is SpecialTokens.SKIP and tokenizer.is_special(logprobs.token_id),
+    )
+
+
+def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> LogprobEntry:
+    return LogprobEntry(
+        token_id=token_id,
+        token=tokenizer.token_string(token_id),
+        token_bytes=tokenizer.token_bytes(token_id),
+        logprob=logprob,
+    )
+
+
+class ExplainedLogprobs(Sequence[TokenLogprob]):
+    """Gets the texts of an entry when it is read: for a long prompt that is work for a thread."""
+
+    def __init__(self, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> None:
+        self._logprobs = logprobs
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self._logprobs)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, place: slice) -> "ExplainedLogprobs": ...
+    def __getitem__(self, place: int | slice) -> "TokenLogprob | ExplainedLogprobs":
+        if isinstance(place, slice):
+            return ExplainedLogprobs(self._logprobs[place], self._tokenizer)
+        return explain(self._logprobs[place], self._tokenizer, SpecialTokens.KEEP)
+
+
+class PromptLogprobs:
+    """Those of one prompt. They come chunk by chunk, from the first of the request's sequences."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        is_asked = request.params.num_prompt_logprobs is not None
+        self._num_missing = len(request.prompt_token_ids) - 1 if is_asked else 0
+        self._tokenizer = tokenizer
+        self._found: list[TokenLogprobs] = []
+        self._untold = set(range(request.n)) if is_asked else set()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_missing <= 0
+
+    def push(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        num_before = len(self._found)
+        self._found.extend(logprobs)
+        self._num_missing -= len(self._found) - num_before
+
+    def tell(self, index: int) -> Sequence[TokenLogprob]:
+        """All of them, once to each choice."""
+        if index not in self._untold:
+            return ()
+        self._untold.discard(index)
+        return ExplainedLogprobs(self._found, self._tokenizer)

@@ -1,0 +1,195 @@
+"""Where the KV of a sequence's tokens is already: on the device, on the host, or nowhere.
+
+Owns: what is found by content. Full blocks on the device (the prefix cache), full blocks in the swap space
+(its second tier), and the tails of prompts, which are copied and never shared.
+Never: takes or gives back a block (kv_cache_manager.py).
+Sources: vLLM's lazy CPU offload, which saves what is about to be evicted; copy-on-write of PagedAttention,
+arXiv:2309.06180, for tails.
+
+A tail is the part of a prompt behind its last full block, without the prompt's last token, which is computed
+in any case. A request with n > 1 has n sequences with one tail. Whoever has computed it goes on writing
+behind it in the same block; so the others get a copy of the block, if they come in a later step. In the same
+step the tail is not written yet when copies are made, and to compute it costs less than to wait.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler.blocks.attended_blocks import Reach
+from scheduler.blocks.prefix_cache import PrefixCache, block_key, root_key
+from scheduler.blocks.swap_space import SwapSpace
+from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
+from scheduler.messages import BlockId
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a sequence need not compute. Places count blocks from the first of its table."""
+
+    num_tokens: int = 0
+    """All before this position is there, as far as a window still reaches it."""
+    device: dict[int, BlockId] = field(default_factory=dict)
+    """Blocks to share, by place."""
+    host: dict[int, BlockId] = field(default_factory=dict)
+    """Host blocks to copy in, by place."""
+    tail: BlockId | None = None
+    """The block to copy for the place behind `num_tokens`; all but the last known token is then there."""
+
+
+class PrefixIndex:
+    """Finds and publishes; keys are computed once for each sequence, since its tokens never change."""
+
+    def __init__(self, config: SchedulerConfig, reach: Reach) -> None:
+        self.cache = PrefixCache()
+        self.swap_space = SwapSpace(config.num_host_blocks)
+        self._tails = PrefixCache()
+        self._new_tails: list[tuple[bytes, BlockId]] = []
+        self._reach = reach
+        self._block_size = config.block_size
+        self._is_on = config.prefix_caching is PrefixCaching.ON
+        self.keeps_on_host = self._is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
+
+    def find(self, seq: Sequence) -> Found:
+        """All that is there for a sequence that has no blocks; its own copy on the host counts too."""
+        found = self._find_prefix(seq) if self._is_on and seq.reads_prefix_cache else Found()
+        num_swapped = min(seq.num_swapped_tokens, seq.num_tokens - 1)
+        if num_swapped > found.num_tokens:
+            return self._find_swapped(seq, num_swapped)
+        if found.num_tokens == self._num_findable(seq) * self._block_size:
+            found.tail = self._find_tail(seq)
+        return found
+
+    def publish(self, seq: Sequence, start: int, end: int) -> None:
+        """Let others find the blocks that [start, end) completes, and a prompt's tail that it completes."""
+        if not self._is_on:
+            return
+        first, last = start // self._block_size, end // self._block_size
+        if first < last:
+            keys = self._keys(seq, last)
+            # Plans in flight may have moved the window past a block before its last token was known.
+            for place in range(max(first, seq.num_passed_blocks), last):
+                self.cache.publish(keys[place], seq.block_ids[place])
+        if start < seq.num_prompt_tokens <= end:
+            key = self._tail_key(seq)
+            if key is not None:
+                self._new_tails.append((key, seq.block_ids[self._num_findable_of_prompt(seq)]))
+
+    def publish_found(self, seq: Sequence, found: Found) -> None:
+        """What this plan copies in is found from now on: it arrives before anything is computed."""
+        if not self._is_on:
+            return
+        num_full = found.num_tokens // self._block_size
+        keys = self._keys(seq, num_full)
+        for place in found.host:
+            if place < num_full:
+                self.cache.publish(keys[place], seq.block_ids[place])
+
+    def publish_swapped(self, device_block: BlockId, host_block: BlockId) -> None:
+        """A preempted sequence's copy can be found by others as well, if the block itself can."""
+        key = self.cache.key_of(device_block)
+        if key is not None and self.keeps_on_host:
+            self.swap_space.publish(key, host_block)
+
+    def reuse(self, block: BlockId) -> bytes | None:
+        """Its content is about to change. Returns the key under which it was found; None if it was not."""
+        self._tails.forget(block)
+        return self.cache.forget(block)
+
+    def forget(self, seq: Sequence, *, start: int = 0) -> None:
+        """Nobody may find what this sequence computed from `start` on, wherever it is by now."""
+        first = start // self._block_size
+        for block in seq.block_ids[first:]:
+            self.reuse(block)
+        for key in seq.block_keys[first:]:
+            self.cache.forget_key(key)
+            self.swap_space.forget_key(key)
+
+    def clear(self) -> None:
+        """Let nothing be found that was computed so far."""
+        self.cache.clear()
+        self._tails.clear()
+        self.swap_space.clear()
+
+    def complete_plan(self) -> None:
+        """The tails that this plan computes are there for the next one. The newest lives longest."""
+        for key, block in self._new_tails:
+            self._tails.replace(key, block)
+        self._new_tails.clear()
+
+    def _find_prefix(self, seq: Sequence) -> Found:
+        """The longest prefix of full blocks of which all that the next token reaches is there."""
+        num_findable = self._num_findable(seq)
+        keys = self._keys(seq, num_findable)
+        # Most often that is all: one call, because a long prompt that does not fit is looked up in each step.
+        device = dict(enumerate(self.cache.leading_blocks(keys[:num_findable])))
+        host: dict[int, BlockId] = {}
+        end, unbroken_from = len(device), 0
+        for place in range(end, num_findable):
+            if (block := self.cache.get(keys[place])) is not None:
+                device[place] = block
+            elif (block := self.swap_space.find(keys[place])) is not None:
+                host[place] = block
+            elif self._reach.is_limited:
+                unbroken_from = place + 1
+                continue
+            else:
+                break
+            if unbroken_from <= self._reach.first_block((place + 1) * self._block_size):
+                end = place + 1
+        if not host and not self._reach.is_limited:
+            return Found(num_tokens=end * self._block_size, device=device)
+        first = self._reach.first_block(end * self._block_size)
+        return Found(
+            num_tokens=end * self._block_size,
+            device={place: block for place, block in device.items() if first <= place < end},
+            host={place: block for place, block in host.items() if first <= place < end},
+        )
+
+    def _find_swapped(self, seq: Sequence, num_tokens: int) -> Found:
+        """Its own copy, but for the blocks that the device still has."""
+        found = Found(num_tokens=num_tokens)
+        num_full = num_tokens // self._block_size if self._is_on else 0
+        keys = self._keys(seq, num_full)
+        for place in range(self._reach.first_block(num_tokens), self._reach.blocks_for(num_tokens)):
+            block = self.cache.get(keys[place]) if place < num_full else None
+            if block is not None:
+                found.device[place] = block
+            else:
+                found.host[place] = seq.host_block_ids[place]
+        return found
+
+    def _find_tail(self, seq: Sequence) -> BlockId | None:
+        if not self._is_on or not seq.reads_prefix_cache or seq.num_tokens > seq.num_prompt_tokens:
+            return None
+        key = self._tail_key(seq) if len(self._tails) else None
+        return None if key is None else self._tails.get(key)
+
+    def _tail_key(self, seq: Sequence) -> bytes | None:
+        """None for a prompt that has no tail."""
+        place, end = self._num_findable_of_prompt(seq), seq.num_prompt_tokens - 1
+        start = place * self._block_size
+        if start == end:
+            return None
+        parent = self._parent_key(seq, place)
+        return block_key(parent, seq.token_ids[start:end], seq.inputs_within(start, end))
+
+    def _num_findable(self, seq: Sequence) -> int:
+        """Full blocks of all known tokens but the last, which is computed in any case."""
+        return (seq.num_tokens - 1) // self._block_size
+
+    def _num_findable_of_prompt(self, seq: Sequence) -> int:
+        return (seq.num_prompt_tokens - 1) // self._block_size
+
+    def _parent_key(self, seq: Sequence, place: int) -> bytes:
+        return self._keys(seq, place)[place - 1] if place else root_key(seq.cache_salt, seq.adapter)
+
+    def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """At least the first `num_blocks` keys of `seq`."""
+        keys = seq.block_keys
+        while len(keys) < num_blocks:
+            start = len(keys) * self._block_size
+            parent = keys[-1] if keys else root_key(seq.cache_salt, seq.adapter)
+            end = start + self._block_size
+            assert end <= len(seq.token_ids), "a key covers tokens, and these are not known yet"
+            keys.append(block_key(parent, seq.token_ids[start:end], seq.inputs_within(start, end)))
+        return keys

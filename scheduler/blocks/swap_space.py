@@ -1,0 +1,122 @@
+"""Host memory for KV blocks that had to leave the device: a preempted sequence's, and cached prefixes.
+
+Owns: which host blocks are held by a preempted sequence, what the others keep, and which is reused next.
+Never: contents; the plan's copies move those.
+Source: block_pool.py and prefix_cache.py once more, for the host: a block that nobody holds may keep content
+that is found by its key, until somebody needs the block.
+
+A plan copies out before it copies in. So a host block that a plan copies in is pinned until the plan is
+complete: nothing else of the same plan may be copied out to it.
+"""
+
+from collections.abc import Iterable
+
+from scheduler.blocks.block_pool import BlockPool
+from scheduler.blocks.prefix_cache import PrefixCache
+from scheduler.messages import BlockId
+
+
+class SwapSpace:
+    """Host blocks 1 to num_blocks. Preempted sequences come first: they take what only keeps a prefix."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._pool = BlockPool(num_blocks)
+        self._kept = PrefixCache()
+        self._pinned: list[BlockId] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had, those with a kept prefix included."""
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that preempted sequences hold, between two plans."""
+        return self._pool.num_used
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks whose content can be found by its key."""
+        return len(self._kept)
+
+    @property
+    def num_changes(self) -> int:
+        """Of what can be found, since the start."""
+        return self._kept.num_changes
+
+    def take(self, num_blocks: int) -> list[BlockId]:
+        """Blocks for a preempted sequence. The caller makes sure that so many are free."""
+        return [self._pop() for _ in range(num_blocks)]
+
+    def give_back(self, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            self._drop(block)
+
+    def publish(self, key: bytes, block: BlockId) -> None:
+        """Let the content of a block that is held be found too, for as long as nobody reuses the block."""
+        self._kept.publish(key, block)
+
+    def keep(self, key: bytes) -> BlockId | None:
+        """A block to copy the content of this key to. None if it is kept already, or there is no room.
+
+        Kept content that is asked for again becomes the last to be given up.
+        """
+        kept = self._kept.get(key)
+        if kept is not None:
+            if self._pool.is_free(kept):
+                self._pool.share(kept)
+                self._drop(kept)
+            return None
+        if not self._pool.num_free:
+            return None
+        block = self._pop()
+        self._kept.publish(key, block)
+        self._drop(block)
+        return block
+
+    def find(self, key: bytes) -> BlockId | None:
+        return self._kept.get(key)
+
+    def pin(self, block: BlockId) -> None:
+        """This plan copies it in."""
+        self._pool.share(block)
+        self._pinned.append(block)
+
+    def unpin(self) -> None:
+        """The plan is complete. The head of a prefix, pinned first, is given up last."""
+        if self._pinned:
+            self.give_back(reversed(self._pinned))
+            self._pinned.clear()
+
+    def forget(self, block: BlockId) -> None:
+        """Whether its content ever arrived, nobody knows."""
+        self._kept.forget(block)
+
+    def forget_key(self, key: bytes) -> None:
+        """What was computed under this key cannot be trusted."""
+        self._kept.forget_key(key)
+
+    def clear(self) -> None:
+        """Let nothing that was kept be found again."""
+        self._kept.clear()
+
+    def free_blocks(self) -> list[BlockId]:
+        """In the order in which they would be reused; for tests and invariants."""
+        return self._pool.free_blocks()
+
+    def kept(self) -> dict[BlockId, bytes]:
+        """A copy of what can be found; for tests and invariants."""
+        return self._kept.published()
+
+    def _pop(self) -> BlockId:
+        block = self._pool.pop()
+        self._kept.forget(block)
+        return block
+
+    def _drop(self, block: BlockId) -> None:
+        if self._pool.drop(block):
+            if block in self._kept:
+                self._pool.put_last(block)
+            else:
+                self._pool.put_first(block)

@@ -1,0 +1,119 @@
+"""What is left of one step.
+
+Owns: how much a step may have, and what is left of it while it is planned.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+from scheduler.config import SchedulerConfig
+from scheduler.sequence import Sequence
+from scheduler.step.step_time import StepTimeModel
+
+# What a target for the time between tokens leaves to prefill at least: it goes on, if slowly.
+_MIN_CHUNK_TOKENS = 16
+
+
+class StepLimits(NamedTuple):
+    """How many tokens a step may have."""
+
+    max_tokens: int
+    max_prefill_tokens: int
+    """Of these, for prompts; it may be more, which is no limit."""
+
+
+class SchedulingBudget:
+    """Tokens to compute, slots to fill and grammars to compile in the step being planned.
+
+    A step is planned in one pass from the front of the line, and nothing planned is undone; so the
+    budget only falls.
+    """
+
+    __slots__ = (
+        "has_chunks",
+        "has_grammars",
+        "num_decodes_ahead",
+        "remaining_grammar_s",
+        "remaining_prefill_tokens",
+        "remaining_seqs",
+        "remaining_tokens",
+    )
+
+    def __init__(self, limits: StepLimits, *, free_seqs: int, max_grammar_s: float, num_decodes: int) -> None:
+        self.remaining_tokens = limits.max_tokens
+        self.remaining_prefill_tokens = limits.max_prefill_tokens
+        """Of these, so many may be of prompts."""
+        self.has_chunks = False
+        self.remaining_seqs = free_seqs
+        """Slots for sequences that are not running yet."""
+        self.remaining_grammar_s = max_grammar_s
+        """For the grammars of these, which the worker compiles; below 0 if the first took more."""
+        self.has_grammars = False
+        self.num_decodes_ahead = num_decodes
+        """Running sequences not yet planned that need one token each; it is set aside for them."""
+
+    def take_decode(self) -> None:
+        self.remaining_tokens -= 1
+        self.num_decodes_ahead -= 1
+
+    def take_chunk(self, seq: Sequence, num_wanted: int) -> int:
+        """The share of a prefill: what it wants, cut to what the decodes leave; 0 if that is nothing.
+
+        Tokens that already flow must not stall behind a long prompt (Sarathi-Serve, arXiv:2403.02310).
+        """
+        share = min(num_wanted, self.chunk_tokens(seq, num_decodes=self.num_decodes_ahead))
+        if share <= 0:
+            return 0
+        self.remaining_tokens -= share
+        self.remaining_prefill_tokens -= share
+        self.has_chunks = True
+        return share
+
+    def chunk_tokens(self, seq: Sequence, *, num_decodes: int) -> int:
+        """The longest chunk that the step has room for beside so many decodes; 0 or less is none.
+
+        A prompt that is computed at once or not at all may be longer than the part of prompts, if it is the
+        first.
+        """
+        room = self.remaining_tokens - num_decodes
+        if seq.is_indivisible and not self.has_chunks:
+            return room
+        return min(room, self.remaining_prefill_tokens)
+
+    def take_slot(self) -> None:
+        self.remaining_seqs -= 1
+
+    def has_room_for_grammar(self, compile_s: float) -> bool:
+        """Always for the first: what takes longer than a step may has its turn, too."""
+        return compile_s <= self.remaining_grammar_s or not self.has_grammars
+
+    def take_grammar(self, compile_s: float) -> None:
+        self.remaining_grammar_s -= compile_s
+        self.has_grammars = True
+
+    def give_back_slot(self) -> None:
+        """Somebody ended while the step was planned."""
+        self.remaining_seqs += 1
+
+    def give_up_decode(self) -> None:
+        """Somebody left the line before it came to the token set aside for it."""
+        self.num_decodes_ahead -= 1
+
+
+def budget_for_step(
+    config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel, limits: StepLimits
+) -> SchedulingBudget:
+    """Within `limits`, and with fewer tokens where decodes would else miss their target."""
+    # A list, and no call for each sequence: this is a tenth of a step of decodes.
+    num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in running])
+    if num_decodes and config.target_itl_s != inf:
+        within = step_time.tokens_within(config.target_itl_s)
+        if within is not None:
+            most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
+            limits = limits._replace(max_tokens=min(limits.max_tokens, most))
+    return SchedulingBudget(
+        limits,
+        free_seqs=config.max_num_seqs - len(running),
+        max_grammar_s=config.max_grammar_s,
+        num_decodes=num_decodes,
+    )

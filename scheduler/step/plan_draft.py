@@ -1,0 +1,77 @@
+"""A step while it is being planned.
+
+Owns: what was decided so far, and the budget that is left.
+Never: decides.
+"""
+
+from scheduler.messages import (
+    BlockCopy,
+    BlockId,
+    EncoderInput,
+    NewSequence,
+    Preemption,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceId,
+)
+from scheduler.step.budget import SchedulingBudget
+
+
+class PlanDraft:
+    """Only grows: nothing that is in it is undone in the same step."""
+
+    __slots__ = (
+        "budget",
+        "chunks",
+        "copies",
+        "decodes",
+        "draft_token_ids",
+        "encoder_inputs",
+        "new_blocks",
+        "new_sequences",
+        "now_s",
+        "num_blocks_for_growth",
+        "preemptions",
+        "released",
+        "swap_in",
+        "swap_out",
+        "urgent",
+    )
+
+    def __init__(self, budget: SchedulingBudget, now_s: float) -> None:
+        self.budget = budget
+        self.now_s = now_s
+        self.num_blocks_for_growth: int | None = None  # that drafts leave alone; counted when first asked
+        self.decodes: list[ScheduledSequence] = []
+        self.chunks: list[ScheduledSequence] = []
+        self.urgent: set[SequenceId] = set()  # admitted before the line was served: they have their share
+        self.new_sequences: list[NewSequence] = []
+        self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
+        self.draft_token_ids: dict[SequenceId, tuple[int, ...]] = {}
+        self.encoder_inputs: dict[SequenceId, tuple[EncoderInput, ...]] = {}
+        self.preemptions: list[Preemption] = []
+        self.released: list[SequenceId] = []
+        self.swap_out: list[BlockCopy] = []
+        self.swap_in: list[BlockCopy] = []
+        self.copies: list[BlockCopy] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.decodes or self.chunks or self.swap_out)
+
+    def finished(self, step: int, released: tuple[SequenceId, ...]) -> SchedulerOutput:
+        chunks = self.chunks
+        return SchedulerOutput(  # in the order of its fields: by name it takes twice as long
+            step,
+            released,
+            tuple(self.new_sequences),
+            self.new_blocks,
+            tuple(self.decodes + chunks) if chunks else tuple(self.decodes),
+            len(self.decodes) + sum([share.num_tokens for share in chunks]),
+            tuple(self.swap_out),
+            tuple(self.swap_in),
+            tuple(self.copies),
+            tuple(self.preemptions),
+            self.draft_token_ids,
+            self.encoder_inputs,
+        )

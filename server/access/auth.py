@@ -1,0 +1,58 @@
+"""Who may ask: a bearer key on every path except those that probes and scrapers read.
+
+Owns: which paths are open, what a key may not do, and how a refusal says so.
+Never: compares keys (key_ring.py), or where they come from (engine/options/api_keys.py).
+"""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.options.api_keys import ApiKey
+from server.access.key_ring import KeyRing
+from server.errors import InvalidApiKey, NotPermitted
+
+METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH})
+"""Kubelets, load balancers and Prometheus carry no key; neither page says anything about a request."""
+ADMIN_PATHS = "/admin/"
+
+KEY_NAME = "tokenyard.key"
+"""Where the scope tells which key opened the door, by its name."""
+_KEY = "tokenyard.api_key"
+
+
+class Auth:
+    """ASGI middleware. Without keys everything is open; with keys, nothing but the open paths."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Decided on the path that the router matches too: a header or a host can be forged.
+        if scope["type"] != "http" or not self._keys.is_locked or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        key = self._identify(scope)
+        if scope["path"].startswith(ADMIN_PATHS) and not key.may_administer:
+            raise NotPermitted("this key may not administer the server; use one that may")
+        scope[KEY_NAME] = key.name
+        scope[_KEY] = key
+        with self._keys.under_way(key):
+            await self._app(scope, receive, send)
+
+    def _identify(self, scope: Scope) -> ApiKey:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:
+            raise InvalidApiKey("no API key: send it in the header Authorization: Bearer <key>")
+        scheme, _, text = given[0].partition(b" ")
+        key = self._keys.find(text.strip())
+        if len(given) > 1 or scheme.lower() != b"bearer" or key is None:
+            raise InvalidApiKey("this API key is not known here")
+        return key
+
+
+def key_of(scope: Scope) -> ApiKey | None:
+    """The key that opened the door; None where none is needed."""
+    key: ApiKey | None = scope.get(_KEY)
+    return key

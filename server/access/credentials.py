@@ -1,0 +1,49 @@
+"""Who may come in and what the server shows for itself: keys and certificate, as their files have them now.
+
+Owns: that both follow their files while the server runs.
+Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), or a comparison (key_ring.py).
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from engine.options.api_keys import ApiKey, KeysFile, given_keys
+from engine.options.edge_config import EdgeConfig
+from server.access.file_watch import reread_on_change
+from server.access.key_ring import KeyRing
+from server.access.tls import LiveTls
+
+log = logging.getLogger(__name__)
+
+_FOR_ALL_EYES = "everybody on this machine can read %s: chmod o-r %s"
+
+
+class Credentials:
+    """Of one server. `keep_current` must run for changes to be seen."""
+
+    def __init__(self, api_keys: Sequence[str], edge: EdgeConfig) -> None:
+        """Raises OptionError."""
+        self._given = given_keys(api_keys)
+        self._file = None if edge.api_keys_file is None else KeysFile(edge.api_keys_file)
+        self.keys = KeyRing(self._read_keys())
+        self.tls = None if edge.tls is None else LiveTls(edge.tls)
+        if self._file is not None and self._file.can_be_read_by_others():
+            log.warning(_FOR_ALL_EYES, *[self._file.path] * 2)
+        if edge.tls is not None and edge.tls.key_can_be_read_by_others():
+            log.warning(_FOR_ALL_EYES, *[edge.tls.key or edge.tls.cert] * 2)
+
+    async def keep_current(self) -> None:
+        """Until cancelled."""
+        watches: list[Coroutine[Any, Any, None]] = []
+        if self._file is not None:
+            watches.append(
+                reread_on_change([str(self._file.path)], lambda: self.keys.replace(self._read_keys()))
+            )
+        if self.tls is not None:
+            watches.append(reread_on_change(self.tls.files.paths, self.tls.reload))
+        await asyncio.gather(*watches)
+
+    def _read_keys(self) -> tuple[ApiKey, ...]:
+        return (*self._given, *(self._file.read() if self._file is not None else ()))

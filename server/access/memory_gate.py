@@ -1,0 +1,31 @@
+"""No new work while the memory is nearly used up: a refusal is better than an end by the kernel.
+
+Owns: which requests are new work.
+Never: measures (engine/frontend/memory_use.py), or ends what runs.
+"""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.frontend.memory_use import MemoryGauge
+from server.access.auth import ADMIN_PATHS
+from server.errors import LowMemory
+
+
+class MemoryGate:
+    """ASGI middleware. Stands before the body is read, which may be the largest part of a request."""
+
+    def __init__(self, app: ASGIApp, *, max_use: float, gauge: MemoryGauge | None = None) -> None:
+        """`max_use` is a share of the memory; 1 lets everything pass."""
+        self._app = app
+        self._max_use = max_use
+        self._gauge = gauge or MemoryGauge()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_new_work = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and not scope["path"].startswith(ADMIN_PATHS)  # may be the cure
+        )
+        if is_new_work and self._max_use < 1 and self._gauge.share() >= self._max_use:
+            raise LowMemory
+        await self._app(scope, receive, send)

@@ -1,0 +1,65 @@
+"""Without keys, whoever reaches the port may ask; but not every web page that somebody here opens.
+
+Owns: whose pages may ask a server that needs no key.
+Never: what pages of other origins may read: that is for the browser to decide, by CORS (app.py).
+
+A page can make a browser send requests to this machine without asking first (a body without a type), and a
+name that its author lets point to 127.0.0.1 makes this server a part of that page's own origin. Programs send
+no `Origin`; browsers always do where it matters.
+Source: RFC 6454; CVE-2024-28224, the same in another server.
+"""
+
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.access.key_ring import KeyRing
+from server.errors import ForeignPage
+
+_ANY = "*"
+
+
+class PageOrigins:
+    """ASGI middleware. With keys it does nothing: no page has one that it was not given."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, origins: tuple[str, ...]) -> None:
+        """`origins` are those of --cors-origin."""
+        self._app = app
+        self._keys = keys
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._keys.is_locked:
+            host = _header(scope, b"host")
+            for name, value in scope["headers"]:
+                if name == b"origin" and not self._may_ask(value.decode("latin-1"), host):
+                    raise ForeignPage
+        await self._app(scope, receive, send)
+
+    def _may_ask(self, origin: str, host: str) -> bool:
+        return _ANY in self._origins or origin in self._origins or _is_ours(origin, host)
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def _is_ours(origin: str, host: str) -> bool:
+    """Whether a page came from this machine, or by the very way that its request came.
+
+    Of the latter, a plain name proves nothing: its owner may have lent it to this machine. An address cannot
+    be lent, nor a name that a certificate stands for.
+    """
+    try:
+        url = urlsplit(origin)
+        name = url.hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        is_loopback, is_address = ip_address(name).is_loopback, True
+    except ValueError:
+        is_loopback = is_address = False
+    return is_loopback or (url.netloc == host and (is_address or url.scheme == "https"))

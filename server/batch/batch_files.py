@@ -1,0 +1,190 @@
+"""The two files of a batch: requests in, a line for each answered request out.
+
+Owns: OpenAI's batch format, what makes an input file unusable, and an output file that can be gone on with
+after anything, a power cut included: lines are appended whole, and half a line at its end is removed.
+Never: sends anything (batch_run.py).
+Source: OpenAI's reference of the batch API: request input and output objects.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from server.http.http_client import Reply
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_LINE_BYTES = 256 * 1024 * 1024
+MAX_ID_CHARS = 512
+_TAIL_BYTES = 64 * 1024
+
+
+class BatchFileError(Exception):
+    """A file that cannot be used. One line for the operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """One line of the input."""
+
+    custom_id: str
+    method: Any
+    url: Any
+    body: Any
+    """All three as they stand there: what is wrong with them is told in the request's own line."""
+
+    def fault(self) -> str | None:
+        """Why it cannot be sent; None where it can."""
+        if self.method != "POST":
+            return 'method must be "POST"'
+        if self.url not in ENDPOINTS:
+            return f"url must be one of {', '.join(ENDPOINTS)}"
+        if not isinstance(self.body, dict):
+            return "body must be a JSON object"
+        if self.body.get("stream"):
+            return "stream: replies in a batch are whole; leave it out"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """A file of requests that was read through once and is fit to be sent."""
+
+    path: Path
+    num_requests: int
+
+    def requests(self) -> Iterator[BatchRequest]:
+        """In the order of the file; read as they are wanted, since the file may be large."""
+        with self.path.open("rb") as file:
+            for number, line in _numbered_lines(file):
+                yield _request(line, f"{self.path} line {number}")
+
+
+def check_input(path: Path) -> InputFile:
+    """Read the whole file. Raises BatchFileError for what would make the output ambiguous."""
+    seen: dict[str, int] = {}
+    try:
+        with path.open("rb") as file:
+            for number, line in _numbered_lines(file):
+                where = f"{path} line {number}"
+                custom_id = _request(line, where).custom_id
+                if custom_id in seen:
+                    earlier = f"custom_id {custom_id[:80]!r} is in line {seen[custom_id]} already"
+                    raise BatchFileError(f"{where}: {earlier}; give each line its own")
+                seen[custom_id] = number
+    except OSError as error:
+        raise BatchFileError(f"{path} cannot be read: {error.strerror}") from None
+    return InputFile(path=path, num_requests=len(seen))
+
+
+def _numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise BatchFileError(f"line {number} is longer than {MAX_LINE_BYTES} bytes")
+        if line.strip():
+            yield number, line
+
+
+def _request(line: bytes, where: str) -> BatchRequest:
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BatchFileError(f"{where}: not JSON ({error.msg})") from None
+    custom_id = found.get("custom_id") if isinstance(found, dict) else None
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        raise BatchFileError(
+            f"{where}: each line is an object whose custom_id is a text of 1 to {MAX_ID_CHARS} characters"
+        )
+    return BatchRequest(
+        custom_id=custom_id, method=found.get("method"), url=found.get("url"), body=found.get("body")
+    )
+
+
+def answer_line(custom_id: str, reply: Reply) -> bytes:
+    """A reply, whether good or bad, as the output file has it."""
+    try:
+        body = orjson.loads(reply.body)
+    except orjson.JSONDecodeError:  # a proxy's page, say
+        body = reply.body[:4096].decode(errors="replace")
+    response = {
+        "status_code": reply.status,
+        "request_id": reply.headers.get("x-request-id", ""),
+        "body": body,
+    }
+    return _line(custom_id, response=response, error=None)
+
+
+def fault_line(custom_id: str, message: str) -> bytes:
+    """A request that was never sent."""
+    return _line(custom_id, response=None, error={"code": "invalid_request", "message": message})
+
+
+def _line(custom_id: str, *, response: Any, error: Any) -> bytes:
+    line = {
+        "id": f"batch_req_{secrets.token_hex(16)}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return orjson.dumps(line) + b"\n"
+
+
+class OutputFile:
+    """Grows by whole lines."""
+
+    def __init__(self, descriptor: int, answered_ids: frozenset[str]) -> None:
+        self._descriptor = descriptor
+        self.answered_ids = answered_ids
+        """Of the lines that were there before."""
+
+    def append(self, line: bytes) -> None:
+        """Raises OSError: a disk may be full. What was begun of the line is removed by the next run."""
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+
+@contextlib.contextmanager
+def open_output(path: Path) -> Generator[OutputFile, None, None]:
+    """For this process alone, repaired, and searched for what was answered before. Raises BatchFileError."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise BatchFileError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BatchFileError(f"{path} is being written by another run") from None
+        _remove_half_line(descriptor)
+        yield OutputFile(descriptor, _answered_ids(path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_half_line(descriptor: int) -> None:
+    """Cut the file behind its last line break. Whoever was interrupted there is simply asked again."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - _TAIL_BYTES)
+        last_break = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if last_break >= 0:
+            os.ftruncate(descriptor, start + last_break + 1)
+            return
+        end = start
+    os.ftruncate(descriptor, 0)
+
+
+def _answered_ids(path: Path) -> frozenset[str]:
+    with path.open("rb") as file:
+        return frozenset(
+            _request(line, f"{path} line {number}").custom_id for number, line in _numbered_lines(file)
+        )

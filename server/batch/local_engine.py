@@ -1,0 +1,88 @@
+"""The application with its engine, in this process and without a port.
+
+Owns: loading the model, told on standard error, and its end.
+Never: requests (app_client.py).
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from fastapi import FastAPI
+
+from engine.errors import EngineUnavailable
+from engine.frontend.client import AsyncEngine
+from engine.options.config import EngineConfig, ServerConfig
+from engine.text.tokenizer import TokenizerError
+from server.app import build_app
+from server.commands.banner import LoadingDisplay
+
+_BAD_MODEL = 78
+_PROGRESS_EVERY_S = 0.25
+
+
+class CannotLoad(Exception):
+    """There will be no engine. One line for the operator, and the code to end with."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+@asynccontextmanager
+async def local_app(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[FastAPI]:
+    """Ready when this yields; leaving ends the engine process. Raises CannotLoad."""
+    try:
+        engine = AsyncEngine(engine_config)
+    except TokenizerError as error:
+        raise CannotLoad(f"{error.what}; {error.fix}", _BAD_MODEL) from None
+    engine.start()
+    try:
+        await _load(engine)
+        async with while_it_lives(engine):
+            # Nobody else can reach it, so that there is nobody to keep out.
+            # A batch brings its own pace, and has nobody to come back later.
+            edge = replace(server_config.edge, max_memory_use=1.0)
+            yield build_app(engine, replace(server_config, api_keys=(), edge=edge))
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def while_it_lives(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Cancel what happens inside when there is no engine any more, and raise CannotLoad instead."""
+    owner = asyncio.current_task()
+    assert owner is not None
+    watching = asyncio.create_task(engine.gave_up())
+    watching.add_done_callback(lambda done: done.cancelled() or owner.cancel())
+    try:
+        yield
+    except asyncio.CancelledError:
+        gave_up = watching.result() if watching.done() else None
+        if gave_up is None:
+            raise
+        owner.uncancel()
+        raise CannotLoad(f"{gave_up.what}; {gave_up.fix}", gave_up.exit_code) from None
+    finally:
+        watching.cancel()
+
+
+async def _load(engine: AsyncEngine) -> None:
+    display = LoadingDisplay(sys.stderr)
+    ready = asyncio.create_task(engine.ready())
+    try:
+        while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
+            health = engine.health()
+            display.update(health.progress, health.detail)
+    finally:
+        ready.cancel()
+        display.close()
+    try:
+        ready.result()
+    except EngineUnavailable:
+        gave_up = await engine.gave_up()
+        if gave_up is None:
+            raise
+        raise CannotLoad(f"{gave_up.what}; {gave_up.fix}", gave_up.exit_code) from None

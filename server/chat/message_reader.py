@@ -1,0 +1,206 @@
+"""What the text of one choice is: reasoning, answer, tool calls.
+
+Owns: the order of the readers (reasoning first, then calls), ids of calls, how many tokens were reasoning.
+Never: finds marks itself (reasoning.py, tool_calls/), or knows the shape of a reply (chat_replies.py).
+"""
+
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from server.chat.reasoning import Phase, Reasoning, ReasoningSplitter, ReasoningStart
+from server.tool_calls.events import Arguments, CallStart, Content, ToolCallParser, ToolEvent
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def no_calls() -> ToolCallParser | None:
+    """All of the answer is content."""
+    return None
+
+
+def call_id() -> str:
+    """As OpenAI's look."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_call_id() -> str:
+    """As Mistral's templates insist on: nine letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+class ShownReasoning(StrEnum):
+    """What a reply tells of the reasoning."""
+
+    ALL = "all"
+    COUNT = "count"  # only how many tokens it took
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the replies to one request are read."""
+
+    reasoning: ReasoningStart = ReasoningStart.NONE
+    shown_reasoning: ShownReasoning = ShownReasoning.ALL
+    reasoning_end_id: int | None = None
+    """The token that ends a block of reasoning, if it is one token."""
+    reports_reasoning: bool = False
+    """Usage tells how many tokens were reasoning."""
+    new_parser: Callable[[], ToolCallParser | None] = no_calls
+    max_calls: int | None = None
+    new_call_id: Callable[[], str] = call_id
+    finish_reason_of_calls: str = "tool_calls"
+    """Instead of `stop`, if there are calls."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Text is passed on as it is."""
+        return self.new_parser is no_calls and self.reasoning is ReasoningStart.NONE
+
+
+PLAIN = Reading()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call begins."""
+
+    index: int
+    id: str
+    name: str
+
+
+Piece = Reasoning | Content | ToolCall | Arguments
+
+
+class MessageReader:
+    """Fed with the text of one choice, in pieces of any size."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._splitter = ReasoningSplitter(reading.reasoning)
+        self._parser = reading.new_parser()
+        self._num_calls = 0
+        self._undecided_ids: list[int] = []
+        """Tokens of which it is not known yet whether a block begins with them."""
+        self._is_counted = reading.reasoning is ReasoningStart.NONE
+        self.num_reasoning_tokens = 0
+        """Exact where the end of the block is one token; else its last output counts as a whole."""
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> list[Piece]:
+        """What is certain by now. `token_ids` are those that came with the text; only counted."""
+        if self._reading.is_plain:
+            return [Content(text)] if text else []
+        events = self._splitter.feed(text)
+        if not self._is_counted:
+            self._count(token_ids)
+        return self._read(events)
+
+    def finish(self) -> list[Piece]:
+        """The text has ended."""
+        pieces = self._read(self._splitter.finish())
+        if self._parser is not None:
+            pieces += self._allowed(self._parser.finish())
+        return pieces
+
+    def finish_reason(self, reason: str, stop_reason: int | str | None = None) -> str:
+        """A reply that calls tools ends for that reason, unless it was cut off.
+
+        `stop_reason` is the stop string or stop token that the caller has set and met. Inside of a call it
+        leaves nothing to call.
+        """
+        is_cut_off = stop_reason is not None and self._parser is not None and self._parser.is_inside_call
+        is_called = reason == "stop" and self._num_calls > 0 and not is_cut_off
+        return self._reading.finish_reason_of_calls if is_called else reason
+
+    def _read(self, events: list[Reasoning | Content]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for event in events:
+            if isinstance(event, Content) and self._parser is not None:
+                pieces += self._allowed(self._parser.feed(event.text))
+            elif isinstance(event, Content) or self._reading.shown_reasoning is ShownReasoning.ALL:
+                pieces.append(event)
+        return pieces
+
+    def _allowed(self, events: list[ToolEvent]) -> list[Piece]:
+        """Calls beyond the allowed number are left out."""
+        limit = self._reading.max_calls
+        pieces: list[Piece] = []
+        for event in events:
+            if isinstance(event, Content):
+                pieces.append(event)
+            elif limit is not None and event.index >= limit:
+                continue
+            elif isinstance(event, CallStart):
+                self._num_calls += 1
+                pieces.append(ToolCall(event.index, self._reading.new_call_id(), event.name))
+            else:
+                pieces.append(event)
+        return pieces
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        ids = [*self._undecided_ids, *token_ids]
+        self._undecided_ids.clear()
+        self._is_counted = self._splitter.phase is Phase.ANSWER
+        if self._splitter.has_block:
+            end_id = self._reading.reasoning_end_id
+            if end_id is not None and end_id in ids:
+                self._is_counted = True
+                ids = ids[: ids.index(end_id) + 1]
+            self.num_reasoning_tokens += len(ids)
+        elif not self._is_counted:
+            self._undecided_ids = ids
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class Message:
+    """All of one choice, for a reply that is not streamed."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[_Call] = []
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Reasoning():
+                    self._reasoning.append(piece.text)
+                case Content():
+                    self._content.append(piece.text)
+                case ToolCall():
+                    self._calls.append(_Call(piece.id, piece.name))
+                case Arguments():
+                    self._calls[piece.index].arguments.append(piece.text)
+
+    def body(self) -> dict[str, Any]:
+        """The message as OpenAI documents it; reasoning under both names that clients look for."""
+        content = "".join(self._content)
+        body: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            body |= reasoning_fields("".join(self._reasoning))
+        if self._calls:
+            body["content"] = content or None
+            body["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                for call in self._calls
+            ]
+        return body
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """DeepSeek's name for it, and the newer one."""
+    return {"reasoning": text, "reasoning_content": text}

@@ -1,0 +1,120 @@
+"""The command `tokenyard`: serve a model, or measure a server.
+
+Owns: subcommands, and how each mistake ends: one line on stderr and a code.
+Never: imports a web framework or a tensor library before the options are known to be right and the
+port is ours: --help and mistakes must answer at once.
+
+Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others come from what was run.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from engine.options.config import resolve
+from engine.options.option_sources import closest, read_options
+from engine.options.options import OptionError
+from server.commands.command_line import OptionParser
+from server.http.listening import CannotListen, Listeners, PortInUse, listen
+
+EXIT_USAGE = 2
+_TOOLS = {
+    "bench": "bench.load.load_command",
+    "simulate": "bench.simulate.simulate_command",
+    "trace": "bench.trace.trace_command",
+    "doctor": "server.commands.doctor",
+    "config": "server.commands.config_command",
+    "keys": "server.commands.keys_command",
+    "run-batch": "server.batch.batch_command",
+    "chat": "server.terminal.chat_command",
+    "complete": "server.terminal.complete_command",
+}
+EXIT_PORT_IN_USE = 98
+
+_USAGE = """\
+usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI's API does
+       tokenyard chat                         talk to a running server
+       tokenyard complete PROMPT              let a running server continue a text
+       tokenyard run-batch -i FILE -o FILE    answer a file of requests in OpenAI's batch format
+       tokenyard bench ...                    send load to a server and measure it
+       tokenyard simulate ...                 what would happen with other load, memory, policy
+       tokenyard trace FILE                   show what --trace-steps has written
+       tokenyard doctor [MODEL] [options]     check this machine and the model before serving
+       tokenyard config show [options]        the value of every option, and where it comes from
+       tokenyard config schema                the JSON schema of the --config file
+       tokenyard keys new NAME                make an API key and its entry for --api-keys-file
+       tokenyard --version
+
+Without any options a tiny built-in model is served. `tokenyard serve --help` lists all options.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except (OptionError, CannotListen) as error:
+        return _say(error, EXIT_USAGE)
+    except PortInUse as error:
+        return _say(error, EXIT_PORT_IN_USE)
+
+
+def _say(error: Exception, code: int) -> int:
+    print(f"tokenyard: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _dispatch(words: list[str]) -> int:
+    command, rest = (words[0], words[1:]) if words else ("serve", [])
+    if command in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0
+    if command in ("-V", "--version", "version"):
+        print(f"tokenyard {_version()}")
+        return 0
+    if command == "serve":
+        return _serve(rest)
+    if command in _TOOLS:
+        return _run_tool(command, rest)
+    if command.startswith("-"):
+        return _serve(words)
+    fix = closest(command, ("serve", *_TOOLS)).replace("tokenyard serve", "tokenyard")
+    raise OptionError(repr(command), "there is no such command", f"{fix} (a model goes after `serve`)")
+
+
+def _version() -> str:
+    try:
+        return version("tokenyard")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _serve(words: list[str]) -> int:
+    flags = OptionParser(
+        prog="tokenyard serve", description="Serve a model over HTTP, as OpenAI's API does."
+    ).read(words)
+    engine_config, server_config = resolve(read_options(flags, os.environ))
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(server_config.host, server_config.port))
+        probes = admin = None
+        if server_config.health_port is not None:
+            port = server_config.health_port
+            probes = stack.enter_context(listen(server_config.host, port, flag="--health-port"))
+        edge = server_config.edge
+        if edge.admin_port is not None:
+            admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
+        listeners = Listeners(main=listener, probes=probes, admin=admin)
+        # Not at the top: this is where the seconds of imports begin.
+        from server import launch
+
+        return launch.run(engine_config, server_config, listeners)
+
+
+def _run_tool(command: str, words: list[str]) -> int:
+    # Imported here: each brings what the others do not need.
+    main: Callable[[list[str]], int] = import_module(_TOOLS[command]).main
+    return main(words)

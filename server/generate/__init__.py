@@ -1,0 +1,4 @@
+"""The parts that all generating endpoints share: fields, engine requests, replies, streams (API process).
+
+Never: is about one endpoint.
+"""

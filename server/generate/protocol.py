@@ -1,0 +1,327 @@
+"""Requests exactly as OpenAI documents them, and the extensions that other local servers share.
+
+Owns: the type and the bounds of every field that has an effect. A null is an absent field everywhere.
+Never: what needs the model to judge (translate.py), or fields we do not support (refusals.py).
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
+from pydantic_core import PydanticCustomError
+
+from server.generate.structured_output import ResponseFormat, StructuredOutputsField
+from server.generate.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
+from server.wire_model import WireModel as WireModel  # whoever declares fields takes it from here
+
+MAX_PROMPTS = 128
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 1024
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEXT_CHARS = 64 * 1024 * 1024
+"""Texts end where the body does; the number is there so that no field is without a bound."""
+MAX_PROMPT_TOKENS = 16 * 1024 * 1024
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+Prompt = str | tuple[int, ...]
+
+
+def wrong_shape(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
+
+
+def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") -> tuple[Prompt, ...]:
+    """Tell the four shapes of a prompt apart by hand: a union would report an error for each of them."""
+    prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
+    if not prompts:
+        raise wrong_shape("must not be an empty list")
+    if len(prompts) > most:
+        raise wrong_shape(f"at most {most} {noun} are allowed, not {len(prompts)}")
+    return tuple(_as_prompt(prompt) for prompt in prompts)
+
+
+def _as_prompts(value: Any) -> tuple[Prompt, ...]:
+    return as_prompts(value)
+
+
+def _as_prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and _is_ids(value):
+        return tuple(value)
+    raise wrong_shape(
+        "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
+
+
+def _is_ids(value: list[Any]) -> bool:
+    # True is an int to isinstance; in a prompt it is a mistake.
+    return bool(value) and set(map(type, value)) == {int}
+
+
+def _as_stop_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value] if value else []  # as OpenAI: nothing to stop at
+    return value
+
+
+def _as_parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if isinstance(value, list):
+        return value
+    raise wrong_shape("must be a string or a list of content parts")
+
+
+def _at_most(limit: int) -> Callable[[Any], Any]:
+    """Count the keys of an object before its values are looked at, and reported one by one."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise wrong_shape(f"at most {limit} entries are allowed, not {len(value)}")
+        return value
+
+    return check
+
+
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+_Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
+_PromptShapes = (
+    _Text
+    | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | _Ids
+    | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_as_prompts, json_schema_input_type=_PromptShapes)]
+
+_StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[
+    list[_StopString],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(
+        _as_stop_list,
+        json_schema_input_type=Annotated[str, StringConstraints(max_length=MAX_STOP_CHARS)]
+        | Annotated[list[_StopString], Field(max_length=MAX_STOPS)],
+    ),
+]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES),
+    BeforeValidator(_at_most(MAX_LOGIT_BIASES)),
+]
+StopTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=_INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
+]
+AllowedTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=_INT32_MAX)]],
+    Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True),
+]
+BadWords = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+    Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)]
+Metadata = Annotated[
+    dict[str, Annotated[str, StringConstraints(max_length=512)]],
+    Field(max_length=16),
+    BeforeValidator(_at_most(16)),
+]
+Name = Annotated[str, StringConstraints(max_length=256)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+NumTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+    """One more chunk before [DONE], without choices, with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk, unless include_usage is false."""
+
+
+class ServiceFields(WireModel):
+    """By which model, and on what terms; every endpoint that computes understands them."""
+
+    model: Name | None = None
+    """A served name; absent: the first one."""
+    priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
+    """Lower is more urgent, as in nice(1); read under the priority policy."""
+    timeout: Seconds | None = None
+    """In all, in seconds; then what was generated is the reply, for the reason `timeout`, or it is a 504."""
+    queue_timeout: Seconds | None = None
+    """To its first step, in seconds; then it is answered with 504."""
+    first_token_timeout: Seconds | None = None
+    """To its first token, in seconds; then it is answered with 504."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
+
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    """The tenant, if tenants are treated fairly and neither a key nor a header names it."""
+
+
+class SamplingFields(ServiceFields):
+    """How tokens are drawn; every endpoint that generates understands them."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: TopP | None = None
+    """0 keeps the most likely token alone."""
+    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
+
+    # Accepted without effect, since nothing in a reply depends on them here (refusals.py lists them too).
+    metadata: Metadata | None = None
+    safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerationFields(SamplingFields):
+    """What completions and chat completions understand."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: NumTokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: LogitBias | None = None
+    """Token ids, as strings, to what is added to their logits."""
+    bad_words: BadWords | None = None
+    """Never generated, at the beginning of a text or after a space."""
+    allowed_token_ids: AllowedTokenIds | None = None
+    """Only these are drawn."""
+    response_format: ResponseFormat | None = None
+    """Text, any JSON object, or JSON that matches a schema."""
+    structured_outputs: StructuredOutputsField | None = None
+    """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    """Keep the last so many tokens of the prompt; -1: as many as leave room for max_tokens."""
+    prompt_logprobs: NumLogprobs | None = None
+    """That many alternatives for each token of the prompt."""
+    return_token_ids: bool | None = None
+    """Tell the token ids of prompt and reply."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens `token_id:123` in logprobs, instead of by their text."""
+
+
+class CompletionRequest(GenerationFields):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    suffix: _Text | None = None
+    """What follows the text to be written; for models that were trained to fill holes."""
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    """0 with echo only: the prompt comes back with its logprobs."""
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    """Generate so many, and return the n with the highest log-probability per token."""
+    add_special_tokens: bool | None = None
+    """Put the special tokens around text prompts that the checkpoint asks for; on by default."""
+
+
+class ContentPart(WireModel):
+    type: Annotated[str, StringConstraints(max_length=64)]
+    """`text`; in assistant messages `refusal` as well."""
+    text: _Text | None = None
+    refusal: _Text | None = None
+
+
+_ContentShapes = _Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
+
+
+class ChatMessage(WireModel):
+    role: Annotated[str, StringConstraints(max_length=64)]
+    """system, developer (the same), user, assistant or tool."""
+    content: (
+        Annotated[
+            list[ContentPart],
+            Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
+            BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
+        ]
+        | None
+    ) = None
+    name: Annotated[str, StringConstraints(max_length=64)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: CallId | None = None
+    """Of a message with role tool: the call that it answers."""
+    refusal: _Text | None = None
+    """What an assistant said instead of an answer."""
+    reasoning_content: _Text | None = None
+    reasoning: _Text | None = None
+    """The newer name of reasoning_content. Whether the model sees it again, its chat template decides."""
+    # Refused by name if they are set.
+    function_call: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: NumTokens | None = None
+    """The newer name of max_tokens; one of the two, or both alike."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    """`auto` where there are tools. For a required or named call, a grammar keeps to the schemas."""
+    parallel_tool_calls: bool | None = None
+    """Off: one call at most."""
+    include_reasoning: bool | None = None
+    """Off: reasoning is counted, but not told."""
+    reasoning_effort: ReasoningEffort | None = None
+    """For a chat template that reads it; none and minimal also switch off thinking that it can switch."""
+
+
+class TokenizeRequest(WireModel):
+    """The body of POST /tokenize: a prompt, or messages, as they would be generated from."""
+
+    model: Name | None = None
+    prompt: _Text | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
+    add_special_tokens: bool | None = None
+    """Around a prompt, on by default; a chat template brings its own."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: Tools | None = None
+    return_token_strs: bool | None = None
+    """Tell each token as the tokenizer spells it."""
+
+
+class DetokenizeRequest(WireModel):
+    """The body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]

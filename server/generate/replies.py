@@ -1,0 +1,208 @@
+"""What full replies and streams have in common: the head, the usage, the end of a choice.
+
+Owns: how many tokens were used, which choices are still open, the order of choices.
+Never: the shape of an endpoint's reply (chat_replies.py, completion_replies.py) or its bytes (sse.py).
+Pure: fed with TokenOutputs, read as dicts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.types import FinishReason, TokenLogprob, TokenOutput
+from server.errors import ReplyAborted
+from server.generate.wire_logprobs import TokenNames
+
+INLINE_PROMPT_LOGPROBS = 256
+"""A reply with more of them is made in a thread: at 20 alternatives each takes 0.1 ms."""
+
+_FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.EXPIRED: "timeout",  # ours: OpenAI has no time limits
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
+    """The same in every chunk of a reply."""
+
+    id: str
+    created_s: int
+    model: str
+    system_fingerprint: str
+    """Changes when what computes the reply changes, so that a seed may mean other tokens."""
+
+    def body(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """Which chunks of a stream carry usage."""
+
+    at_end: bool = False
+    in_every_chunk: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyPlan:
+    """What is known of a reply before its first token."""
+
+    head: ReplyHead
+    num_prompt_tokens: tuple[int, ...]
+    """One for each prompt."""
+    n: int
+    """Choices of each prompt; choice i of prompt p is number p * n + i."""
+    has_logprobs: bool
+    usage: UsageReport = UsageReport()
+    token_names: TokenNames = TokenNames.TEXT
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each prompt; empty where token ids are not told."""
+    num_prompt_logprobs: int | None = None
+    """How many alternatives are told of each token of the prompt; None: nothing is told."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.num_prompt_tokens) * self.n
+
+    @property
+    def has_token_ids(self) -> bool:
+        return bool(self.prompts)
+
+
+class StreamReply(Protocol):
+    """A stream in the making: each output becomes chunks."""
+
+    def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]: ...
+
+    def finish(self) -> list[dict[str, Any]]: ...
+
+
+class FullReply(Protocol):
+    """A reply that is sent when all of it is there."""
+
+    def update(self, prompt_index: int, output: TokenOutput) -> None: ...
+
+    def finish(self) -> dict[str, Any]: ...
+
+
+class Tally:
+    """Counts tokens and open choices, whatever the reply looks like."""
+
+    def __init__(self, plan: ReplyPlan) -> None:
+        self._n = plan.n
+        self._num_prompt_tokens = sum(plan.num_prompt_tokens)
+        self._num_cached_tokens = [0] * len(plan.num_prompt_tokens)
+        self._num_output_tokens = 0
+        self._num_open = plan.num_choices
+        self.num_reasoning_tokens: int | None = None
+        """Of all choices; None: the model's reasoning is not told apart."""
+
+    def add(self, prompt_index: int, output: TokenOutput) -> tuple[int, str | None]:
+        """Count an output; return the number of its choice and its finish reason in OpenAI's words.
+
+        Raises ReplyAborted if the engine gave the choice up.
+        """
+        self._num_output_tokens += len(output.token_ids)
+        if output.index == 0:  # the others share the prompt blocks of the first: theirs are no cache hits
+            self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+        number = prompt_index * self._n + output.index
+        if output.finish_reason is None:
+            return number, None
+        if output.finish_reason not in _FINISH_REASONS:
+            raise ReplyAborted("the server stopped this request before it was finished")
+        self._num_open -= 1
+        return number, _FINISH_REASONS[output.finish_reason]
+
+    def check_complete(self) -> None:
+        """A reply that lacks an end must not look like a whole one."""
+        if self._num_open:
+            raise RuntimeError(f"the engine ended {self._num_open} choices without a finish reason")
+
+    def usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
+        }
+        if self.num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    """All of one choice, for a reply that is not streamed."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Collector:
+    """Gathers outputs until every choice is finished."""
+
+    def __init__(self, plan: ReplyPlan) -> None:
+        self.choices = [CollectedChoice() for _ in range(plan.num_choices)]
+        self.tally = Tally(plan)
+
+    def add(self, prompt_index: int, output: TokenOutput) -> None:
+        number, finish_reason = self.tally.add(prompt_index, output)
+        choice = self.choices[number]
+        choice.texts.append(output.text)
+        choice.token_ids.extend(output.token_ids)
+        choice.logprobs.extend(output.logprobs)
+        choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
+        if finish_reason is not None:
+            choice.finish_reason = finish_reason
+            choice.stop_reason = output.stop_reason
+
+    def finish(self) -> tuple[Sequence[CollectedChoice], dict[str, Any]]:
+        """Return the choices in order, and the usage."""
+        self.tally.check_complete()
+        return self.choices, self.tally.usage()
+
+
+class ChunkWriter:
+    """The frame around the choices of a chunk: head, and usage where it was asked for."""
+
+    def __init__(self, plan: ReplyPlan, kind: str) -> None:
+        self._base = plan.head.body(kind)
+        self._report = plan.usage
+        self._has_token_ids = plan.has_token_ids
+        self.tally = Tally(plan)
+
+    @property
+    def is_wordy(self) -> bool:
+        """Every output becomes a chunk, text or not: the chunk tells its tokens, or counts them."""
+        return self._report.in_every_chunk or self._has_token_ids
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._base, "choices": [choice]}
+        if self._report.in_every_chunk:
+            chunk["usage"] = self.tally.usage()
+        elif self._report.at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The chunk after the last choice, if usage was asked for."""
+        self.tally.check_complete()
+        if not self._report.at_end:
+            return []
+        return [{**self._base, "choices": [], "usage": self.tally.usage()}]

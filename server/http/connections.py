@@ -1,0 +1,244 @@
+"""One client's connection: how long it may take to ask, how many there may be, what is not HTTP at all.
+
+Owns: what must be decided before a request exists, or after its reply was made: the time for a head, the
+number of connections, the end of a connection whose client does not read, or whose server leaves.
+Never: requests (app.py and inwards) or the listening socket (listening.py).
+
+A place is either one of many or, when those are taken, one of a few in reserve. The reserve answers probes
+and scrapers, tells everybody else why not, and is given back after one reply.
+"""
+
+import asyncio
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import h11
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState
+
+from engine.errors import RequestRejected
+from engine.logs.log_lines import fields
+from engine.types import EngineState, Health
+from server.access.auth import OPEN_PATHS
+from server.errors import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
+from server.http.edge import Edge
+from server.http.lingering import LingeringTransport
+from server.observe.request_ids import new_request_id
+
+log = logging.getLogger(__name__)
+
+RESERVED_PLACES = 64
+RESERVED_HEAD_TIMEOUT_S = 2.0
+"""A reserve that silent clients could hold for long would be none."""
+_HEAD_TOO_LARGE = 431
+_HANG_UP = (b"connection", b"close")
+_IS_RESERVED = "tokenyard.is_reserved"
+_CUT_OFF = "tokenyard.cut_off"
+_WRITE_CHUNK = "tokenyard.write_chunk"
+
+WriteChunk = Callable[[bytes], bool]
+"""Takes no empty piece, which would end the body. False: nothing was written, the client's socket is full or
+gone; then `send` waits, or ends."""
+
+
+class ClientConnection(H11Protocol):
+    """uvicorn's HTTP/1.1, with limits on what it waits for and OpenAI's shape for what it refuses."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        edge: Edge = cast(FastAPI, config.app).state.edge
+        self._patience = edge.patience
+        self._refused = edge.metrics.refused_connections
+        self._head_timeout_s = edge.patience.head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a place, or be refused. The signature is that of the base class."""
+        self._ending = LingeringTransport(transport, may_hear_more=self._may_hear_more)
+        super().connection_made(cast(asyncio.Transport, self._ending))
+        num_too_many = len(self.connections) - self._patience.max_connections
+        if num_too_many > RESERVED_PLACES:
+            self._refused.inc()
+            self._refuse(TooManyConnections())
+            return
+        if num_too_many > 0:
+            self._head_timeout_s = min(self._head_timeout_s, RESERVED_HEAD_TIMEOUT_S)
+        # Copied by uvicorn into the scope of every request.
+        self.app_state = {
+            **self.app_state,
+            _IS_RESERVED: num_too_many > 0,
+            _CUT_OFF: self._reset,
+            _WRITE_CHUNK: self._write_chunk,
+        }
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in bytes. The time for a head is not renewed by them: a trickle must not hold a place."""
+        if self._ending.is_lingering:
+            return
+        super().data_received(data)
+        if self._is_answering or self.transport.is_closing():
+            self._stop_head_timer()
+        elif self._head_timer is None:  # the idle timer of a kept connection ends with the first byte
+            self._start_head_timer()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the base class's hook and words
+        """Answer what cannot be parsed. Called where the parser's error is handled."""
+        error = sys.exception()
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _HEAD_TOO_LARGE:
+            self._refuse(HeadTooLarge("the request line and the headers are larger than 64 KiB together"))
+        else:
+            text = "this is not HTTP/1.1 as this server speaks it"
+            self._refuse(RequestRejected(text, code="invalid_request"))
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _may_hear_more(self) -> bool:
+        """Not on a connection that was idle."""
+        return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up_on_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up_on_head(self) -> None:
+        self._head_timer = None
+        has_begun = bool(self.conn.trailing_data[0])
+        if has_begun:
+            self._refuse(HeadTimeout(f"no complete head of a request after {self._head_timeout_s:g} s"))
+        else:
+            self.transport.close()
+
+    def _reset(self) -> None:
+        # Without this the kernel would go on offering what it has taken over to a client that does not read.
+        at_once = struct.pack("ii", 1, 0)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        self.transport.abort()
+
+    def _write_chunk(self, data: bytes) -> bool:
+        """See `chunk_writer`. Framed as h11 would: the chunked transfer coding, RFC 9112, section 7.1."""
+        cycle = self.cycle
+        is_open = self.conn.our_state is h11.SEND_BODY and not cycle.disconnected
+        if not is_open or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def _refuse(self, error: Exception) -> None:
+        """Say why, where a reply can still begin, and hang up."""
+        self._stop_head_timer()
+        if self.cycle is not None:  # a request under way is over: it must not write into this reply
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            self.transport.write(self._refusal(error))
+        self.transport.close()
+
+    def _refusal(self, error: Exception) -> bytes:
+        request_id = new_request_id()
+        reply = describe(error, request_id)
+        facts = fields(request_id=request_id, error=reply.code, status=reply.status)
+        log.info("refused what is no request yet", extra=facts)
+        response = error_response(reply)
+        headers = [header for header in response.raw_headers if header[0] != _HANG_UP[0]]
+        headers += [(b"x-request-id", request_id.encode()), _HANG_UP]
+        status = response.status_code
+        parts = (
+            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        )
+        return b"".join(self.conn.send(part) or b"" for part in parts)
+
+
+class ReservedPlaces:
+    """ASGI middleware: on a connection from the reserve, open paths only, and one reply."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope.get("state", {}).get(_IS_RESERVED):
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] not in OPEN_PATHS:
+            raise TooManyConnections
+
+        async def last_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), _HANG_UP]}
+            await send(message)
+
+        await self._app(scope, receive, last_send)
+
+
+class LastReplies:
+    """ASGI middleware: while the server leaves, every reply ends its connection.
+
+    Whoever asks again finds a server that stays, also through a load balancer that pins connections, and
+    before this one refuses anybody. Must stand outside of what turns errors into replies.
+    """
+
+    def __init__(self, app: ASGIApp, *, health: Callable[[], Health]) -> None:
+        self._app = app
+        self._health = health
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def last_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._health().state is EngineState.DRAINING:
+                headers = [field for field in message.get("headers", ()) if field[0] != _HANG_UP[0]]
+                message = {**message, "headers": [*headers, _HANG_UP]}
+            await send(message)
+
+        await self._app(scope, receive, last_send)
+
+
+def chunk_writer(scope: Scope) -> WriteChunk:
+    """What writes a piece of a streamed body past all layers, once the reply has begun.
+
+    None of them looks at such a piece, and to pass them costs more than to write. Writes nothing where a body
+    is not sent in chunks, and under a server that is not ours.
+    """
+    if scope.get("http_version") != "1.1":
+        return nothing_written
+    write: WriteChunk = scope.get("state", {}).get(_WRITE_CHUNK, nothing_written)
+    return write
+
+
+def nothing_written(_: bytes) -> bool:
+    return False
+
+
+async def cut_off(scope: Scope, receive: Receive) -> None:
+    """End the connection of this request now, dropping what the client has not read.
+
+    Closing it would wait for the client. Nothing happens under a server that is not ours.
+    """
+    reset = scope.get("state", {}).get(_CUT_OFF)
+    if reset is not None:
+        reset()
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,130 @@
+"""Probes, answered beside everything else: their own port, their own thread, their own event loop.
+
+Owns: the port's connections (how many, how long, how large a question), and whether the event loop of the API
+still turns. What the API does to its loop, and for how long, cannot delay an answer here.
+Never: a judgement of the engine, or the page that is shown (health_page.py).
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.types import Health
+from server.http.health_page import Question, health_page
+
+log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 64
+_MAX_HEAD_BYTES = 8 * 1024
+_MAX_CONNECTION_S = 2.0
+"""A probe asks at once. Whoever does not, only holds a place."""
+_PULSE_S = 0.25
+_GOODBYE_S = 1.0
+_QUESTIONS = {
+    b"/health": Question.READY,
+    b"/health/ready": Question.READY,
+    b"/health/live": Question.LIVE,
+}
+
+
+class LoopPulse:
+    """Beats as long as the event loop that runs `beat` turns."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+
+    async def beat(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._last_s = time.monotonic()
+            await asyncio.sleep(_PULSE_S)
+
+    @property
+    def silence_s(self) -> float:
+        return time.monotonic() - self._last_s
+
+
+class HealthListener:
+    """Use `start` and `close` in the event loop of the API. `health` is called in another thread."""
+
+    def __init__(
+        self, listener: socket.socket, health: Callable[[], Health], *, heartbeat_timeout_s: float
+    ) -> None:
+        self._listener = listener
+        self._health = health
+        self._pulse = LoopPulse()
+        self._beating: asyncio.Task[None] | None = None
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._num_connections = 0
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+
+    def start(self) -> None:
+        """Return at once; the socket listens already."""
+        self._beating = asyncio.create_task(self._pulse.beat())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering. What is being answered is cut off."""
+        assert self._beating is not None, "start first"
+        self._beating.cancel()
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(_GOODBYE_S)
+
+    def judge(self) -> Health:
+        """What the engine says of itself, unless nobody in the API process could hear it."""
+        health, silence_s = self._health(), self._pulse.silence_s
+        if silence_s <= self._heartbeat_timeout_s:
+            return health
+        return replace(
+            health, is_live=False, detail=f"the event loop of the API has not moved for {silence_s:.0f} s"
+        )
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._answer, sock=self._listener, limit=_MAX_HEAD_BYTES)
+        await self._stopping.wait()
+        server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One question, one answer; what is no question in time is hung up on."""
+        self._num_connections += 1
+        try:
+            if self._num_connections <= _MAX_CONNECTIONS:
+                with contextlib.suppress(OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
+                    async with asyncio.timeout(_MAX_CONNECTION_S):
+                        writer.write(self._reply(await reader.readuntil(b"\r\n\r\n")))
+                        await writer.drain()
+        finally:
+            self._num_connections -= 1
+            writer.close()
+
+    def _reply(self, head: bytes) -> bytes:
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _reply(b"400 Bad Request", b"")
+        method, target, _ = words
+        question = _QUESTIONS.get(target.partition(b"?")[0])
+        if question is None:
+            return _reply(b"404 Not Found", b"")
+        if method not in (b"GET", b"HEAD"):
+            return _reply(b"405 Method Not Allowed", b"", b"allow: GET, HEAD\r\n")
+        is_yes, body = health_page(self.judge(), question)
+        reply = _reply(b"200 OK" if is_yes else b"503 Service Unavailable", body)
+        return reply.removesuffix(body) if method == b"HEAD" else reply
+
+
+def _reply(status: bytes, body: bytes, headers: bytes = b"") -> bytes:
+    return (
+        b"HTTP/1.1 %s\r\n%scontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"cache-control: no-store\r\nconnection: close\r\n\r\n%s" % (status, headers, len(body), body)
+    )

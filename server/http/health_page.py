@@ -1,0 +1,31 @@
+"""What a probe is told, whichever port it asks.
+
+Owns: which question is answered by what, and the page.
+Never: a judgement of health: the engine's own (engine/frontend/health.py).
+"""
+
+from enum import Enum
+
+import orjson
+
+from engine.types import Health
+
+
+class Question(Enum):
+    """What a probe wants to know."""
+
+    READY = "are requests welcome?"
+    LIVE = "does it move, or is a restart the cure?"
+
+
+def health_page(health: Health, question: Question) -> tuple[bool, bytes]:
+    """The answer, and the JSON that explains it."""
+    is_yes = health.is_ready if question is Question.READY else health.is_live
+    body = {
+        "status": "ok" if is_yes else "unavailable",
+        "state": health.state.value,
+        "detail": health.detail,
+        "progress": round(health.progress, 4),
+        "num_steps": health.num_steps,
+    }
+    return is_yes, orjson.dumps(body)

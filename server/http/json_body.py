@@ -1,0 +1,169 @@
+"""From the bytes of a body to a validated request, or to the one sentence that says what is wrong.
+
+Owns: media type, JSON syntax beyond doubt (no NaN, no surrogates, no duplicate keys, no deep nesting), and
+the wording of validation errors.
+Never: how many bytes there may be (body_limit.py), what the fields mean (translate.py).
+"""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from engine.errors import RequestRejected
+from server.errors import UnsupportedMediaType
+from server.http.edge import UnknownFields, edge_of
+from server.http.header_fields import fields_from_headers
+from server.refusals import refuse_unsupported
+
+MAX_DEPTH = 32
+"""A chat message is four levels deep. Deep nesting costs recursion in everything that walks it."""
+_INLINE_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread, so that the streams of others go on meanwhile."""
+
+_WORDS_OF_JSON = (
+    (re.compile(r"^(Input|String|List|Dictionary) should "), "must "),
+    (re.compile(r" after validation\b"), ""),
+    (re.compile(r"\ba valid dictionary( or instance of \w+)?$"), "an object"),
+    (re.compile(r"\ba valid list$"), "a list"),
+)
+"""The validator speaks to people who write Python; its messages go to people who send JSON."""
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+async def read_request(
+    request: Request, model: type[ModelT], refusals: Mapping[str, tuple[Any, ...]]
+) -> ModelT:
+    """Read, parse and validate. Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
+    _check_media_type(request.headers.get("content-type"))
+    _check_encoding(request.headers.get("content-encoding"))
+    edge = edge_of(request)
+    found = fields_from_headers(request.headers)
+    reader = _Reader(
+        model=model,
+        refusals=refusals,
+        from_headers={name: value for name, value in found.items() if name in model.model_fields},
+        unknown_fields=edge.unknown_fields,
+    )
+    raw = await request.body()
+    if len(raw) <= _INLINE_BYTES:
+        parsed, num_unknown = reader.read(raw)
+    else:
+        parsed, num_unknown = await asyncio.to_thread(reader.read, raw)
+    if num_unknown:
+        edge.metrics.unknown_fields.inc(num_unknown)
+    return parsed
+
+
+def _check_media_type(content_type: str | None) -> None:
+    media_type = (content_type or "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaType("the request body must be JSON: send Content-Type: application/json")
+
+
+def _check_encoding(encoding: str | None) -> None:
+    """A kilobyte of gzip can be a gigabyte: nothing is ever unpacked."""
+    if (encoding or "identity").strip().lower() != "identity":
+        raise UnsupportedMediaType("the request body must not be compressed: send no Content-Encoding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader(Generic[ModelT]):
+    """All that is done to a body between two turns of the event loop, or beside it."""
+
+    model: type[ModelT]
+    refusals: Mapping[str, tuple[Any, ...]]
+    from_headers: dict[str, Any]
+    unknown_fields: UnknownFields
+
+    def read(self, raw: bytes) -> tuple[ModelT, int]:
+        """Return the request, and how many fields at its top nobody knows. Raises RequestRejected."""
+        body = parse_object(raw) | self.from_headers
+        refuse_unsupported(body, self.refusals)
+        # OpenAI's clients send null for what they do not ask for.
+        known = {
+            name: value for name, value in body.items() if value is not None and name not in self.refusals
+        }
+        try:
+            parsed = self.model.model_validate(known, extra=self.unknown_fields.value)
+        except ValidationError as error:
+            raise rejection(error) from None
+        names = self.model.model_fields
+        return parsed, sum(name not in names and name not in self.refusals for name in body)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Parse one JSON object. Raises RequestRejected with code invalid_json."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise _not_json(f"{error.msg} at line {error.lineno} column {error.colno}") from None
+    if not isinstance(body, dict):
+        raise _not_json("the body must be a JSON object")
+    _check_depth(body)
+    # orjson keeps the last of two equal keys, others the first: a body must mean one thing to everybody.
+    json.loads(raw, object_pairs_hook=_without_duplicates)
+    return body
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child for container in level for child in _children(container) if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise _not_json(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _children(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) != len({key for key, _ in pairs}):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise _not_json(f"the key {twice[:64]!r} appears twice in one object")
+
+
+def _not_json(reason: str) -> RequestRejected:
+    return RequestRejected(f"the request body is not valid JSON: {reason}", code="invalid_json")
+
+
+def rejection(error: ValidationError) -> RequestRejected:
+    """Say where it is and what would be right. The value itself is not repeated: it can be huge."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = _path(first["loc"])
+    if first["type"] == "missing":
+        return RequestRejected(f"{param} is required", param=param, code="missing_field")
+    if first["type"] == "extra_forbidden":
+        message = f"{param}: this server knows no such field, and is set to refuse it"
+        return RequestRejected(message, param=param, code="unknown_parameter")
+    if (
+        first["type"].startswith("int_")
+        and isinstance(first["input"], float)
+        and abs(first["input"]) >= 2**63
+    ):
+        # The parser makes a float of an integer that is too large for it, so that no bound was looked at.
+        first["msg"] = f"Input should be an integer within {-(2**63)} and {2**63 - 1}"
+    reason = first["msg"]
+    for pattern, words in _WORDS_OF_JSON:
+        reason = pattern.sub(words, reason)
+    return RequestRejected(f"{param}: {reason}", param=param, code="invalid_value")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for step in location:
+        # A key out of the caller's own object may be long.
+        path += f"[{step}]" if isinstance(step, int) else f"{'.' if path else ''}{step[:64]}"
+    return path or "body"

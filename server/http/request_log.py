@@ -1,0 +1,105 @@
+"""One line of the log, one span and one count for each HTTP request, when it is over.
+
+Owns: which facts are told, and at which level. One place for all three, which learn the same.
+Never: prompts, outputs, headers, bodies, or a path as the client wrote it: the name of its route is enough.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.journal import Journal
+from engine.logs.log_lines import fields
+from server.access.auth import KEY_NAME, OPEN_PATHS
+from server.observe.http_metrics import HttpMetrics
+from server.observe.request_ids import error_code_of, journal_of
+from server.observe.route_names import RouteNames
+from server.observe.spans import NoSpans, Spans
+from server.observe.trace_context import trace_context_of
+
+log = logging.getLogger(__name__)
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_CLIENT_LEFT = 499
+"""As in nginx's log: the client hung up before a status was sent."""
+_NO_SPANS = NoSpans()
+
+
+class RequestLog:
+    """ASGI middleware, inside of the request ids and outside of everything that answers."""
+
+    def __init__(self, app: ASGIApp, *, routes: Iterable[str], spans: Spans, metrics: HttpMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = RouteNames(routes)
+        self._spans = spans
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = _CLIENT_LEFT
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        began_s = time.monotonic()
+        is_probe = scope["path"] in OPEN_PATHS
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        route = self._routes.of(scope["path"])
+        journal = journal_of(scope)
+        # Probes and scrapes come several times a second, and nobody traces them.
+        spans = _NO_SPANS if is_probe else self._spans
+        span = spans.begin(method, route, trace_context_of(scope["headers"]))
+        journal.trace_id = span.trace_id
+        try:
+            await self._app(scope, receive, watched_send)
+        finally:
+            total_s = time.monotonic() - began_s
+            self._metrics.request_over(method, route, status)
+            span.end(journal, status=status, error_code=error_code_of(scope))
+            level = logging.DEBUG if is_probe else logging.INFO
+            if log.isEnabledFor(level):
+                facts = fields(
+                    **_facts_of(scope, journal),
+                    method=method,
+                    route=route,
+                    status=status,
+                    total_s=round(total_s, 6),
+                )
+                log.log(level, "request", extra=facts)
+
+
+def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | None]:
+    """What is known of a request, wherever it ended."""
+    facts: dict[str, str | int | float | None] = {
+        "request_id": journal.request_id,
+        "trace_id": journal.trace_id,
+        "reply_id": journal.reply_id,
+        "key": scope.get(KEY_NAME),
+        "tenant": journal.tenant if journal.tenant != scope.get(KEY_NAME) else None,
+        "error": error_code_of(scope),
+    }
+    if journal.was_admitted:
+        facts |= {
+            "finish_reason": ",".join(dict.fromkeys(journal.finish_reasons)),
+            "aborted_by": journal.abort_cause,
+            "priority": journal.priority,
+            "prompt_tokens": journal.num_prompt_tokens,
+            "cached_tokens": journal.num_cached_tokens,
+            "output_tokens": journal.num_output_tokens,
+            "preemptions": journal.num_preemptions,
+            "queue_s": _rounded(journal.queue_s),
+            "first_token_s": _rounded(journal.first_token_s),
+        }
+    return facts
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """To microseconds: more digits are noise."""
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,4 @@
+"""Request ids, counts, traces and spans of HTTP requests (API process).
+
+Never: changes a reply.
+"""

@@ -1,0 +1,4 @@
+"""The endpoints for operators and tools: health, metrics, models, admin, tokenization (API process).
+
+Never: generates tokens.
+"""

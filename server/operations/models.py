@@ -1,0 +1,53 @@
+"""GET /v1/models and /v1/models/{model}.
+
+Owns: how the served model introduces itself. Never: which model that is.
+"""
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.types import ModelInfo
+from server.errors import ModelNotFound
+from server.http.edge import edge_of
+from server.openapi import MODEL_DOCUMENTATION, MODELS_DOCUMENTATION
+
+router = APIRouter()
+
+
+@router.get("/v1/models", **MODELS_DOCUMENTATION)
+async def list_models(request: Request) -> Response:
+    """List the names under which the model is served."""
+    info = edge_of(request).engine.info
+    return _json({"object": "list", "data": [_model(name, info) for name in info.served_names]})
+
+
+@router.get("/v1/models/{model:path}", **MODEL_DOCUMENTATION)
+async def retrieve_model(request: Request) -> Response:
+    """Describe one served name; names may contain slashes."""
+    info = edge_of(request).engine.info
+    name = request.path_params["model"]
+    if name not in info.served_names:
+        raise ModelNotFound(f"the model {name!r} is not served here")
+    return _json(_model(name, info))
+
+
+def _model(name: str, info: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": info.created_s,
+        "owned_by": "tokenyard",
+        # As vLLM: the model that an alias stands for, none that it was tuned from, nothing to permit.
+        "root": info.served_names[0],
+        "parent": None,
+        "permission": [],
+        "max_model_len": info.max_model_len,
+    }
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,85 @@
+"""What machines ask about the server: health, version, metrics.
+
+Owns: the probes' status codes and the cached metrics page.
+Never: a judgement of health: the engine's step counter gives it.
+"""
+
+import asyncio
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.generate.answering import VERSION
+from server.http.edge import edge_of
+from server.http.health_page import Question, health_page
+from server.openapi import HEALTH_DOCUMENTATION, METRICS_DOCUMENTATION, VERSION_DOCUMENTATION
+
+router = APIRouter()
+
+METRICS_TTL_S = 0.1
+"""Some routers scrape every 50 ms; rendering costs milliseconds."""
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
+"""Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
+_NO_STORE = {"cache-control": "no-store"}
+
+
+@router.get("/health", **HEALTH_DOCUMENTATION)
+@router.api_route("/health", **_PROBE)
+@router.get("/health/ready", **HEALTH_DOCUMENTATION)
+@router.api_route("/health/ready", **_PROBE)
+@router.get("/ping", **HEALTH_DOCUMENTATION)
+@router.api_route("/ping", **_PROBE)
+async def is_ready(request: Request) -> Response:
+    """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
+    return _answer(request, Question.READY)
+
+
+@router.get("/health/live", **HEALTH_DOCUMENTATION)
+@router.api_route("/health/live", **_PROBE)
+async def is_live(request: Request) -> Response:
+    """503 only where a restart is the cure: the loop of a loaded engine stands still.
+
+    A loading engine is live, and so is a dead one: it is replaced from within.
+    """
+    return _answer(request, Question.LIVE)
+
+
+def _answer(request: Request, question: Question) -> Response:
+    is_yes, body = health_page(edge_of(request).engine.health(), question)
+    return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/version", **VERSION_DOCUMENTATION)
+async def show_version() -> Response:
+    """The version of the server."""
+    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
+
+
+@router.get("/metrics", **METRICS_DOCUMENTATION)
+async def show_metrics(request: Request) -> Response:
+    """Everything counted, in Prometheus' text format."""
+    page: MetricsPage = request.app.state.metrics_page
+    return Response(await page.render(), media_type=_METRICS_TYPE)
+
+
+class MetricsPage:
+    """The rendered registry, at most METRICS_TTL_S old. Rendered in a thread, once for all who wait."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._rendering = asyncio.Lock()
+        self._body = b""
+        self._expires_s = 0.0
+
+    async def render(self) -> bytes:
+        clock = asyncio.get_running_loop().time
+        async with self._rendering:
+            if clock() >= self._expires_s:
+                self._body = await asyncio.to_thread(generate_latest, self._registry)
+                self._expires_s = clock() + METRICS_TTL_S
+        return self._body

@@ -1,0 +1,103 @@
+"""POST /tokenize and POST /detokenize: what a text is in tokens, and back.
+
+Owns: the shapes of both, which are vLLM's.
+Never: how messages are rendered: that is the chat path, so that counts agree with what a chat is billed.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestRejected
+from engine.text.tokenizer import SpecialTokens
+from engine.types import ModelInfo
+from server.chat.tool_use import tool_use_of
+from server.generate.protocol import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.generate.tool_protocol import ToolChoiceObject
+from server.generate.translate import chat_messages, chat_options, check_model, check_token_ids
+from server.http.edge import Engine, edge_of
+from server.http.json_body import read_request
+from server.openapi import DETOKENIZE_DOCUMENTATION, TOKENIZE_DOCUMENTATION
+from server.refusals import TOKENIZE_REFUSALS, unsupported
+
+router = APIRouter()
+
+_CHAT_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+)
+
+
+@router.post("/tokenize", **TOKENIZE_DOCUMENTATION)
+async def tokenize(request: Request) -> Response:
+    """Token ids of a prompt or of rendered messages."""
+    engine = edge_of(request).engine
+    body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS)
+    info = engine.info
+    check_model(body.model, info)
+    token_ids = await _encode(engine, body, info)
+    strings = await engine.vocabulary_strings(token_ids) if body.return_token_strs else None
+    return _json(
+        {
+            "count": len(token_ids),
+            "max_model_len": info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+    )
+
+
+@router.post("/detokenize", **DETOKENIZE_DOCUMENTATION)
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    engine = edge_of(request).engine
+    body = await read_request(request, DetokenizeRequest, {})
+    info = engine.info
+    check_model(body.model, info)
+    check_token_ids(body.tokens, info, param="tokens")
+    return _json({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
+
+
+async def _encode(engine: Engine, body: TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+    if body.messages is not None:
+        return await _encode_chat(engine, body, info)
+    if body.prompt is None:
+        raise RequestRejected("prompt or messages is required", param="prompt", code="missing_field")
+    for name in _CHAT_FIELDS:
+        if getattr(body, name) is not None:
+            raise RequestRejected(f"{name} is for messages, not for a prompt", param=name)
+    if body.add_special_tokens is False:
+        return await engine.encode_plain(body.prompt)
+    return await engine.encode(body.prompt)
+
+
+async def _encode_chat(engine: Engine, body: TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+    if body.prompt is not None:
+        raise RequestRejected("prompt and messages exclude each other", param="prompt")
+    if body.add_special_tokens:
+        raise unsupported(
+            "add_special_tokens", "add_special_tokens: a chat template brings its special tokens itself"
+        )
+    chat = ChatCompletionRequest(
+        messages=body.messages or [],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
+        tools=body.tools,
+        # The prompt is the same for every choice, and for this one no way to write calls need be known.
+        tool_choice=ToolChoiceObject(type="required") if body.tools else None,
+    )
+    options = replace(chat_options(chat), tools=tool_use_of(chat, dialect=None).definitions)
+    return await engine.encode_chat(chat_messages(chat, info), options)
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,4 @@
+"""POST /v1/embeddings, /v1/score and /v1/rerank (API process).
+
+Never: generates tokens.
+"""

@@ -1,0 +1,119 @@
+"""POST /v1/score and /v1/rerank: how well texts belong together.
+
+Owns: the two ways to a score: a cross-encoder reads both texts at once; of a model that makes embeddings it
+is the cosine between two of them. Also the other paths at which clients of vLLM, Jina and Cohere ask.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from fastapi import APIRouter
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestRejected
+from engine.types import PoolingTask
+from server.generate.answering import new_head, new_origin
+from server.generate.early_refusal import read_if_room
+from server.generate.translate import Origin
+from server.http.disconnect import while_connected
+from server.http.edge import edge_of
+from server.openapi import RERANK_DOCUMENTATION, SCORE_DOCUMENTATION
+from server.pooling.pooling_protocol import SCORE_REFUSALS, PoolingFields, RerankRequest, ScoreRequest
+from server.pooling.pooling_replies import ranking_reply, scores_reply, vectors_of
+from server.pooling.pooling_requests import (
+    names_of,
+    pooling_of,
+    pooling_requests,
+    text_cut,
+    tokenize_inputs,
+    tokenize_pairs,
+)
+
+router = APIRouter()
+
+Vectors = NDArray[np.float32]
+
+
+class Sides(NamedTuple):
+    """Texts to compare: one with each of `right`, or as many as in `right`, each with its own."""
+
+    left: Sequence[str]
+    right: Sequence[str]
+    left_param: str
+    right_param: str
+
+
+class Scored(NamedTuple):
+    scores: list[float]
+    num_tokens: int
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score", **SCORE_DOCUMENTATION)
+async def create_scores(request: Request) -> Response:
+    """Score one text against several, or pairs of texts."""
+    body = await read_if_room(request, ScoreRequest, SCORE_REFUSALS)
+    if len(body.text_1) not in (1, len(body.text_2)):
+        raise RequestRejected(
+            f"text_1 must be one text or as many as text_2, {len(body.text_2)}, not {len(body.text_1)}",
+            param="text_1",
+        )
+    origin = new_origin("score", request)
+    scored = await _score(request, body, Sides(body.text_1, body.text_2, "text_1", "text_2"), origin)
+    head = new_head(origin, edge_of(request).engine.info)
+    return scores_reply(head, scored.scores, num_tokens=scored.num_tokens)
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post("/v1/rerank", **RERANK_DOCUMENTATION)
+async def create_ranking(request: Request) -> Response:
+    """Order documents by how well they answer a query."""
+    body = await read_if_room(request, RerankRequest, SCORE_REFUSALS)
+    origin = new_origin("rerank", request)
+    scored = await _score(request, body, Sides([body.query], body.documents, "query", "documents"), origin)
+    tells_documents = body.return_documents is not False
+    return ranking_reply(
+        new_head(origin, edge_of(request).engine.info),
+        scored.scores,
+        body.documents if tells_documents else [None] * len(body.documents),
+        most=len(body.documents) if body.top_n is None else body.top_n,
+        num_tokens=scored.num_tokens,
+    )
+
+
+async def _score(request: Request, body: PoolingFields, sides: Sides, origin: Origin) -> Scored:
+    """One score for each text on the right. Raises what the engine raises, and ClientDisconnect."""
+    engine = edge_of(request).engine
+    info = engine.info
+    is_cross_encoder = pooling_of(body, info).task is PoolingTask.SCORE
+    cut = text_cut(body, info, param=sides.right_param)
+    names = names_of(sides.right_param, len(sides.right))
+    if is_cross_encoder:
+        left = [*sides.left] * (len(sides.right) if len(sides.left) == 1 else 1)
+        texts = await tokenize_pairs(engine, list(zip(left, sides.right, strict=True)), cut)
+    else:
+        texts = await tokenize_inputs(engine, (*sides.left, *sides.right), cut)
+        names = names_of(sides.left_param, len(sides.left)) + names
+    requests = pooling_requests(body, texts, info, origin, names=names)
+    outputs = await while_connected(request.receive, engine.pool_all(requests))
+    vectors = np.stack(vectors_of(outputs))
+    if is_cross_encoder:
+        scores = vectors[:, 0]
+    else:
+        scores = _cosines(vectors[: len(sides.left)], vectors[len(sides.left) :])
+    return Scored(
+        scores=[float(score) for score in scores],
+        num_tokens=sum(len(text.token_ids) for text in texts),
+    )
+
+
+def _cosines(left_NE: Vectors, right_ME: Vectors) -> Vectors:
+    """[M]; N is 1 or M. A vector of zeros is like nothing."""
+    lengths = np.linalg.norm(left_NE, axis=1) * np.linalg.norm(right_ME, axis=1)
+    products = (left_NE * right_ME).sum(axis=1)
+    cosines: Vectors = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    return cosines

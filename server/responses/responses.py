@@ -1,0 +1,221 @@
+"""POST /v1/responses, and what can be done with a stored response.
+
+Owns: the order of the steps, which conversation a request goes on from, and what is stored of its reply.
+Never: how a conversation is rendered or generated: that is the chat path, step for step.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import ContextLengthExceeded, RequestRejected
+from server.access.auth import KEY_NAME
+from server.chat.chat_replies import ChatStream
+from server.chat.chat_turn import ChatTurn, prepare_turn
+from server.errors import ResponseNotFound
+from server.generate.answering import new_head, new_origin, start, whole
+from server.generate.early_refusal import read_if_room
+from server.generate.replies import ReplyPlan, UsageReport
+from server.generate.sse import EventStream
+from server.generate.translate import Origin
+from server.http.edge import Edge, edge_of
+from server.openapi import (
+    CANCEL_DOCUMENTATION,
+    DELETION_DOCUMENTATION,
+    INPUT_ITEMS_DOCUMENTATION,
+    RESPONSE_DOCUMENTATION,
+    RESPONSES_DOCUMENTATION,
+)
+from server.refusals import unsupported
+from server.responses.input_items import page_of, page_request
+from server.responses.response_store import ResponseStore, StoredResponse, weigh
+from server.responses.responses_events import ResponseFraming, ResponseStream, WholeResponse
+from server.responses.responses_input import (
+    chat_request_of,
+    cut_before,
+    in_our_words,
+    num_parts,
+    said_item,
+    turns,
+    wants_logprobs,
+)
+from server.responses.responses_protocol import RESPONSES_REFUSALS, InputItem, ResponsesRequest
+from server.responses.responses_replies import ResponsePlan
+
+router = APIRouter()
+
+_MAX_INLINE_PARTS = 1024
+"""More are worked on in a thread, so that the streams of others go on meanwhile: 4096 took 60 ms."""
+_ONE = "/v1/responses/{response_id}"
+_NO_STORE = {"cache-control": "no-store"}
+
+
+@router.post("/v1/responses", **RESPONSES_DOCUMENTATION)
+async def create_response(request: Request) -> Response:
+    """Answer a text or a conversation, which may go on from a stored response."""
+    edge, store = edge_of(request), store_of(request)
+    body = await read_if_room(request, ResponsesRequest, RESPONSES_REFUSALS)
+    if body.store and not store.is_open:
+        raise unsupported("store", "store: this server stores no responses; send the whole conversation")
+    earlier = _earlier(request, store, body)
+    items = (*(earlier.conversation if earlier else ()), *body.input)
+    if not items and body.instructions is None:
+        raise RequestRejected("input must not be an empty list", param="input")
+    origin = replace(new_origin("resp", request), reply_id=f"resp_{secrets.token_hex(24)}")
+    with in_our_words():
+        prepare = _turn_that_fits if body.truncation == "auto" else _turn
+        turn = await prepare(edge, body, items, origin)
+    chat_plan = ReplyPlan(
+        head=new_head(origin, edge.engine.info),
+        num_prompt_tokens=(len(turn.prompt_ids),),
+        n=1,
+        has_logprobs=wants_logprobs(body),
+        usage=UsageReport(at_end=True),
+    )
+    plan = ResponsePlan(
+        id=chat_plan.head.id,
+        created_s=chat_plan.head.created_s,
+        model=chat_plan.head.model,
+        body=body,
+        params=turn.request.params,
+        is_stored=store.is_open and body.store is not False,
+    )
+
+    def keep(response: dict[str, Any]) -> None:
+        if plan.is_stored:
+            stored = _stored(_owner(request), body, earlier, response)
+            store.add(plan.id, stored, now_s=time.monotonic())
+
+    reply = ResponseStream(plan, ChatStream(chat_plan, turn.reading), on_end=keep, unix_time_s=time.time)
+    outputs = start(edge, [turn.request])
+    if body.stream:
+        return EventStream(outputs, reply, edge, framing=ResponseFraming(reply))
+    return await whole(request, outputs, WholeResponse(reply))
+
+
+@router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
+async def use_stored_response(request: Request) -> Response:
+    """Both methods in one route, so that the Allow header of a 405 names both; those below document them."""
+    return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
+
+
+@router.get(_ONE, **RESPONSE_DOCUMENTATION)
+async def retrieve_response(request: Request) -> Response:
+    """A stored response, as it was sent."""
+    return Response(_stored_here(request).body, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get(f"{_ONE}/input_items", **INPUT_ITEMS_DOCUMENTATION)
+async def list_input_items(request: Request) -> Response:
+    """The items that a stored response was asked with; those of earlier responses are theirs."""
+    asked = page_request(request.query_params)
+    items, response_id = _stored_here(request).input, request.path_params["response_id"]
+    # In a thread, since there may be as much text as a body holds.
+    page = await asyncio.to_thread(lambda: orjson.dumps(page_of(items, response_id, asked)))
+    return Response(page, headers=_NO_STORE, media_type="application/json")
+
+
+@router.post(f"{_ONE}/cancel", **CANCEL_DOCUMENTATION)
+async def cancel_response(request: Request) -> Response:
+    """Refused, as by OpenAI, for a response that is not computed in the background: none is, here."""
+    _stored_here(request)
+    raise RequestRejected(
+        "Cannot cancel a synchronous response: only responses created with background set to true can be"
+        " cancelled. To end this one early, close its connection",
+        param="response_id",
+    )
+
+
+@router.delete(_ONE, **DELETION_DOCUMENTATION)
+async def delete_response(request: Request) -> Response:
+    """Forget a stored response. Those that went on from it stay."""
+    response_id = request.path_params["response_id"]
+    if not store_of(request).delete(response_id, owner=_owner(request), now_s=time.monotonic()):
+        raise ResponseNotFound(response_id)
+    body = {"id": response_id, "object": "response", "deleted": True}
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _stored_here(request: Request) -> StoredResponse:
+    """The one that the path names. Raises ResponseNotFound."""
+    response_id = request.path_params["response_id"]
+    stored = store_of(request).find(response_id, owner=_owner(request), now_s=time.monotonic())
+    if stored is None:
+        raise ResponseNotFound(response_id)
+    return stored
+
+
+def store_of(request: Request) -> ResponseStore:
+    return cast(ResponseStore, request.app.state.response_store)
+
+
+def _owner(request: Request) -> str:
+    """Without keys all callers are one."""
+    return str(request.scope.get(KEY_NAME, ""))
+
+
+def _earlier(request: Request, store: ResponseStore, body: ResponsesRequest) -> StoredResponse | None:
+    if body.previous_response_id is None:
+        return None
+    found = store.find(body.previous_response_id, owner=_owner(request), now_s=time.monotonic())
+    if found is None:
+        raise RequestRejected(
+            f"there is no stored response {body.previous_response_id!r} (any more);"
+            " send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found
+
+
+def _stored(
+    owner: str, body: ResponsesRequest, earlier: StoredResponse | None, response: dict[str, Any]
+) -> StoredResponse:
+    new = (*body.input, *map(said_item, response["output"]))
+    return StoredResponse(
+        owner=owner,
+        body=orjson.dumps(response),
+        input=tuple(body.input),
+        conversation=(*(earlier.conversation if earlier else ()), *new),
+        num_conversation_bytes=weigh(new) + (earlier.num_conversation_bytes if earlier else 0),
+    )
+
+
+async def _turn(edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin) -> ChatTurn:
+    """The chat path up to the first token. Raises RequestRejected, Overloaded."""
+    if num_parts(items) > _MAX_INLINE_PARTS:
+        chat = await asyncio.to_thread(chat_request_of, body, items)
+    else:
+        chat = chat_request_of(body, items)
+    return await prepare_turn(edge, chat, origin)
+
+
+async def _turn_that_fits(
+    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
+) -> ChatTurn:
+    """Leave out as few of the oldest turns as possible. Raises ContextLengthExceeded if one is too long."""
+    try:
+        return await _turn(edge, body, items, origin)
+    except ContextLengthExceeded:
+        places = turns(items)
+        if not places:
+            raise
+    # The fewer turns, the shorter: each try rules out half of those that are left.
+    low, high = 0, len(places) - 1
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            await _turn(edge, body, cut_before(items, places[middle]), origin)
+        except ContextLengthExceeded:
+            low = middle + 1
+        else:
+            high = middle
+    return await _turn(edge, body, cut_before(items, places[low]), origin)

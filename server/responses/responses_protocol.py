@@ -1,0 +1,257 @@
+"""Requests to POST /v1/responses exactly as OpenAI documents them, as far as text goes.
+
+Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
+Never: what a conversation of items means to a chat template (responses_input.py).
+Source: OpenAI's reference of the Responses API; the types of its Python SDK.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
+
+from server.generate.protocol import (
+    MAX_CONTENT_PARTS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TEXT_CHARS,
+    NumTokens,
+    ReasoningEffort,
+    SamplingFields,
+    WireModel,
+)
+
+MAX_TOOLS = 128
+MAX_INCLUDES = 16
+LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+_Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
+_Word = Annotated[str, StringConstraints(max_length=64)]
+_Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+_Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+_Summary = Literal["auto", "concise", "detailed"]
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
+
+
+def _as_parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if isinstance(value, list):
+        return value
+    raise _wrong("must be a string or a list of content parts")
+
+
+def _as_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        return value
+    raise _wrong("must be a string or a list of items")
+
+
+class Part(WireModel):
+    """A piece of an item's content."""
+
+    type: _Word
+    """input_text, output_text or text; summary_text and reasoning_text in a reasoning item."""
+    text: _Text | None = None
+    refusal: _Text | None = None
+
+
+_PartList = Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+_Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=_Text | _PartList)]
+
+
+class InputItem(WireModel):
+    """One step of a conversation. Which of the fields count, `type` says."""
+
+    type: _Word | None = None
+    """message (or absent), function_call, function_call_output or reasoning."""
+    role: _Word | None = None
+    """Of a message: user, assistant, system or developer (the same)."""
+    content: _Content | None = None
+    call_id: _Id | None = None
+    """Of a function call and of its output: which belongs to which."""
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+    """Of the function that is called."""
+    arguments: _Text | None = None
+    """Of the call, as JSON text."""
+    output: _Content | None = None
+    """What the function returned."""
+    summary: _PartList | None = None
+    """Of a reasoning item, beside its content."""
+    encrypted_content: _Text | None = None
+    """Refused by name: only who wrote it can read it."""
+
+    # Names of things, returned by us; nothing in a reply depends on them.
+    id: Annotated[str, StringConstraints(max_length=128)] | None = None
+    status: _Word | None = None
+    phase: _Word | None = None
+
+
+_ItemList = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Input = Annotated[_ItemList, BeforeValidator(_as_items, json_schema_input_type=_Text | _ItemList)]
+
+
+class TextFormat(WireModel):
+    """The shape of the reply's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: _Word | None = None
+    description: Annotated[str, StringConstraints(max_length=4096)] | None = None
+    # `schema` is a method of the base class, under which pydantic would hide the field.
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(WireModel):
+    """How the reply is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(WireModel):
+    """How much is thought before the reply."""
+
+    effort: ReasoningEffort | None = None
+
+    # Accepted without effect, since agents send them unasked: what the model thought is in the reply itself.
+    summary: _Summary | None = None
+    generate_summary: _Summary | None = None
+
+
+class Tool(WireModel):
+    """A function that the caller can run."""
+
+    type: _Word
+    """Only `function` is understood."""
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+    description: Annotated[str, StringConstraints(max_length=16_384)] | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; absent: no parameters."""
+    strict: bool | None = None
+
+
+class FunctionChoice(WireModel):
+    """Call this function and no other."""
+
+    type: Literal["function"]
+    name: _Word
+
+
+class AllowedTools(WireModel):
+    """Call these functions and no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _as_tool_choice(value: Any) -> Any:
+    """Tell the shapes apart by hand: a union would report an error for each of them."""
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    shape = _CHOICES.get(kind) if isinstance(kind, str) else None
+    if shape is None:
+        raise _wrong('must be "none", "auto" or "required", or have the type function or allowed_tools')
+    try:
+        return shape.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _wrong(f"{where}: {first['msg']}") from None
+
+
+_CHOICES: Final[dict[str, type[FunctionChoice | AllowedTools]]] = {
+    "function": FunctionChoice,
+    "allowed_tools": AllowedTools,
+}
+ToolChoice = Annotated[
+    str | FunctionChoice | AllowedTools,
+    PlainValidator(
+        _as_tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedTools,
+    ),
+]
+
+
+class ResponsesRequest(SamplingFields):
+    """The body of POST /v1/responses. Its metadata is returned with the response."""
+
+    input: Input
+    """A text, or the items of a conversation."""
+    instructions: _Text | None = None
+    """A system message before all else. It is not carried over by previous_response_id."""
+    previous_response_id: _Id | None = None
+    """Go on from a stored response: its input and output come before `input`."""
+    store: bool | None = None
+    """On by default, where the server has a store."""
+    stream: bool | None = None
+    max_output_tokens: NumTokens | None = None
+    """Reasoning counts as well; absent: what the context window leaves."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: leave the oldest turns out until the rest fits the context window."""
+    text: TextOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
+    """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Alternatives to each token; asks for logprobs by itself."""
+
+
+PASSED_ON: Final = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "priority",
+    "timeout",
+    "queue_timeout",
+    "first_token_timeout",
+    "cache_salt",
+    "user",
+)
+"""Fields that mean for a response what they mean for a chat completion."""
+
+_OFF: Final = (False,)
+
+RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
+    "access_programs": (),
+    "background": _OFF,
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    # Of the other endpoints: here they have other names, or no meaning.
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": _OFF,
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "reasoning_effort": (),
+    "response_format": (),
+    "stop": ([],),
+}
+"""Field to the values that ask for nothing; null is always one of them."""

@@ -1,0 +1,93 @@
+"""Attention of consecutive query tokens of one sequence over its gathered keys and values.
+
+Owns: the mask of causality, windows and chunks, tiles that bound the memory of scores, the choice between
+torch's fused kernel and explicit sums.
+Never: the cache. ref_attention.py gathers from it; probe_attention.py needs no cache at all.
+
+Shapes: H KV heads, G query heads per KV head, N queries, K keys, D key size, V value size.
+The last query stands at the position of the last key; where a layer attends in chunks, the first key stands
+at the beginning of one.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from worker.attention.interface import AttentionOptions, Reach, is_plain, softmax_with_sinks
+
+# Numbers in the mask, or in the scores of all heads, of one tile: some MiB, so that they stay in cache.
+_MOST_IN_TILE = 1 << 22
+_SMALLEST_TILE = 16
+
+
+def attend_densely(
+    queries_HGND: Tensor, keys_HKD: Tensor, values_HKV: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attend causally within the window; returns [N, H * G, V]."""
+    num_heads, num_groups, num_queries, _ = queries_HGND.shape
+    num_keys, value_dim = values_HKV.shape[1:]
+    most_seen = options.reach.most_tokens
+    fused = is_plain(options) and keys_HKD.shape[-1] == value_dim
+    if fused and num_queries == num_keys and (most_seen is None or most_seen >= num_keys):
+        out_HGNV = scaled_dot_product_attention(
+            queries_HGND,
+            keys_HKD.unsqueeze(1).expand(-1, num_groups, -1, -1),
+            values_HKV.unsqueeze(1).expand(-1, num_groups, -1, -1),
+            is_causal=True,
+            scale=options.scaling,
+        )
+        return out_HGNV.permute(2, 0, 1, 3).reshape(num_queries, num_heads * num_groups, value_dim)
+
+    attend_tile = _attend_tile_fused if fused else _attend_tile_explicitly
+    rows_per_key = 1 if fused else num_heads * num_groups
+    tile = max(_SMALLEST_TILE, _MOST_IN_TILE // (rows_per_key * num_keys))
+    out_NHGV = queries_HGND.new_empty((num_queries, num_heads, num_groups, value_dim))
+    for start in range(0, num_queries, tile):
+        end = min(start + tile, num_queries)
+        # Keys after the tile's last query, or before what its first query sees, weigh nothing.
+        last_key = num_keys - num_queries + end
+        first_key = max(0, options.reach.first_seen(last_key - (end - start)))
+        out_HGNV = attend_tile(
+            queries_HGND[:, :, start:end],
+            keys_HKD[:, first_key:last_key],
+            values_HKV[:, first_key:last_key],
+            options,
+        )
+        out_NHGV[start:end] = out_HGNV.permute(2, 0, 1, 3)
+    return out_NHGV.view(num_queries, num_heads * num_groups, value_dim)
+
+
+def _attend_tile_fused(
+    queries_HGND: Tensor, keys_HKD: Tensor, values_HKV: Tensor, options: AttentionOptions
+) -> Tensor:
+    num_groups, num_queries = queries_HGND.shape[1:3]
+    hidden_NK = _hidden(num_queries, keys_HKD.shape[1], options.reach, queries_HGND.device)
+    bias_NK = torch.zeros_like(hidden_NK, dtype=queries_HGND.dtype).masked_fill_(hidden_NK, float("-inf"))
+    return scaled_dot_product_attention(
+        queries_HGND,
+        keys_HKD.unsqueeze(1).expand(-1, num_groups, -1, -1),
+        values_HKV.unsqueeze(1).expand(-1, num_groups, -1, -1),
+        attn_mask=bias_NK,
+        scale=options.scaling,
+    )
+
+
+def _attend_tile_explicitly(
+    queries_HGND: Tensor, keys_HKD: Tensor, values_HKV: Tensor, options: AttentionOptions
+) -> Tensor:
+    num_heads, num_groups, num_queries, _ = queries_HGND.shape
+    scores_HGNK = torch.matmul(queries_HGND, keys_HKD.unsqueeze(1).transpose(-1, -2)) * options.scaling
+    if options.softcap is not None:
+        scores_HGNK = torch.tanh(scores_HGNK / options.softcap) * options.softcap
+    hidden_NK = _hidden(num_queries, keys_HKD.shape[1], options.reach, queries_HGND.device)
+    scores_HGNK = scores_HGNK.masked_fill_(hidden_NK, float("-inf"))
+    sinks = None if options.sinks is None else options.sinks.view(num_heads, num_groups, 1, 1)
+    return torch.matmul(softmax_with_sinks(scores_HGNK, sinks), values_HKV.unsqueeze(1))
+
+
+def _hidden(num_queries: int, num_keys: int, reach: Reach, device: torch.device) -> Tensor:
+    """[N, K]: True where a query may not look, later keys and keys before the first that it sees."""
+    positions_N1 = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    keys_K = torch.arange(num_keys, device=device)
+    hidden_NK = keys_K > positions_N1
+    return hidden_NK if reach.most_tokens is None else hidden_NK | (keys_K < reach.first_seen(positions_N1))

@@ -1,0 +1,30 @@
+"""Attention without a cache, for one whole sequence: what a layer keeps per token, and what a step costs.
+
+Owns: the record of each layer's shape, taken from a real call, so that no configuration key is guessed.
+Never: runs in a served step.
+"""
+
+from torch import Tensor
+
+from worker.attention.dense_attention import attend_densely
+from worker.attention.interface import AttentionOptions
+from worker.attention.kv_cache import LayerShape
+from worker.errors import UnsupportedAttention
+
+
+class ProbeAttention:
+    """A LayerExecutor for a batch that is one sequence from its first token on."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Attend causally and note the layer's shape. Two calls with one index cannot share one cache."""
+        if layer_idx in self.shapes:
+            raise UnsupportedAttention(f"attention called twice for layer {layer_idx}")
+        num_heads, num_tokens, key_dim = key.shape
+        self.shapes[layer_idx] = LayerShape(num_heads, key_dim, value.shape[-1], options.reach.most_tokens)
+        queries_HGND = query.reshape(num_heads, -1, num_tokens, key_dim)
+        return attend_densely(queries_HGND, key, value, options)

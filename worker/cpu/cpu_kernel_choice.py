@@ -1,0 +1,87 @@
+"""Whether this worker computes with the CPU's kernels, and why not.
+
+Owns: the one line of the log that says so, and what `tokenyard doctor` says before.
+Never: fails a start that torch alone could serve: it computes the same, more slowly.
+"""
+
+import logging
+
+import torch
+
+from worker.config import WorkerConfig
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
+from worker.cpu.native import DTYPES, Kernels
+from worker.devices.device import Device
+from worker.errors import StartupError
+from worker.findings import Finding, Verdict
+from worker.progress import LoadStage, Stage
+
+log = logging.getLogger(__name__)
+
+_TOPIC = "CPU kernels"
+
+
+def open_kernels(
+    config: WorkerConfig, device: Device, dtype: torch.dtype, stage: LoadStage
+) -> Kernels | None:
+    """Build them if need be, some seconds once for each machine; None where there are none.
+
+    Raises StartupError if weights are to be quantized, which only the kernels can.
+    """
+    try:
+        _check_wanted(config, device, dtype)
+        library = find_library()
+        if library is None:
+            stage.enter(Stage.COMPILING)
+            library = build_library()
+        return Kernels(library, torch.get_num_threads())
+    except (CannotBuild, OSError) as error:
+        _refuse_quantization(config, error)
+        log.info("no CPU kernels, torch computes: %s", error)
+        return None
+
+
+def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) -> Finding:
+    """What `open_kernels` would come to, but for a compiler that fails; compiles nothing.
+
+    Raises StartupError where it would.
+    """
+    try:
+        _check_wanted(config, device, dtype)
+        library = find_library()
+        if library is None:
+            what = f"will be compiled at first start with {foresee_build().name}"
+        else:
+            what = f"{Kernels(library, num_threads=1).instruction_set}, built"
+    except (CannotBuild, OSError) as error:
+        _refuse_quantization(config, error)
+        return _without(config, dtype, error)
+    return Finding(topic=_TOPIC, verdict=Verdict.OK, what=what)
+
+
+def _without(config: WorkerConfig, dtype: torch.dtype, error: Exception) -> Finding:
+    if config.cpu_kernels == "off":
+        return Finding(topic=_TOPIC, verdict=Verdict.OK, what="none, as asked for: torch computes")
+    if dtype not in DTYPES:
+        fix = "ask for --dtype bfloat16 or float32"
+    else:
+        fix = "install g++ and see to a cache that may be written to, or build them: docs/deploy.md says how"
+    what = f"none: {error}; torch computes, several times more slowly"
+    return Finding(topic=_TOPIC, verdict=Verdict.WARNING, what=what, fix=fix)
+
+
+def _check_wanted(config: WorkerConfig, device: Device, dtype: torch.dtype) -> None:
+    if device.torch_device.type != "cpu":
+        raise CannotBuild("the model runs on a GPU")
+    if config.cpu_kernels == "off":
+        raise CannotBuild("--cpu-kernels is off")
+    if dtype not in DTYPES:
+        raise CannotBuild(f"there are none for {dtype}")
+
+
+def _refuse_quantization(config: WorkerConfig, error: Exception) -> None:
+    if config.quantization != "none":
+        raise StartupError(
+            f"--quantization {config.quantization} needs the CPU kernels, and {error}",
+            fix="leave it out, or see --cpu-kernels",
+        ) from error

@@ -1,0 +1,261 @@
+"""Copies between the pools that run beside the steps of a GPU.
+
+Owns: which copy waits for which step, which step for which copy, and copies for each other.
+Never: what is copied, or when (scheduler/); torch.cuda (cuda_streams.py).
+
+Four streams, each of which does what it was asked in order, and none of which waits for another but by an
+event. The host waits for nothing.
+
+    compute    step 7 ------------>|step 8 ------------>|step 9 --------
+    out          [1 2 3][4 5 6][7 8 9]      ^                  ^
+    late out                       [10]-----'  8 writes 10     '- 9 writes 2: it left long ago
+    back         [21 22]--------------------^  8 reads 21
+
+Copies are cut into pieces, each with an event. Of two pieces, or of a piece and a step, that share a row
+which one of them writes, the later waits for the earlier. What a step in flight still writes leaves by the
+late stream, since all that is behind it in a stream would wait with it: of a sequence that is swapped out,
+that is its last block; the others leave while the step runs.
+
+Rows are forgotten when the event of the last piece that touched them has come.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.devices.block_copies import Pools, RowCopy, Rows, TouchedRows, merge_runs
+
+# Of one piece. A step waits a quarter of a millisecond for it at 32 GB/s, and an event costs the host a
+# hundredth of that.
+_PIECE_BYTES = 8 << 20
+
+Mask = NDArray[np.bool_]
+"""[N]: one for each row of the device's pool."""
+
+
+class StreamEvent(Protocol):
+    """A point in what was asked of one stream."""
+
+    def query(self) -> bool:
+        """Whether all before it is done."""
+
+
+class Stream(Protocol):
+    """Does what it is asked later, in order. No call waits."""
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """The second of each pair, to the first."""
+
+    def record(self) -> StreamEvent:
+        """Mark the present end of what was asked of it."""
+
+    def wait(self, event: StreamEvent) -> None:
+        """Do nothing further before it has come."""
+
+
+class Streams(NamedTuple):
+    """Those of one GPU. It has an engine for copies in each direction."""
+
+    compute: Stream
+    out: Stream
+    late_out: Stream
+    back: Stream
+
+
+class _Lane:
+    """A stream of copies, and those of its pieces of which it is not known that they are done."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.pieces: deque[_Piece] = deque()
+
+
+class _Piece(NamedTuple):
+    """Copies of one stream that have one event."""
+
+    lane: _Lane
+    done: StreamEvent
+    entries: list[tuple["_LastPieces", list[int]]]
+    """Where it stands."""
+
+
+_LastPieces = dict[int, _Piece]
+"""The last piece that concerned a row."""
+
+
+class _Step:
+    """What a step touches. Masks are made when first asked for: most steps meet no copy."""
+
+    def __init__(self, touched: TouchedRows, num_rows: int) -> None:
+        self._touched = touched
+        self._num_rows = num_rows
+
+    @cached_property
+    def writes(self) -> Mask:
+        return self._mask(self._touched.written_W)
+
+    @cached_property
+    def touches(self) -> Mask:
+        return self._mask(self._touched.read()) | self.writes
+
+    def _mask(self, rows: Rows) -> Mask:
+        mask = np.zeros(self._num_rows, np.bool_)
+        mask[rows] = True
+        return mask
+
+
+class _Launch(NamedTuple):
+    """A step that the GPU may not have done yet."""
+
+    step: _Step
+    done: StreamEvent
+
+
+class _Way(NamedTuple):
+    """Out or back."""
+
+    last: _LastPieces
+    """By row of the device's pool."""
+    disturbing: Callable[[_Step], Mask]
+    """The rows of that pool that it cannot copy while a step runs."""
+
+
+class _Ends(NamedTuple):
+    """The rows that some copies touch, aligned, whichever way they go."""
+
+    device: list[int]
+    host: list[int]
+
+
+class CopyStreams:
+    """A PoolCopier."""
+
+    def __init__(self, pools: Pools, streams: Streams, *, piece_bytes: int = _PIECE_BYTES) -> None:
+        self._pools = pools
+        self._compute = streams.compute
+        self._out, self._late_out, self._back = (_Lane(stream) for stream in streams[1:])
+        self._piece_rows = max(1, piece_bytes // (pools.device_NE.shape[1] * pools.device_NE.itemsize))
+        self._launches: deque[_Launch] = deque()
+        self._leaving = _Way({}, lambda step: step.writes)
+        self._arriving = _Way({}, lambda step: step.touches)
+        self._at_host: _LastPieces = {}  # by row of the host's pool
+
+    def swap(self, out: Sequence[RowCopy], back: Sequence[RowCopy]) -> None:
+        """See PoolCopier."""
+        self._forget_done()
+        ready, late = _divide(out, self._must_wait(self._out, self._leaving, _ends_of_out(out)))
+        for lane, copies in ((self._out, ready), (self._late_out, late)):
+            for piece in self._cut(copies):
+                self._send(lane, piece)
+        ready, late = _divide(back, self._must_wait(self._back, self._arriving, _ends_of_back(back)))
+        # A step needs all that come back; but those that wait do not keep the others.
+        for piece in self._cut(ready + late):
+            self._fetch(piece)
+
+    @contextmanager
+    def step(self, touched: TouchedRows) -> Iterator[None]:
+        """See PoolCopier."""
+        self._forget_done()
+        step = _Step(touched, len(self._pools.device_NE))
+        for piece in self._in_the_way_of(step):
+            self._compute.wait(piece.done)
+        try:
+            yield
+        finally:
+            # Should it fail half-way, what was asked before is still done.
+            self._launches.append(_Launch(step, self._compute.record()))
+
+    def _cut(self, copies: list[RowCopy]) -> list[list[RowCopy]]:
+        starts = range(0, len(copies), self._piece_rows)
+        return [copies[start : start + self._piece_rows] for start in starts]
+
+    def _send(self, lane: _Lane, copies: list[RowCopy]) -> None:
+        device_NE, host_ME = self._pools
+        pairs = [(host_ME[run.target_rows], device_NE[run.source_rows]) for run in merge_runs(copies)]
+        self._ask(lane, self._leaving, _ends_of_out(copies), pairs)
+
+    def _fetch(self, copies: list[RowCopy]) -> None:
+        device_NE, host_ME = self._pools
+        pairs = [(device_NE[run.target_rows], host_ME[run.source_rows]) for run in merge_runs(copies)]
+        self._ask(self._back, self._arriving, _ends_of_back(copies), pairs)
+
+    def _ask(self, lane: _Lane, way: _Way, ends: _Ends, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """One piece, behind all that it could disturb."""
+        for launch in reversed(self._launches):
+            if way.disturbing(launch.step)[ends.device].any():
+                lane.stream.wait(launch.done)
+                break  # those before it are done by then
+        # Two pieces that only read a row would not disturb each other; but only the last is remembered.
+        met = {id(last[row]): last[row] for last, rows in self._places(ends) for row in rows if row in last}
+        for piece in met.values():
+            if piece.lane is not lane:
+                lane.stream.wait(piece.done)
+        entries = [(way.last, ends.device), (self._at_host, ends.host)]
+        try:
+            lane.stream.copy(pairs)
+        finally:
+            # Should one of them be refused, those before it are still made.
+            piece = _Piece(lane, lane.stream.record(), entries)
+            lane.pieces.append(piece)
+            for last, rows in entries:
+                last.update(dict.fromkeys(rows, piece))
+
+    def _must_wait(self, lane: _Lane, way: _Way, ends: _Ends) -> Mask:
+        """Which copies, aligned with `ends`, would keep others of the lane that need not wait."""
+        must_wait = np.zeros(len(ends.device), np.bool_)
+        for last, rows in self._places(ends):
+            if last:
+                meets = [row in last and last[row].lane is not lane for row in rows]
+                must_wait |= np.array(meets, np.bool_)
+        for launch in self._launches if ends.device else ():
+            must_wait |= way.disturbing(launch.step)[ends.device]
+        return must_wait
+
+    def _places(self, ends: _Ends) -> list[tuple[_LastPieces, list[int]]]:
+        """Where to look for pieces that come before some copies."""
+        return [
+            (self._leaving.last, ends.device),
+            (self._arriving.last, ends.device),
+            (self._at_host, ends.host),
+        ]
+
+    def _in_the_way_of(self, step: _Step) -> list[_Piece]:
+        found: dict[int, _Piece] = {}
+        for last, disturbing in (self._leaving, self._arriving):
+            if last:
+                rows = np.fromiter(last, np.int64, len(last))
+                found.update((id(last[row]), last[row]) for row in rows[disturbing(step)[rows]].tolist())
+        return list(found.values())
+
+    def _forget_done(self) -> None:
+        while self._launches and self._launches[0].done.query():
+            self._launches.popleft()
+        for lane in (self._out, self._late_out, self._back):
+            while lane.pieces and lane.pieces[0].done.query():
+                piece = lane.pieces.popleft()
+                for last, rows in piece.entries:
+                    for row in rows:
+                        if last.get(row) is piece:
+                            del last[row]
+
+
+def _divide(copies: Sequence[RowCopy], is_late: Mask) -> tuple[list[RowCopy], list[RowCopy]]:
+    """Those that are not late, and those that are; each in the order given."""
+    divided: tuple[list[RowCopy], list[RowCopy]] = [], []
+    for copy, late in zip(copies, is_late.tolist(), strict=True):
+        divided[late].append(copy)
+    return divided
+
+
+def _ends_of_out(copies: Sequence[RowCopy]) -> _Ends:
+    return _Ends([copy.source for copy in copies], [copy.target for copy in copies])
+
+
+def _ends_of_back(copies: Sequence[RowCopy]) -> _Ends:
+    return _Ends([copy.target for copy in copies], [copy.source for copy in copies])

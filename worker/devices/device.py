@@ -1,0 +1,373 @@
+"""The device behind one interface, so that nothing else asks whether it is a GPU.
+
+Owns: moving host arrays to the device, allocating the KV pools, choosing who copies between them, measuring
+memory, naming the device, marking points in the order of its work, recording work to be done again.
+Never: what the memory is for (memory_sizes.py) or what is computed on it.
+"""
+
+import mmap
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.config import WorkerConfig
+from worker.devices.block_copies import PlainCopier, PoolCopier, Pools
+from worker.devices.copy_streams import CopyStreams
+from worker.devices.cuda_streams import open_streams
+from worker.devices.machine import available_memory_bytes, usable_cores
+from worker.devices.memory_sizes import (
+    WeightBytes,
+    check_host_memory,
+    check_weights_fit,
+    cpu_budget_bytes,
+    cuda_budget_bytes,
+    graph_bytes,
+)
+from worker.errors import StartupError
+
+HostArray = np.ndarray[Any, Any]
+
+
+class Reserve(NamedTuple):
+    """What a GPU will hold beside weights, KV cache and the step that was measured."""
+
+    num_graphs: int = 0
+    buffer_bytes: int = 0
+
+
+NO_RESERVE = Reserve()
+
+
+class Event(Protocol):
+    """A point in the order of what was asked of a device."""
+
+    def wait(self) -> None:
+        """Return when everything asked before it is done. The thread sleeps meanwhile."""
+
+
+class Graph(Protocol):
+    """Work of the device that was recorded, kernel by kernel, with the addresses that it read and wrote."""
+
+    def replay(self) -> None:
+        """Ask for all of it again, on what stands at these addresses by then."""
+
+
+class _Done:
+    """An event of a device that has nothing left to do when a call returns."""
+
+    def wait(self) -> None:
+        return
+
+
+class Device(Protocol):
+    """What the worker needs of a device."""
+
+    torch_device: torch.device
+    default_block_size: int
+    is_gpu: bool
+    """What is asked of it is done later, in order, while the host goes on; and Triton compiles for it."""
+
+    def describe(self) -> str:
+        """Name it for a person."""
+
+    def make_current(self) -> None:
+        """Let what this thread launches go to it; each thread begins with GPU 0."""
+
+    def check_weights(self, weights: WeightBytes) -> int:
+        """Raise StartupError if they would not fit; returns what loading them leaves of the host's memory."""
+
+    def tensor(self, host: HostArray) -> Tensor:
+        """Bring a host array to the device. On CPU they share memory: do not write to `host` afterwards."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate flat host memory that is copied from and to while the host goes on (non_blocking=True).
+
+        Nobody may write to it, or read what is to arrive in it, before an event recorded after the copy.
+        """
+
+    def record(self) -> Event:
+        """Mark the present end of what was asked of the device."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` asks of the device. Only for GPUs.
+
+        Does it once before, so that nothing is compiled or set up while recording, and once more by the
+        graph, so that the driver takes what memory it needs. Memory that `work` takes
+        and gives back is shared among all graphs: what one leaves in it is good until the next replay.
+        Raises RuntimeError where it waits for the device, and torch.OutOfMemoryError.
+        """
+
+    def release_cached_memory(self) -> None:
+        """Give back what the allocator keeps for later, after it ran out of memory."""
+
+    def free_bytes(self) -> int:
+        """Memory of a GPU that nobody has taken; of the machine for a CPU."""
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate flat zeroed memory for the life of the process."""
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate flat zeroed memory for the host's end of `open_copier`.
+
+        Raises MemoryError, OSError or RuntimeError where the system refuses.
+        """
+
+    def kv_cache_budget_bytes(
+        self, run_largest_step: Callable[[], None], *, reserve: Reserve = NO_RESERVE
+    ) -> int:
+        """Bytes to give to the KV cache, now that the weights are loaded; `reserve` comes after it."""
+
+    def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
+        """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
+
+    def open_copier(self, pools: Pools) -> PoolCopier:
+        """Who copies between these two from now on. What was asked of the device before must be done."""
+
+    def wait(self) -> None:
+        """Return when everything asked of the device is done."""
+
+
+class CpuDevice:
+    """This machine's processors. Sets the number of compute threads of the whole process."""
+
+    torch_device = torch.device("cpu")
+    default_block_size = 32
+    is_gpu = False
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._kv_cache_bytes = config.kv_cache_bytes
+        self._swap_space_bytes = config.swap_space_bytes
+        torch.set_num_threads(config.num_threads or usable_cores())
+
+    def describe(self) -> str:
+        num_threads = torch.get_num_threads()
+        return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
+
+    def make_current(self) -> None:
+        """Nothing else could be."""
+
+    def check_weights(self, weights: WeightBytes) -> int:
+        return check_weights_fit(
+            weights.total, available_bytes=available_memory_bytes(), where="this machine"
+        )
+
+    def tensor(self, host: HostArray) -> Tensor:
+        return torch.from_numpy(host)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def record(self) -> Event:
+        return _Done()
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        raise NotImplementedError("a CPU records nothing")
+
+    def release_cached_memory(self) -> None:
+        """Nothing is kept."""
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _map_zeros(numel, dtype)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _map_zeros(numel, dtype)
+
+    def kv_cache_budget_bytes(
+        self,
+        run_largest_step: Callable[[], None],  # noqa: ARG002 - measured on GPUs
+        *,
+        reserve: Reserve = NO_RESERVE,  # noqa: ARG002 - what a CPU holds beside its cache is no part of the cache's share
+    ) -> int:
+        return cpu_budget_bytes(
+            available_memory_bytes(), asked_bytes=self._kv_cache_bytes, swap_bytes=self._swap_space_bytes
+        )
+
+    def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
+        check_host_memory(available_memory_bytes(), cache_bytes=cache_bytes, swap_bytes=swap_bytes)
+
+    def open_copier(self, pools: Pools) -> PoolCopier:
+        return PlainCopier(pools)
+
+    def wait(self) -> None:
+        """Nothing to wait for: each call returns when it is done."""
+
+
+class CudaDevice:
+    """One GPU."""
+
+    default_block_size = 16
+    is_gpu = True
+
+    def __init__(self, config: WorkerConfig, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._graph_pool: Any = None
+        self._utilization = config.gpu_memory_utilization
+        self.make_current()
+
+    def describe(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def make_current(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+    def check_weights(self, weights: WeightBytes) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        check_weights_fit(weights.total, available_bytes=free_bytes, where="the GPU")
+        return check_weights_fit(
+            weights.converted, available_bytes=available_memory_bytes(), where="this machine"
+        )
+
+    def tensor(self, host: HostArray) -> Tensor:
+        # From pageable memory the host would wait until the copy is done, and with it for the step before.
+        # torch gives the pinned memory to nobody else before.
+        return torch.from_numpy(host).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def record(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.torch_device))
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        with _refusing_to_wait():
+            work()
+        torch.cuda.synchronize(self.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # torch leaves this thread on the stream of a capture that fails: the outer block brings it back.
+            # What another thread asks of the device meanwhile is neither recorded nor refused.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
+                torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"),
+            ):
+                work()
+            graph.replay()
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError as error:
+            # The driver's own, where it is not torch's allocator that asks.
+            if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        return graph
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free_bytes
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.torch_device)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = _map_zeros(numel, dtype)
+        # Pinned in place, since torch's own pinned allocator rounds up to a power of two.
+        load_cuda_runtime: Any = torch.cuda.cudart  # untyped, too
+        cuda_runtime = load_cuda_runtime()
+        address = memory.data_ptr()
+        # The thread that loads has GPU 0 as its current one, and would leave a context there.
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.check_error(cuda_runtime.cudaHostRegister(address, numel * dtype.itemsize, 0))
+        # Before the pages go; not at exit, when the driver may be gone before them.
+        weakref.finalize(memory, cuda_runtime.cudaHostUnregister, address).atexit = False
+        return memory
+
+    def kv_cache_budget_bytes(
+        self, run_largest_step: Callable[[], None], *, reserve: Reserve = NO_RESERVE
+    ) -> int:
+        weights_bytes = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        run_largest_step()
+        torch.cuda.synchronize(self.torch_device)
+        peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+        return cuda_budget_bytes(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            activation_bytes=peak_bytes - weights_bytes,
+            reserved_bytes=reserve.buffer_bytes
+            + graph_bytes(reserve.num_graphs, activation_bytes=peak_bytes - weights_bytes),
+            utilization=self._utilization,
+        )
+
+    def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:  # noqa: ARG002 - the cache is not on the host
+        check_host_memory(available_memory_bytes(), cache_bytes=0, swap_bytes=swap_bytes)
+
+    def open_copier(self, pools: Pools) -> PoolCopier:
+        return CopyStreams(pools, open_streams(self.torch_device))
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Let torch raise a RuntimeError where the host would wait for the device.
+
+    While a graph is captured it would be refused too, but torch's allocator would then take the capture for
+    one that goes on.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this experimental
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        new_event: Any = torch.cuda.Event  # its constructor is untyped, too
+        # Blocking: a thread that spins would take a core from the API process.
+        self._event = new_event(blocking=True)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _map_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+    # Anonymous pages are zero when first touched: a pool that is never filled costs nothing, and
+    # torch.zeros would touch all of it at start.
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    memory = mmap.mmap(-1, numel * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+
+def open_device(config: WorkerConfig) -> Device:
+    """Take the device that was asked for. Raises StartupError where there is none such."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch_device = torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"unknown device {name!r}", fix="ask for auto, cpu, cuda or cuda:1") from error
+    if torch_device.type == "cpu":
+        return CpuDevice(config)
+    if torch_device.type != "cuda":
+        raise StartupError(f"device {name!r} is not supported", fix="ask for auto, cpu, cuda or cuda:1")
+    if not torch.cuda.is_available() or (torch_device.index or 0) >= torch.cuda.device_count():
+        raise StartupError(
+            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs",
+            fix="ask for --device cpu, or install a driver and a torch build with CUDA",
+        )
+    # With its number, without which torch would not make it the current one.
+    return CudaDevice(config, torch.device("cuda", torch_device.index or 0))

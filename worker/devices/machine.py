@@ -1,0 +1,122 @@
+"""What this machine lets the process use: memory and cores.
+
+Owns: reading /proc, /sys and control groups (version 2, then 1), where a container's real limits stand.
+Never: decides anything; worker/devices/memory_sizes.py and worker/devices/device.py do.
+Every path hangs on a root folder, so that a test can bring its own machine.
+"""
+
+import os
+from pathlib import Path
+
+_MACHINE = Path("/")
+# cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+def available_memory_bytes(root: Path = _MACHINE) -> int:
+    """Bytes that can be taken without swapping: free memory, or what the control group leaves if less."""
+    available = _meminfo_available_bytes(root)
+    for folder, names in _cgroup_folders(root, "memory"):
+        limit, usage, *cache_keys = names
+        limit_bytes = _read_int(folder / limit)
+        if limit_bytes is None or limit_bytes >= _NO_LIMIT_BYTES:
+            continue
+        used_bytes = _read_int(folder / usage) or 0
+        # Page cache counts as usage, but gives way: a checkpoint just read would else eat the KV cache.
+        # Its pages become active ones when the mapping of a file that was read before ends.
+        reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
+        available = min(available, limit_bytes - max(used_bytes - reclaimable_bytes, 0))
+    return max(available, 0)
+
+
+def memory_use(root: Path = _MACHINE) -> float:
+    """Share of the memory in use, 0 to 1: of the machine's or of a control group's, whichever is fuller.
+
+    What can be reclaimed at once, caches of files that is, does not count.
+    """
+    info = _read_text(root / "proc/meminfo").splitlines()
+    sizes = {words[0]: int(words[1]) for words in map(str.split, info) if len(words) > 1}
+    total, available = sizes.get("MemTotal:", 0), sizes.get("MemAvailable:", 0)
+    shares = [1 - available / total] if total else []
+    for folder, (limit, usage, *cache_keys) in _cgroup_folders(root, "memory"):
+        limit_bytes, used_bytes = _read_int(folder / limit), _read_int(folder / usage)
+        if limit_bytes and limit_bytes < _NO_LIMIT_BYTES and used_bytes is not None:
+            reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
+            shares.append((used_bytes - reclaimable_bytes) / limit_bytes)
+    return max([0.0, *shares])
+
+
+def usable_cores(root: Path = _MACHINE) -> int:
+    """Physical cores in the affinity mask, cut to the CPU quota of the control group; at least 1."""
+    cores = {_core_of(root, cpu) for cpu in os.sched_getaffinity(0)}
+    quota = _cpu_quota(root)
+    return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+
+
+def _meminfo_available_bytes(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str, str, str]]]:
+    """Find every folder whose limit binds this process (its own and its ancestors'), with the file names."""
+    version_2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+    version_1 = (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "total_active_file",
+    )
+    folders = []
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            mount, names = root / "sys/fs/cgroup", version_2
+        elif controller in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup" / controller, version_1
+        else:
+            continue
+        # Inside a container the path may be the host's: the mount point itself is then our group.
+        group = mount / path.lstrip("/")
+        folders += [(folder, names) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+    return folders
+
+
+def _cpu_quota(root: Path) -> float | None:
+    quotas = []
+    for folder, _ in _cgroup_folders(root, "cpu"):
+        words = _read_text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            quotas.append(int(words[0]) / int(words[1]))
+        quota_us = _read_int(folder / "cpu.cfs_quota_us")
+        period_us = _read_int(folder / "cpu.cfs_period_us")
+        if quota_us is not None and period_us and quota_us > 0:
+            quotas.append(quota_us / period_us)
+    return min(quotas, default=None)
+
+
+def _core_of(root: Path, cpu: int) -> str:
+    """Name the physical core: hyper-threads of one core have the same list of siblings."""
+    siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    return _read_text(siblings).strip() or f"cpu {cpu}"
+
+
+def _stat_value(path: Path, key: str) -> int:
+    for line in _read_text(path).splitlines():
+        if line.startswith(f"{key} "):
+            return int(line.split()[1])
+    return 0
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path).strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # absent, or hidden from this process: then it sets no limit that we could know
+        return ""

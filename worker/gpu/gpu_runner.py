@@ -1,0 +1,196 @@
+"""A step on a GPU: what the host asks for, without waiting for anything.
+
+Owns: the order of a step on the device (spread block tables, fill in tokens that the host does not know,
+attention's batch, the model, the logits, the draw, the last token of each row), and who does it: a captured
+graph, or the host kernel by kernel.
+Never: builds a step (inputs.py, step_buffers.py), or says how is drawn (gpu/sampler.py).
+
+Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more that is nobody's, F fields
+of a draw.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.attention.interface import LayerExecutor, note_layers_begun
+from worker.devices.device import Device
+from worker.gpu.device_batch import AttentionBatch, DeviceBatch
+from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
+from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens, spread_tables
+from worker.gpu.step_buffers import BatchSizes, StepBuffers
+from worker.steps.model_runner import BodyOutputs, ModelRunner
+from worker.steps.step_inputs import StepInputs
+
+
+class BatchAttention(LayerExecutor, Protocol):
+    """A LayerExecutor over the paged cache that reads its step on the device."""
+
+    def begin_batch(self, batch: AttentionBatch) -> None:
+        """Prepare what all layers of the step share, without waiting for the device."""
+
+
+class StepSampler(Protocol):
+    """Who knows how rows are drawn."""
+
+    def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """[N, F]: how the step that is about to be launched draws for these rows."""
+
+    def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:
+        """Ask for the tokens of a step, without waiting; they stand in the memory that is returned, [N]."""
+
+
+class GpuSteps:
+    """A StepRunner that asks and does not wait. One step's memory: each is filled in after the one before."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        backend: BatchAttention,
+        device: Device,
+        buffers: StepBuffers,
+        sampler: StepSampler,
+        logits_NV: Tensor,
+    ) -> None:
+        """`logits_NV` is where graphs leave their logits, for the most sequences that may draw at once.
+
+        Without graphs it may be empty.
+        """
+        self._runner = runner
+        self._backend = backend
+        self._device = device
+        self._buffers = buffers
+        self._sampler = sampler
+        self._logits_NV = logits_NV
+        self._last_token_C = device.zeros(buffers.limits.num_sequences + 1, torch.int64)
+        self._graphs = StepGraphs()
+        self._rows_N: Tensor
+        self._rows_of: dict[BatchSizes, Tensor] = {}
+        self._num_replayed = self._num_eager = self._num_padding = 0
+        self._warm_up()
+
+    def capture(self, sizes: GraphSizes) -> None:
+        """Capture what there is memory for. Steps that fit into these sizes are replayed from then on."""
+
+        def work_on(each: BatchSizes) -> "_Work":
+            self._buffers.fill_with_padding(each)
+            batch = self._buffers.view(each)
+            self._rows_of[each] = batch.rows_N
+            return _Work(self, batch)
+
+        self._graphs = capture_all(sizes, work_on, self._device)
+
+    def compute(self, inputs: StepInputs) -> Tensor:
+        """See StepRunner."""
+        captured = self._graphs.find(inputs)
+        if captured is None:
+            batch = self._begin(inputs)
+            logits_NV = self._forward(batch)
+            self._draw(logits_NV, batch)
+            return logits_NV
+        self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), captured.sizes)
+        self._rows_N = self._rows_of[captured.sizes]
+        captured.graph.replay()
+        note_layers_begun(captured.num_layers)
+        self._num_replayed += 1
+        self._num_padding += captured.sizes.num_tokens - len(inputs.input_ids_T)
+        return self._logits_NV[: len(inputs.rows)]
+
+    def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
+        """See StepRunner."""
+        batch = self._begin(inputs)
+        self._prepare(batch)
+        logits_NV, body = self._runner.forward_keeping_body(
+            batch.input_ids_1T, batch.position_ids_1T, batch.logits_indices_N, self._backend
+        )
+        self._draw(logits_NV, batch)
+        return logits_NV, body
+
+    def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
+        """See StepRunner."""
+        return self._runner.head(body, self._device.tensor(indices_S))
+
+    @torch.inference_mode()
+    def remember(self, token_ids_N: Tensor) -> None:
+        """See StepRunner."""
+        remember_tokens(self._last_token_C, self._rows_N, token_ids_N)
+
+    def describe(self) -> str:
+        """See StepRunner."""
+        return (
+            f"{self._num_replayed} steps were replayed from CUDA graphs, with {self._num_padding} tokens of "
+            f"padding; {self._num_eager} were not"
+        )
+
+    def compute_and_draw(self, batch: DeviceBatch) -> None:
+        """Compute a batch. Logits are left where those of graphs are found, tokens with the sampler."""
+        logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
+        logits_NV.copy_(self._forward(batch))
+        self._draw(logits_NV, batch)
+
+    def _begin(self, inputs: StepInputs) -> DeviceBatch:
+        """A step of its own sizes, without padding."""
+        self._num_eager += 1
+        sizes = sizes_of(inputs)
+        self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), sizes)
+        batch = self._buffers.view(sizes)
+        self._rows_N = batch.rows_N
+        return batch
+
+    def _forward(self, batch: DeviceBatch) -> Tensor:
+        self._prepare(batch)
+        return self._runner.forward(
+            batch.input_ids_1T, batch.position_ids_1T, batch.logits_indices_N, self._backend
+        )
+
+    @torch.inference_mode()
+    def _prepare(self, batch: DeviceBatch) -> None:
+        spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
+        fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
+        self._backend.begin_batch(batch.attention)
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compile now, with nobody's step, and not in the middle of the first one."""
+        sizes = BatchSizes(1, 1, 1, 1, 1, 1)
+        self._buffers.fill_with_padding(sizes)
+        batch = self._buffers.view(sizes)
+        self._rows_N = batch.rows_N
+        spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
+        fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
+        remember_tokens(self._last_token_C, batch.rows_N, self._last_token_C[:1])
+
+    @torch.inference_mode()
+    def _draw(self, logits_NV: Tensor, batch: DeviceBatch) -> None:
+        if len(batch.rows_N):
+            token_ids_N = self._sampler.draw_in_step(logits_NV, batch.draws_NF)
+            remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)
+
+
+class _Work:
+    """What a graph records: it knows a batch's place in memory, and nothing of the host's step."""
+
+    def __init__(self, steps: GpuSteps, batch: DeviceBatch) -> None:
+        self._steps, self._batch = steps, batch
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        self._steps.compute_and_draw(self._batch)
+
+
+def sizes_of(inputs: StepInputs) -> BatchSizes:
+    """Of a step without padding."""
+    metadata, num_tokens = inputs.metadata, len(inputs.input_ids_T)
+    return BatchSizes(
+        num_tokens=num_tokens,
+        num_sequences=len(metadata.seq_lens),
+        num_logits=len(inputs.rows),
+        # As graphs are: kernels that are told the decodes of a mixed step would be compiled in service.
+        num_decodes=num_tokens if metadata.num_decodes == num_tokens else 0,
+        max_query_len=int(np.diff(metadata.query_starts).max()),
+        max_seq_len=int(metadata.seq_lens.max()),
+    )

@@ -1,0 +1,4 @@
+"""Sampling on a GPU: state of each row, edits of logits, tokens (engine process).
+
+Never: waits for the device.
+"""

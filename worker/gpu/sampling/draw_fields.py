@@ -1,0 +1,44 @@
+"""What a row is drawn with, as the host writes it and the kernels read it.
+
+Owns: the order of the fields, and what they hold for which parameters.
+Never: imports Triton: the buffers of a step need no more than this.
+
+    line  place  temperature  min_p  top_k  top_p  uniform  -        float64, one line for each row
+
+Shapes: N rows, F fields.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.messages import SamplingParams
+from worker.sampling.draw import LEAST_TOP_P
+
+NUM_FIELDS = 8
+LINE = 0
+"""In the logits; NOBODY for padding, which is neither read nor drawn."""
+PLACE = 1
+"""In the outcome."""
+TEMPERATURE = 2
+MIN_P = 3
+TOP_K = 4
+"""0 for all, 1 for greedy."""
+TOP_P = 5
+"""Above 0."""
+UNIFORM = 6
+
+NOBODY = -1
+
+
+def draw_fields(params: SamplingParams, vocab_size: int) -> NDArray[np.float64]:
+    """Of a row that is drawn so, but for what changes from step to step: line, place and uniform number."""
+    fields_F = np.zeros(NUM_FIELDS)
+    if params.temperature == 0.0 or params.top_k == 1:
+        fields_F[TOP_K] = 1
+        return fields_F
+    fields_F[TEMPERATURE] = params.temperature
+    fields_F[MIN_P] = params.min_p
+    # As many as there are is no truncation.
+    fields_F[TOP_K] = params.top_k if 0 < params.top_k < vocab_size else 0
+    fields_F[TOP_P] = max(params.top_p, LEAST_TOP_P)
+    return fields_F

@@ -1,0 +1,223 @@
+"""Logits to tokens on a GPU: the tokens of worker/sampling/sampler.py, asked for without waiting for anything.
+
+Owns: how each row is drawn, which kernels are asked, and what comes down again.
+Never: the state of rows (row_sampler.py), or how a token is drawn (kernels/sampling.py).
+
+    plain rows    logits  ---- within the step, as the end of its graph: draw -->  outcome  --> pinned memory
+    other rows    logits  --> copied, masked, edited  ----->  best or draw  ---------^
+    asked rows    logits and outcome  --> log-probabilities  -----------------------------> pinned memory
+
+A step draws for all rows whose logits nobody edits, greedy or not. The others are drawn behind it, into the
+same outcome. Logits that no step of ours has made (tests, a first try) are all drawn in `begin`.
+Nothing of this depends on a result, so that a batch in which nobody truncates costs what it reads.
+
+Shapes: N positions, F fields of a draw, V vocabulary, C rows of the worker, I lines that are reported on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from scheduler.messages import SamplingParams, TokenLogprobs
+from worker.devices.device import Device
+from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE, TOP_K, UNIFORM, draw_fields
+from worker.gpu.sampling.logit_edits import EditedRow, LogitsEditor
+from worker.gpu.sampling.token_counts import TokenCounts
+from worker.gpu.sampling_kernels.token_draw import Lines, Workspace, draw, pick_best
+from worker.gpu.upload import upload
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.logits import measure_logprobs, write_reports
+from worker.sampling.row_sampler import Drawing, RowSampler, SampleResult
+from worker.sampling.sampling_state import SamplingRow, uniforms
+
+_NUM_REPORTED = 64
+"""Lines at once: their logits are copied as float32, 39 MB at a vocabulary of 151,936."""
+
+_GREEDY = 1
+"""As top_k."""
+
+
+class GpuSampler(RowSampler):
+    """Asks for tokens in `begin`; only the result waits for the device."""
+
+    def __init__(
+        self, *, vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars | None = None
+    ) -> None:
+        """Rows are below max_num_seqs. Without `grammars` no row may have one."""
+        super().__init__(vocab_size=vocab_size, grammars=grammars)
+        self._device = device
+        self._counts = TokenCounts(num_rows=max_num_seqs, vocab_size=vocab_size, device=device)
+        self._editor = LogitsEditor(
+            vocab_size=vocab_size, device=device, grammars=grammars, counts=self._counts
+        )
+        self._workspace = Workspace.allocate(max_num_seqs, vocab_size, device.torch_device)
+        self._outcome_2C = device.zeros(2 * max_num_seqs, torch.int64).view(2, max_num_seqs)
+        self._free_results: list[Tensor] = []
+        self._draws_CF = np.zeros((max_num_seqs, NUM_FIELDS))
+        self._seeds_C = np.zeros(max_num_seqs, np.uint64)
+        self._editing: set[int] = set()
+        self._asking: set[int] = set()
+        self._draws_NF = np.zeros((0, NUM_FIELDS))
+        self._has_step = False
+        """Whether the logits that come next are those of a step that draws."""
+        self._not_drawn: list[int] = []
+        """Positions that it leaves to `begin`."""
+
+    def add_row(
+        self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+    ) -> None:
+        """See RowSampler. Raises torch.OutOfMemoryError for the first row that has penalties."""
+        self.remove_row(row)
+        super().add_row(row, params, token_ids, num_prompt_tokens)
+        self._draws_CF[row] = draw_fields(params, self._vocab_size)
+        self._seeds_C[row] = params.seed
+        if self._rows[row].may_edit:
+            self._editing.add(row)
+        if params.num_logprobs is not None:
+            self._asking.add(row)
+
+    def remove_row(self, row: int) -> None:
+        """See RowSampler."""
+        super().remove_row(row)
+        self._counts.end_row(row)
+        self._editing.discard(row)
+        self._asking.discard(row)
+
+    def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """[N, F]: how the step that is about to be launched draws; `begin` for these rows draws the rest."""
+        draws_NF = self._draws_of(rows)
+        self._has_step, self._not_drawn = True, self._edited_places(rows)
+        if self._not_drawn:
+            draws_NF = draws_NF.copy()
+            draws_NF[self._not_drawn, LINE] = NOBODY
+        return draws_NF
+
+    def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:
+        """Ask for the tokens of a step, as its last part: they stand in the memory that is returned, [N]."""
+        draw(Lines(logits_NV, draws_NF), self._outcome_2C, self._workspace)
+        return self._outcome_2C[0, : len(draws_NF)]
+
+    @torch.inference_mode()
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Draw once in every way there is, from logits of this type: Triton compiles when it is first asked.
+
+        Raises triton.TritonError where it cannot.
+        """
+        greedy = SamplingParams(temperature=0.0, num_logprobs=1)
+        ways = (greedy, SamplingParams(top_p=0.9))
+        penalized = [replace(way, presence_penalty=1.0) for way in ways]
+        masked = [replace(way, allowed_token_ids=(0,)) for way in ways]
+        logits_NV = torch.arange(self._vocab_size, device=self._device.torch_device).to(dtype).repeat(2, 1)
+        for each in (*ways, *penalized, *masked):
+            self.add_row(0, each, [0], 1)
+            self.sample(logits_NV[:1], [0])
+        self.remove_row(0)
+        self._counts.release()
+
+    def _begin_counting(
+        self, row: int, state: SamplingRow, token_ids: Sequence[int], num_prompt_tokens: int
+    ) -> None:
+        self._counts.begin_row(row, state.params, token_ids, num_prompt_tokens)
+
+    def _edited_places(self, rows: Sequence[int]) -> list[int]:
+        if not self._editing:
+            return []
+        return [n for n, row in enumerate(rows) if row in self._editing and self._rows[row].edits_logits]
+
+    def _draws_of(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        chosen_N = np.array(rows, np.int64)
+        num_generated = (self._rows[row].num_generated for row in rows)
+        self._draws_NF = draws_NF = self._draws_CF[chosen_N]
+        draws_NF[:, LINE] = draws_NF[:, PLACE] = np.arange(len(rows))
+        draws_NF[:, UNIFORM] = uniforms(
+            self._seeds_C[chosen_N], np.fromiter(num_generated, np.uint64, len(rows))
+        )
+        return draws_NF
+
+    def _draw(self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]) -> Drawing:
+        not_drawn, has_step = self._not_drawn, self._has_step
+        self._has_step = False
+        if not has_step:
+            self._draws_of(rows)
+            not_drawn = list(range(len(rows)))
+        # A token that was learned since may have begun or ended what is edited.
+        places = not_drawn if has_step and not self._learners else self._edited_places(rows)
+        edited = [EditedRow(rows[n], n, states[n]) for n in places]
+        if places != not_drawn:
+            self._draw_plain(logits_NV, sorted(set(not_drawn).difference(places)))
+        for chunk in _in_chunks(edited, self._editor.num_lines):
+            copies = self._editor.edit(logits_NV, chunk, self._draws_NF)
+            self._choose(copies.lines, self._draws_NF[[each.place for each in chunk]])
+            self._editor.count(copies, self._outcome_2C)
+        outcome = self._download_outcome()
+        asked = [n for n, row in enumerate(rows) if row in self._asking] if self._asking else []
+        measures = self._measure(logits_NV, asked, states) if asked else None
+        event = self._device.record()
+
+        def collect() -> SampleResult:
+            event.wait()
+            token_ids, has_failed = outcome.numpy()[:, : len(rows)].tolist()
+            failed = {n: states[n].failure for n, failed in enumerate(has_failed) if failed}
+            logprobs = {} if measures is None else _reports_of(measures, asked, token_ids, states)
+            for n in failed:
+                logprobs.pop(n, None)
+            # Last: should anything above raise, it is asked for again.
+            self._free_results.append(outcome)
+            return SampleResult(token_ids=token_ids, logprobs=logprobs, failed=failed)
+
+        return Drawing(self._outcome_2C[0, : len(rows)], collect, is_news=bool(not_drawn) or bool(edited))
+
+    def _draw_plain(self, logits_NV: Tensor, places: list[int]) -> None:
+        if places:
+            draws_MF = self._draws_NF[places]
+            [on_device] = upload(self._device, [draws_MF])
+            self._choose(Lines(logits_NV, on_device), draws_MF)
+
+    def _choose(self, lines: Lines, draws_MF: NDArray[np.float64]) -> None:
+        """Fill in the outcome; draws_MF is what the host knows of the lines."""
+        choose = pick_best if (draws_MF[:, TOP_K] == _GREEDY).all() else draw
+        choose(lines, self._outcome_2C, self._workspace)
+
+    def _measure(self, logits_NV: Tensor, places: list[int], states: Sequence[SamplingRow]) -> Tensor:
+        """Where the lines of `measure_logprobs` for these places will be on the host."""
+        [where_I] = upload(self._device, [np.array(places, np.int64)])
+        num_top = max(states[n].params.num_logprobs or 0 for n in places)
+        parts = [
+            measure_lines(logits_NV, where, self._outcome_2C[0], num_top)
+            for where in torch.split(where_I, _NUM_REPORTED)
+        ]
+        return self._download(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def _download(self, tensor: Tensor) -> Tensor:
+        """Where `tensor` will be on the host, once an event recorded after this has come."""
+        pinned = self._device.pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
+        pinned.copy_(tensor, non_blocking=True)
+        return pinned
+
+    def _download_outcome(self) -> Tensor:
+        """The same for the outcome, into memory that an earlier one was collected from."""
+        if not self._free_results:
+            return self._download(self._outcome_2C)
+        return self._free_results.pop().copy_(self._outcome_2C, non_blocking=True)
+
+
+def measure_lines(logits_NV: Tensor, where_I: Tensor, token_ids_N: Tensor, num_top: int) -> Tensor:
+    """`measure_logprobs` of some lines."""
+    logits_IV = logits_NV.index_select(0, where_I).float()
+    return measure_logprobs(logits_IV, token_ids_N.index_select(0, where_I), num_top)
+
+
+def _in_chunks(items: list[EditedRow], size: int) -> Iterator[list[EditedRow]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _reports_of(
+    measures_IF: Tensor, places: list[int], token_ids: list[int], states: Sequence[SamplingRow]
+) -> dict[int, TokenLogprobs]:
+    num_top = [states[n].params.num_logprobs or 0 for n in places]
+    reports = write_reports(measures_IF.numpy(), [token_ids[n] for n in places], num_top)
+    return dict(zip(places, reports, strict=True))

@@ -1,0 +1,93 @@
+"""Paged attention by our Triton kernels: an AttentionBackend for steps that are on the device.
+
+Owns: which kernels a step needs.
+Never: computes (kernels/), builds a batch but from the host's form of one, or waits for the device.
+
+Nothing here depends on what is in the batch's tensors, so that a graph can capture it.
+
+Shapes: T tokens, R sequences, Hq and Hk query and KV heads, D key size, V value size.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from worker.attention.interface import AttentionMetadata, AttentionOptions
+from worker.attention.kv_cache import KVCache
+from worker.devices.device import Device
+from worker.gpu.device_batch import AttentionBatch
+from worker.gpu.kernels.attention_decode import attend_decodes
+from worker.gpu.kernels.attention_prefill import attend_prefills
+from worker.gpu.kernels.kv_write import write_kv
+from worker.gpu.kernels.rotary import turn_and_write
+from worker.model.layer_call import HeadShape, Rotation
+from worker.model.layer_parts import RmsNorm
+
+
+class TritonAttention:
+    """See AttentionBackend. One step at a time."""
+
+    def __init__(self, cache: KVCache, device: Device) -> None:
+        self._cache = cache
+        self._device = device
+        self._batch: AttentionBatch
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Take a step from the host, with one copy for each of its arrays: not for the served path."""
+        self.begin_batch(batch_of(metadata, self._cache.layout.block_size, self._device))
+
+    def begin_batch(self, batch: AttentionBatch) -> None:
+        """Take a step that is on the device. Its tensors are read when layers attend, and not before."""
+        assert batch.num_decodes <= batch.num_sequences <= batch.num_tokens, "padding has tokens as well"
+        self._batch = batch
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See LayerExecutor.attend."""
+        self.write(layer_idx, key, value)
+        return self.attend_written(layer_idx, query.transpose(0, 1), options)
+
+    def write(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
+        """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's blocks."""
+        write_kv(key, value, self._cache.layers[layer_idx], self._batch.slots_T)
+
+    def turn_and_write(
+        self,
+        layer_idx: int,
+        merged_TM: Tensor,
+        heads: HeadShape,
+        norms: tuple[RmsNorm | None, RmsNorm | None],
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """Take queries, keys and values apart, norm and turn them, write the latter two: for fused layers.
+
+        Returns the queries [T, Hq, D]. See kernels/rotary.py.
+        """
+        cache, slots_T = self._cache.layers[layer_idx], self._batch.slots_T
+        return turn_and_write(merged_TM, heads, norms, rotation, cache, slots_T)
+
+    def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend once the step's keys and values are in the cache; returns [T, Hq, V]. Padding gets zeros."""
+        if queries_THD.stride(-1) != 1:
+            queries_THD = queries_THD.contiguous()
+        cache, batch = self._cache.layers[layer_idx], self._batch
+        num_tokens, num_heads, _ = queries_THD.shape
+        out_THV = queries_THD.new_empty((num_tokens, num_heads, cache.values.blocks_NHSD.shape[-1]))
+        attend_decodes(queries_THD, cache, batch, options, out_THV)
+        if batch.num_tokens > batch.num_decodes:
+            attend_prefills(queries_THD, cache, batch, options, out_THV)
+        return out_THV
+
+
+def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> AttentionBatch:
+    """Bring the host's form of a step to the device."""
+    query_lens = np.diff(metadata.query_starts)
+    return AttentionBatch(
+        num_decodes=metadata.num_decodes,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(metadata.seq_lens.max()),
+        query_starts_R=device.tensor(metadata.query_starts.astype(np.int32)),
+        seq_lens_R=device.tensor(metadata.seq_lens.astype(np.int32)),
+        block_tables_RB=device.tensor(np.ascontiguousarray(metadata.block_tables)),
+        slots_T=device.tensor(metadata.token_blocks * block_size + metadata.token_offsets),
+    )

@@ -1,0 +1,4 @@
+"""The layers of a model: recognised, and replaced where our kernels compute the same (engine process).
+
+Never: knows sequences or requests.
+"""

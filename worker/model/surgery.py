@@ -1,0 +1,310 @@
+"""Puts the kernels under a model: where a layer computes the same with them, it is replaced.
+
+Owns: the trial. Of each kind of layer one is computed both ways in float32, on numbers of several sizes;
+a layer that differs stays what it was, and the report says why.
+Never: trusts a name: what layer_parts.py guessed counts only after the trial.
+
+Shapes: T tokens, H numbers of a hidden state.
+"""
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from worker.attention.dense_attention import attend_densely
+from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions, active
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.devices.device import Device
+from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Turning
+from worker.model.layer_parts import LayerParts, TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.mixture import ReplacedExperts
+
+_NUM_TOKENS = 21
+_BLOCK_SIZE = 8
+# Small numbers pin down the epsilon of norms, which large ones hide.
+_SIZES = (1.0, 1e-2)
+_TOLERANCE = 1e-4
+_SEED = 11
+
+
+class Toolkit(Protocol):
+    """The kernels of one kind of device."""
+
+    name: str
+    """Of the kernels, for a person."""
+    fused: str
+    """What a fused layer is, for a person."""
+    weights: TakenWeights
+
+    def attention_over(self, cache: KVCache) -> AttentionBackend:
+        """Attend with the kernels over a small cache of the trial's own."""
+
+    def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        """Make the layer that is tried. Raises Unrecognised."""
+
+    def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        """Make the layer that stays, which may round its weights."""
+
+    def replace_others(self, model: Any) -> ReplacedExperts:
+        """Replace what can be replaced besides layers, mixtures of experts among it."""
+
+
+@dataclass(slots=True)
+class Surgery:
+    """What was replaced, and what was not and why."""
+
+    kernels: str
+    fused: str = "fused"
+    num_layers: int = 0
+    num_fused: int = 0
+    num_kept_mlps: int = 0
+    """Of fused layers: the rest of the layer was replaced, and the MLP's module stayed."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why layers stayed as they were."""
+    experts: ReplacedExperts = field(default_factory=ReplacedExperts)
+
+    def describe(self) -> str:
+        """One line for a person."""
+        said = f"{self.kernels} kernels: {self.num_fused} of {self.num_layers} layers {self.fused}"
+        if self.num_kept_mlps:
+            said += f" ({self.num_kept_mlps} but for their MLPs)"
+        if self.experts.num_found:
+            said += f", and the experts of {self.experts.num_replaced} of {self.experts.num_found}"
+        all_reasons = self.reasons + self.experts.reasons
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in all_reasons.items())
+        return f"{said}; as they were: {reasons}" if reasons else said
+
+
+@dataclass(slots=True)
+class _Call:
+    """One layer's call, as it was recorded."""
+
+    kwargs: dict[str, Any]
+    hidden_size: int
+    layer_idx: int | None = None
+    shape: LayerShape | None = None
+    options: AttentionOptions | None = None
+    mlp_is_plain: bool = False
+    """Whether the MLP was given the hidden state alone, and returned one."""
+
+
+class _Halve(nn.Module):
+    """Stands for an MLP that stays: too large to be copied, and the same in both layers of a trial."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class _Recorder:
+    """A LayerExecutor that notes how each layer attends."""
+
+    def __init__(self) -> None:
+        self.current: _Call | None = None
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        num_heads, num_tokens, key_dim = key.shape
+        if self.current is not None:
+            self.current.layer_idx = layer_idx
+            self.current.shape = LayerShape(num_heads, key_dim, value.shape[-1])
+            self.current.options = options
+        return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
+
+
+def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model_len: int) -> Surgery:
+    """Replace what can be replaced. Weights move: each layer's old ones are freed before the next.
+
+    What is replaced computes the same up to `max_model_len` tokens.
+    """
+    done = Surgery(toolkit.name, toolkit.fused)
+    verdicts: dict[object, str | LayerCall] = {}
+    for name, call in _record(model, device, max_model_len - 1).items():
+        done.num_layers += 1
+        layer = model.get_submodule(name)
+        kind = _kind_of(layer, call)
+        if kind not in verdicts:
+            verdicts[kind] = _try(layer, call, toolkit, device)
+        verdict = verdicts[kind]
+        if isinstance(verdict, str):
+            done.reasons[verdict] += 1
+            continue
+        assert call.layer_idx is not None
+        assert call.options is not None
+        own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
+        fused = toolkit.fuse(find_parts(layer, toolkit.weights), own)
+        _replace_layer(model, name, fused)
+        done.num_fused += 1
+        done.num_kept_mlps += find_mlp(fused) is not None
+    done.experts = toolkit.replace_others(model)
+    return done
+
+
+def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
+    """Call the model once and see how its layers are called: those that hold one attention module.
+
+    At the last positions: some families weigh queries by position, from some thousand tokens on.
+
+    The layers themselves are not kept: their weights are to be freed as soon as they are replaced.
+    """
+    recorder, calls, hooks = _Recorder(), {}, []
+
+    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        recorder.current = calls[name] = _Call(kwargs, hidden.shape[-1])
+
+    def behind_mlp(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        is_alone = len(args) == 1 and not kwargs
+        calls[name].mlp_is_plain = is_alone and isinstance(output, Tensor) and output.shape == args[0].shape
+
+    for name, module in model.named_modules():
+        if "self_attn" in dict(module.named_children()):
+            hook = module.register_forward_pre_hook(
+                lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+            )
+            hooks.append(hook)
+            mlp = find_mlp(module)
+            if mlp is not None:
+                hook = mlp.register_forward_hook(
+                    lambda _mlp, args, kwargs, output, name=name: behind_mlp(name, args, kwargs, output),
+                    with_kwargs=True,
+                )
+                hooks.append(hook)
+    try:
+        with torch.inference_mode(), active(recorder):
+            positions = np.arange(_NUM_TOKENS) + max(0, last_position - _NUM_TOKENS + 1)
+            token_ids = np.zeros((1, _NUM_TOKENS), dtype=np.int64)
+            model(
+                input_ids=device.tensor(token_ids),
+                position_ids=device.tensor(positions[None]),
+                use_cache=False,
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _kind_of(layer: nn.Module, call: _Call) -> object:
+    """Layers of one kind differ in their weights alone: one trial speaks for all."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    settings = tuple(
+        (name, type(module), key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if key != "layer_idx" and isinstance(value, str | int | float | bool)
+    )
+    options = None if call.options is None else call.options._replace(sinks=None)
+    rotated = call.kwargs.get("position_embeddings") is not None
+    return shapes, settings, call.shape, options, rotated
+
+
+def _try(layer: nn.Module, call: _Call, toolkit: Toolkit, device: Device) -> str | LayerCall:
+    """Compute one layer both ways; a text says why it must stay."""
+    if call.layer_idx is None or call.shape is None or call.options is None:
+        return "it did not call attention"
+    if call.options.chunk_size is not None:
+        return "it attends in chunks"
+    size_multiple = toolkit.weights.size_multiple
+    if call.shape.key_dim % size_multiple or call.shape.value_dim % size_multiple:
+        return f"its heads have {call.shape.key_dim} numbers"
+    options = call.options._replace(sinks=None if call.options.sinks is None else call.options.sinks.float())
+    error = float("inf")
+    try:
+        layer = _copy_for_trial(layer, call, toolkit.weights)
+        for turning in _possible_turnings(call):
+            guess = LayerCall(layer_idx=call.layer_idx, shape=call.shape, options=options, turning=turning)
+            fused = toolkit.fuse_exactly(find_parts(layer, toolkit.weights), guess)
+            error = min(error, _error_of(fused, layer, call, _private_backend(guess, toolkit, device)))
+            if error <= _TOLERANCE:
+                return guess
+    except Unrecognised as unusual:
+        return str(unusual)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error_alone:
+        return f"it cannot be computed alone ({type(error_alone).__name__})"
+    return f"it computes something else (error {error:.1e})"
+
+
+def _copy_for_trial(layer: nn.Module, call: _Call, taken: TakenWeights) -> nn.Module:
+    """In float32. Raises Unrecognised."""
+    mlp = find_parts(layer, taken).mlp
+    if not isinstance(mlp, nn.Module):
+        return deepcopy(layer).float()
+    if not call.mlp_is_plain:
+        raise Unrecognised("its MLP takes or returns more than a hidden state")
+    return deepcopy(layer, {id(mlp): _Halve()}).float()
+
+
+def _possible_turnings(call: _Call) -> list[Turning | None]:
+    rotation = call.kwargs.get("position_embeddings")
+    if not isinstance(rotation, tuple):
+        return [None]
+    cosines_1TR = rotation[0]
+    is_in_pairs = torch.equal(cosines_1TR[..., ::2], cosines_1TR[..., 1::2])
+    order = AngleOrder.IN_PAIRS if is_in_pairs else AngleOrder.TWICE
+    return [*(Turning(int(cosines_1TR.shape[-1]), pairing, order) for pairing in Pairing), None]
+
+
+def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: AttentionBackend) -> float:
+    """The largest error of any token, over the size of what the layer adds. Both compute in float32."""
+    kwargs = {name: _as_float(value) for name, value in call.kwargs.items() if name != "hidden_states"}
+    generator = torch.Generator().manual_seed(_SEED)
+    worst = 0.0
+    for scale in _SIZES:
+        hidden_1TH = torch.randn((1, _NUM_TOKENS, call.hidden_size), generator=generator) * scale
+        hidden_1TH = hidden_1TH.to(next(layer.parameters()).device)
+        with torch.inference_mode():
+            with active(_Recorder()):
+                expected = layer(hidden_1TH.clone(), **kwargs)
+            if not isinstance(expected, Tensor):
+                raise Unrecognised(f"it returns a {type(expected).__name__}")
+            with active(backend):
+                found = fused(hidden_1TH.clone(), **kwargs)
+        errors = (found - expected).norm(dim=-1) / (expected - hidden_1TH).norm(dim=-1)
+        worst = max(worst, float(errors.max().nan_to_num(torch.inf)))
+    return worst
+
+
+def _private_backend(call: LayerCall, toolkit: Toolkit, device: Device) -> AttentionBackend:
+    """A cache for one layer and one sequence, in the middle of its step."""
+    num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
+    layout = BlockLayout(layers={call.layer_idx: call.shape}, block_size=_BLOCK_SIZE, dtype=torch.float32)
+    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.dtype)
+    backend = toolkit.attention_over(KVCache(layout, num_blocks, memory))
+    positions = np.arange(_NUM_TOKENS)
+    blocks = np.arange(num_blocks, 0, -1)  # backwards: block tables are to be followed
+    backend.begin_step(
+        AttentionMetadata(
+            num_decodes=0,
+            query_starts=np.array([0, _NUM_TOKENS]),
+            seq_lens=np.array([_NUM_TOKENS]),
+            block_tables=blocks[None].astype(np.int32),
+            token_blocks=blocks[positions // _BLOCK_SIZE],
+            token_offsets=positions % _BLOCK_SIZE,
+        )
+    )
+    return backend
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.float()
+    if isinstance(value, tuple):
+        return tuple(_as_float(each) for each in value)
+    return value
+
+
+def _replace_layer(model: Any, name: str, fused: nn.Module) -> None:
+    parent_name, _, child = name.rpartition(".")
+    old = model.get_submodule(name)
+    # Models ask their layers for such things as the kind of attention.
+    for key, value in vars(old).items():
+        if not key.startswith("_") and isinstance(value, str | int | float | bool):
+            setattr(fused, key, value)
+    fused.eval()
+    setattr(model.get_submodule(parent_name), child, fused)

@@ -1,0 +1,4 @@
+"""Steps that turn prompts into vectors or scores (engine process).
+
+Never: generates tokens.
+"""

@@ -1,0 +1,4 @@
+"""Logits to tokens: edits, grammars, the draw (engine process).
+
+Never: computes logits.
+"""

@@ -1,0 +1,99 @@
+"""llguidance as it is used here: the model's tokens, what a grammar may cost, the languages.
+
+Owns: the limits, and the options for JSON Schema. The process that tries grammars
+(engine/grammars/grammar_process.py)
+and the worker call these same functions, so that what compiled there compiles here.
+Never: torch, so that the process which only tries grammars starts in a fraction of a second.
+Source: llguidance, a parser over a lexer of regex derivatives that walks the vocabulary as a trie.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from scheduler.messages import Grammar, GrammarKind
+
+Bitmask = NDArray[np.int32]
+"""One bit for each token, the lowest of a word first; 1 is allowed."""
+
+_LIMITS = LLParserLimits(
+    # The library's own allow a token that takes 0.6 s to decide about; with these it is 0.06 s.
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_grammar_size=100_000,
+    # Above the library's own: an object of 990 optional properties has so many where its next one begins, and
+    # such a token takes 10 ms.
+    max_items_in_row=4_000,
+    # 1 to 2 KiB each.
+    max_lexer_states=20_000,
+    verbose_errors=False,
+)
+_JSON_OPTIONS = {
+    # Without a bound, a model that is fond of line breaks never comes to the next brace.
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}",
+    # What cannot be enforced is refused rather than left out.
+    "lenient": False,
+    # "Exactly one of" would need to tell alternatives apart while they are written.
+    "coerce_one_of": True,
+}
+
+
+class GrammarRefused(Exception):
+    """A grammar, or a tokenizer, that cannot be used. Its text is fit for the caller's eyes."""
+
+
+def open_tokenizer(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The checkpoint's tokens as a trie: 20 ms for 2,500 tokens, 1.3 s for 150,000, with the GIL held.
+
+    vocab_size is that of the model, whose logits may have lines for tokens that do not exist. Raises
+    GrammarRefused.
+    """
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+    try:
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+    except ValueError:
+        pass  # a tokenizer may also know more tokens than the model
+    try:
+        return LLTokenizer(text, eos_token=ends)
+    except ValueError as error:
+        raise GrammarRefused(f"this model's tokenizer cannot be constrained: {error}") from error
+
+
+def new_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """A matcher at the beginning of the text. Raises GrammarRefused."""
+    matcher = LLMatcher(tokenizer, _definition(grammar), limits=_LIMITS, log_level=0)
+    if matcher.is_error():
+        raise GrammarRefused(matcher.get_error())
+    return matcher
+
+
+def new_bitmasks(tokenizer: LLTokenizer, num: int) -> Bitmask:
+    """Uninitialized, one line for each of `num` matchers."""
+    return np.empty((num, -(-tokenizer.vocab_size // 32)), np.int32)
+
+
+def as_lark(text: str) -> str:
+    """The grammar itself if it is Lark, else translated from GBNF.
+
+    Raises whatever the translator does, and may take minutes: only for a process that can be killed.
+    """
+    return any_to_lark(text)
+
+
+def _definition(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise GrammarRefused(str(error)) from error
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)

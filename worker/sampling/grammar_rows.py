@@ -1,0 +1,144 @@
+"""Sequences whose text must match a grammar: which tokens may come next, row by row.
+
+Owns: one matcher for each such row, brought to where the row's text is, and the mask over its logits.
+Never: whether a grammar is acceptable (the engine has tried it before), or when a sequence ends: a text
+that is complete leaves nothing but the end-of-sequence token to draw.
+
+Shapes: N rows that have a grammar, W logits of a row (the vocabulary, padded), V tokens that masks cover.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from scheduler.messages import Grammar
+from worker.sampling.grammar_library import Bitmask, GrammarRefused, new_bitmasks, new_matcher, open_tokenizer
+
+_MAX_THREADS = 8
+_NUM_ROWS_FOR_THREADS = 16
+"""Below, waking the threads takes longer than the masks do: 2 µs each, once a lexer is warm."""
+
+
+class RowGrammar:
+    """Where the text of one row is in its grammar. Inactive while tokens are still free."""
+
+    def __init__(self, matcher: LLMatcher | None, begins_after: int | None, failure: str = "") -> None:
+        self._matcher = matcher
+        self._begins_after = begins_after
+        self.is_active = begins_after is None
+        self.failure = failure
+        """Why no token can be drawn any more; empty if all is well."""
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """None where there is nothing to ask it."""
+        return None if self.failure else self._matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but the end of the sequence can follow. Known once the mask of the step is."""
+        return self.is_active and self._matcher is not None and self._matcher.is_stopped()
+
+    def record(self, token_id: int) -> None:
+        """Go on by a token that was generated."""
+        if self.is_active:
+            if self._matcher is not None:
+                self._matcher.consume_token(token_id)
+        else:
+            self.is_active = token_id == self._begins_after
+
+    def check(self) -> None:
+        """Take over what went wrong in the matcher, which never raises."""
+        if self._matcher is not None and self._matcher.is_error() and not self.failure:
+            self.failure = f"the grammar failed: {self._matcher.get_error()}"
+
+
+class Grammars:
+    """Makes rows for grammars. The tokenizer is opened for the first one; the first mask starts threads."""
+
+    def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._limits: torch.Tensor | None = None
+
+    def row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
+        """Bring a matcher to the end of what the row has generated already.
+
+        Compiled anew for each row, which takes milliseconds: copies would share one lexer, and with it the
+        limit on its states, so that a row could fail of what others wrote. What goes wrong fails the row
+        when it is to draw.
+        """
+        try:
+            row = RowGrammar(new_matcher(self._open(), grammar), grammar.begins_after)
+        except GrammarRefused as error:
+            return RowGrammar(None, None, f"the grammar failed: {error}")
+        for token_id in generated:
+            row.record(token_id)
+        return row
+
+    def mask(self, logits_NW: torch.Tensor, rows: Sequence[RowGrammar | None]) -> None:
+        """Set the logits of all tokens that cannot come next to -inf, in place; all of a row that failed.
+
+        logits_NW is float32, one line for each of `rows`; those without an active grammar stay as they are.
+        """
+        lines = [n for n, row in enumerate(rows) if row is not None and row.is_active]
+        active = [row for row in rows if row is not None and row.is_active]
+        if len(lines) == len(rows):
+            self._mask_all(logits_NW, active)
+        elif lines:
+            where = torch.tensor(lines, device=logits_NW.device)
+            some_NW = logits_NW[where]
+            self._mask_all(some_NW, active)
+            logits_NW[where] = some_NW
+
+    def _mask_all(self, logits_NW: torch.Tensor, rows: Sequence[RowGrammar]) -> None:
+        if self._limits is None:
+            self._limits = _limits_by_byte(logits_NW.device)
+        packed = torch.from_numpy(self.bitmasks(rows)).to(logits_NW.device).view(torch.uint8)
+        # The lesser of two numbers: at 150,000 logits ten times faster than a fill under a mask.
+        limits_NV = self._limits.index_select(0, packed.flatten().int()).view(len(rows), -1)
+        width = min(limits_NV.shape[1], logits_NW.shape[1])
+        torch.minimum(logits_NW[:, :width], limits_NV[:, :width], out=logits_NW[:, :width])
+        logits_NW[:, width:] = -torch.inf
+
+    def bitmasks(self, rows: Sequence[RowGrammar]) -> Bitmask:
+        """Which tokens can come next, one line for each of `rows`; all of them are active.
+
+        Nothing can where a row has failed, and no token that is behind the end of its line.
+        """
+        masks = new_bitmasks(self._open(), len(rows))
+        asked = [(row.matcher, place) for place, row in enumerate(rows) if row.matcher is not None]
+        if len(asked) >= _NUM_ROWS_FOR_THREADS:
+            if self._executor is None:
+                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, masks.strides[0], len(rows))
+        else:
+            for matcher, place in asked:
+                line = masks[place]
+                matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        for place, row in enumerate(rows):
+            row.check()
+            if row.failure:
+                masks[place] = 0
+        return masks
+
+    def _open(self) -> LLTokenizer:
+        """Raises GrammarRefused."""
+        if self._tokenizer is None:
+            self._tokenizer = open_tokenizer(
+                self._folder, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+            )
+        return self._tokenizer
+
+
+def _limits_by_byte(device: torch.device) -> torch.Tensor:
+    """[256, 8]: for each byte of a bitmask, what the logits of its eight tokens are cut to."""
+    bytes_256 = torch.arange(256, device=device).unsqueeze(1)
+    bits_8 = torch.arange(8, device=device)
+    return torch.where((bytes_256 >> bits_8) & 1 == 1, torch.inf, -torch.inf)

@@ -1,0 +1,129 @@
+"""What a request asks to be done to its logits before a token is drawn, and what is reported of them.
+
+Owns: logit bias, bans, the penalties, log-probabilities.
+Never: temperature, truncation or the draw (draw.py), nor the state of rows (sampling_state.py).
+Source: repetition penalty, CTRL, arXiv:1909.05858, section 4.1, over prompt and output; presence and
+frequency penalty as OpenAI's API reference defines them, over the output.
+
+Shapes: N rows, W logits of a row: the vocabulary, padded with -inf.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scheduler.messages import TokenLogprobs
+from worker.sampling.sampling_state import SamplingRow, TokenIds
+
+
+def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply bias, bans and penalties of `rows` in place, in this order; they do not commute.
+
+    logits_NW is float32 and contiguous, one line for each of `rows`.
+    """
+    flat = logits_NW.view(-1)
+    biased = [n for n, row in enumerate(rows) if len(row.bias_ids)]
+    if biased:
+        where = _flat_index(logits_NW, biased, [rows[n].bias_ids for n in biased])
+        values = np.concatenate([rows[n].bias_values for n in biased])
+        flat.index_add_(0, where, torch.from_numpy(values).to(flat.device))
+    for n, row in enumerate(rows):
+        if row.params.allowed_token_ids:
+            _keep_only(logits_NW[n], row.allowed_ids)
+    banned = [(n, ids) for n, row in enumerate(rows) for ids in row.banned_ids()]
+    if banned:
+        where = _flat_index(logits_NW, [n for n, _ in banned], [ids for _, ids in banned])
+        flat.index_fill_(0, where, -torch.inf)
+    penalized = [n for n, row in enumerate(rows) if row.counts is not None]
+    if penalized:
+        _penalize(logits_NW, penalized, [rows[n] for n in penalized])
+
+
+def _flat_index(logits_NW: torch.Tensor, lines: Sequence[int], ids: Sequence[TokenIds]) -> torch.Tensor:
+    """Index into the flattened logits of `ids[i]` in line `lines[i]`, for all i."""
+    width = logits_NW.shape[1]
+    index = np.concatenate([n * width + some for n, some in zip(lines, ids, strict=True)])
+    return torch.from_numpy(index).to(logits_NW.device)
+
+
+def _keep_only(logits_W: torch.Tensor, ids: TokenIds) -> None:
+    where = torch.from_numpy(ids).to(logits_W.device)
+    kept = logits_W[where]
+    logits_W.fill_(-torch.inf)
+    logits_W[where] = kept
+
+
+def _penalize(logits_NW: torch.Tensor, lines: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+    ids, amounts = [], []
+    for row in rows:
+        assert row.counts is not None
+        counts = row.counts.num_generated
+        ids.append(row.counts.ids)
+        penalty = np.empty((2, len(counts)), np.float32)
+        penalty[0] = row.params.repetition_penalty
+        penalty[1] = row.params.frequency_penalty * counts + row.params.presence_penalty * (counts > 0)
+        amounts.append(penalty)
+    where = _flat_index(logits_NW, lines, ids)
+    flat = logits_NW.view(-1)
+    repetition, subtracted = torch.from_numpy(np.concatenate(amounts, axis=1)).to(flat.device)
+    seen = flat[where]
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition) - subtracted
+    flat[where] = seen
+
+
+def report_logprobs(
+    logits_NW: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-softmax of untouched logits at each chosen token, with its rank and the `num_top` best.
+
+    Tokens of probability zero are left out of the best. Equal tokens share a rank, and are listed by
+    id; the chosen one is never cut off by its equals.
+    """
+    chosen_N = torch.tensor(token_ids, device=logits_NW.device)
+    measures_NF = measure_logprobs(logits_NW, chosen_N, max(num_top))
+    return write_reports(measures_NF.cpu().numpy(), token_ids, num_top)
+
+
+def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: int) -> torch.Tensor:
+    """What `write_reports` needs to know of float32 logits, without waiting for their device.
+
+    [N, 2 + 2K] float64: of the chosen token log-probability and rank, then the K best log-probabilities, then
+    their tokens. K is `num_top`, or all there are.
+    """
+    log_sum_N1 = logits_NW.logsumexp(-1, keepdim=True)
+    chosen_logit_N1 = logits_NW.gather(1, chosen_N.unsqueeze(1))
+    ranks_N1 = (logits_NW > chosen_logit_N1).sum(-1, keepdim=True) + 1
+    values_NK, ids_NK = logits_NW.topk(min(num_top, logits_NW.shape[1]), dim=-1)
+    parts = (chosen_logit_N1 - log_sum_N1, ranks_N1, values_NK - log_sum_N1, ids_NK)
+    return torch.cat([part.double() for part in parts], dim=1)
+
+
+def write_reports(
+    measures_NF: NDArray[np.float64], token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Reports of chosen tokens from lines of `measure_logprobs`."""
+    num_best = (measures_NF.shape[1] - 2) // 2
+    logprobs, ranks, values_NK = measures_NF[:, 0], measures_NF[:, 1], measures_NF[:, 2 : 2 + num_best]
+    ids_NK = measures_NF[:, 2 + num_best :].astype(np.int64)
+    # As nearly always: no equals whose order were in question, and nothing to be left out.
+    is_falling_N = np.all(values_NK[:, 1:] < values_NK[:, :-1], axis=1)
+    is_plain_N = is_falling_N & np.all(values_NK > -np.inf, axis=1)
+    report = []
+    lines = zip(token_ids, num_top, logprobs.tolist(), ranks.astype(np.int64).tolist(), strict=True)
+    bests = zip(is_plain_N.tolist(), values_NK.tolist(), ids_NK.tolist(), strict=True)
+    for (token_id, num, logprob, rank), (is_plain, values, ids) in zip(lines, bests, strict=True):
+        best = list(zip(ids[:num], values[:num], strict=True))
+        if best and rank <= num and token_id not in ids[:num]:
+            # Its equals took the last places: among equals the chosen one is worth showing.
+            best[-1] = (token_id, logprob)
+        if not is_plain:
+            best = sorted((entry for entry in best if entry[1] != -torch.inf), key=_best_first)
+        report.append(TokenLogprobs(token_id, logprob, rank, tuple(best)))
+    return report
+
+
+def _best_first(entry: tuple[int, float]) -> tuple[float, int]:
+    token_id, logprob = entry
+    return -logprob, token_id

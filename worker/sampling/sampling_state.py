@@ -1,0 +1,200 @@
+"""What the sampler remembers of one row between steps.
+
+Owns: the counter-based source of uniform numbers, token counts for the penalties, and the count of
+generated tokens.
+Never: tensors; a row is host data, so that adding and removing one costs no device work.
+Source: SplitMix64, G. L. Steele, D. Lea, C. H. Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.messages import SamplingParams
+from worker.sampling.bad_word_tokens import BadWords
+from worker.sampling.grammar_rows import RowGrammar
+
+TokenIds = NDArray[np.int64]
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_INITIAL_CAPACITY = 64
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's finalizer: every bit of the result depends on every bit of `value`."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of the stream of `seed`, in [0, 1) with 53 random bits; it needs no other before it."""
+    return (mix64((seed + (index + 1) * _GOLDEN_GAMMA) & _MASK_64) >> 11) * 2.0**-53
+
+
+def uniforms(seeds_N: NDArray[np.uint64], indices_N: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """`uniform` of many at once."""
+    value = seeds_N + (indices_N + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    uniforms_N: NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return uniforms_N
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, and how often each was generated.
+
+    A list of the tokens that occur, not a row of the whole vocabulary: the penalties then touch a
+    few hundred logits of a sequence instead of 150,000.
+    """
+
+    def __init__(self, prompt: TokenIds, generated: TokenIds) -> None:
+        ids, counts = np.unique(generated, return_counts=True)
+        ids = np.concatenate((ids, np.setdiff1d(prompt, ids)))
+        self._size = len(ids)
+        self._ids: TokenIds = np.empty(len(ids) + _INITIAL_CAPACITY, np.int64)
+        self._counts = np.zeros(len(self._ids), np.float32)
+        self._ids[: self._size] = ids
+        self._counts[: len(counts)] = counts
+        self._place = {int(token_id): place for place, token_id in enumerate(ids)}
+
+    @property
+    def ids(self) -> TokenIds:
+        """Each token of prompt and output once; good until the next `add`."""
+        return self._ids[: self._size]
+
+    @property
+    def num_generated(self) -> NDArray[np.float32]:
+        """Occurrences in the output, aligned with `ids`; 0 for a token of the prompt alone."""
+        return self._counts[: self._size]
+
+    def add(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = self._size
+            if place == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._ids[place] = token_id
+            self._size += 1
+        self._counts[place] += 1
+
+
+class SamplingRow:
+    """Parameters and progress of the sequence that holds a row."""
+
+    def __init__(
+        self, params: SamplingParams, token_ids: Sequence[int], *, num_prompt_tokens: int, vocab_size: int
+    ) -> None:
+        self.params = params
+        self._vocab_size = vocab_size
+        self.num_generated = len(token_ids) - num_prompt_tokens
+        """With those that are being drawn."""
+        self._num_pending = 0
+        # An id outside the vocabulary can never be drawn, so it needs neither bias nor ban.
+        bias = [entry for entry in params.logit_bias if 0 <= entry[0] < vocab_size]
+        self.bias_ids: TokenIds = np.array([token_id for token_id, _ in bias], np.int64)
+        self.bias_values = np.array([value for _, value in bias], np.float32)
+        stop = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
+        self.stop_ids: TokenIds = np.array(stop, np.int64)
+        allowed = sorted({token_id for token_id in params.allowed_token_ids if 0 <= token_id < vocab_size})
+        self.allowed_ids: TokenIds = np.array(allowed, np.int64)
+        self.bad_words: BadWords | None = None
+        if params.bad_words:
+            self.bad_words = BadWords(params.bad_words, token_ids[num_prompt_tokens:], vocab_size=vocab_size)
+        self.is_penalized = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        self.counts: TokenCounts | None = None
+        """For the penalties, where the host counts."""
+        self.grammar: RowGrammar | None = None
+        # Most rows edit nothing, and are asked so in each step.
+        self._names_tokens = bool(
+            bias or params.allowed_token_ids or self.bad_words is not None or params.min_tokens > 0
+        )
+        # top_k=1 leaves one candidate, whatever the draw: the cheap way comes to the same token.
+        self.is_greedy = params.temperature == 0.0 or params.top_k == 1
+
+    @cached_property
+    def allowed_bits(self) -> NDArray[np.int32]:
+        """The tokens that are allowed as bits, the lowest of a word first: for rows that name some."""
+        is_allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        is_allowed[self.allowed_ids] = True
+        return np.packbits(is_allowed, bitorder="little").view(np.int32)
+
+    @property
+    def must_not_stop(self) -> bool:
+        if self.grammar is not None and self.grammar.is_complete:
+            return False  # a complete text ends, long enough or not: there is nothing else to draw
+        return self.num_generated < self.params.min_tokens and len(self.stop_ids) > 0
+
+    @property
+    def may_edit(self) -> bool:
+        """Whether `edits_logits` may ever be true."""
+        return self.is_penalized or self.names_tokens
+
+    @property
+    def names_tokens(self) -> bool:
+        """Whether it may ever edit tokens that it names itself: a bias, bans, a mask. Penalties do not."""
+        return self._names_tokens or self.grammar is not None
+
+    @property
+    def edits_logits(self) -> bool:
+        if self.is_penalized or (self.grammar is not None and self.grammar.is_active):
+            return True
+        return self._names_tokens and (
+            len(self.bias_ids) > 0
+            or self.must_not_stop
+            or self.bad_words is not None
+            or bool(self.params.allowed_token_ids)
+        )
+
+    def banned_ids(self) -> list[TokenIds]:
+        """What must not be drawn now, for the sake of the minimum length and of bad words."""
+        banned = [self.stop_ids] if self.must_not_stop else []
+        return banned if self.bad_words is None else [*banned, *self.bad_words.banned_ids()]
+
+    def next_uniform(self) -> float:
+        """The uniform for the token to be drawn now: a function of seed and number generated alone."""
+        return uniform(self.params.seed, self.num_generated)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether what may be drawn now depends on a token that is being drawn, and so is not known yet."""
+        return self._num_pending > 0 and self.learns
+
+    @property
+    def learns(self) -> bool:
+        """Whether it wants to know the tokens that are drawn: others need not be told by `record`."""
+        return self.counts is not None or self.bad_words is not None or self.grammar is not None
+
+    @property
+    def failure(self) -> str:
+        """Why no token could be drawn, for the log; to be asked only where that was so."""
+        failure = self.grammar.failure if self.grammar is not None else ""
+        return failure or "logits are not finite, or no token is left to draw"
+
+    def advance(self) -> None:
+        """A token is being drawn: `record` or `withdraw` follows. A second one may be drawn before that."""
+        self.num_generated += 1
+        self._num_pending += 1
+
+    def record(self, token_id: int) -> None:
+        """The oldest token that was being drawn is this one."""
+        self._num_pending -= 1
+        if self.counts is not None:
+            self.counts.add(token_id)
+        if self.bad_words is not None:
+            self.bad_words.record(token_id)
+        if self.grammar is not None:
+            self.grammar.record(token_id)
+
+    def withdraw(self) -> None:
+        """The oldest token that was being drawn could not be: its place in the stream is free again."""
+        self._num_pending -= 1
+        self.num_generated -= 1

@@ -1,0 +1,316 @@
+"""A checkpoint folder -> a transformers model, whose attention calls reach us if it is a decoder.
+
+Owns: how the class that transformers has for the family and the task is built, which checkpoints are
+refused unread and why, and that the weights are this process's own memory.
+Never: code from the checkpoint (auto_map is not followed), pickled weights, the network.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+from transformers.utils import logging as transformers_logging
+
+from worker.attention.interface import (
+    ATTENTION_NAME,
+    CHUNKED_LAYER,
+    FULL_LAYER,
+    SLIDING_LAYER,
+    attention_forward,
+)
+from worker.checkpoint.checkpoint_files import (
+    WeightFile,
+    find_checkpoint,
+    find_weights,
+    loaded_bytes,
+    read_json,
+    warm_page_cache,
+)
+from worker.checkpoint.checksums import Checksums
+from worker.checkpoint.generation_config import default_sampling, eos_token_ids
+from worker.checkpoint.task import Task, choose_task, reads_both_ways
+from worker.config import WorkerConfig
+from worker.devices.device import Device
+from worker.devices.memory_sizes import WeightBytes
+from worker.errors import FamilyRefused, StartupError
+from worker.model.mixture import find_experts
+from worker.progress import LoadStage, Stage
+
+log = logging.getLogger(__name__)
+
+_MOST_REASON_CHARS = 200
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+_CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
+NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
+# Where families keep the length of their context window, besides max_position_embeddings.
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LEN_WITHOUT_LIMIT = 8192
+"""For models whose configuration gives no context window, unless one is asked for."""
+
+# Encoders bring it for a training task of theirs; nothing here reads its output, and many leave it out.
+_POOLER = "pooler."
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """What decides how a checkpoint is built and run."""
+
+    folder: Path
+    checkpoint_config: dict[str, Any]
+    task: Task
+    is_encoder: bool
+    """Its tokens see later ones: no KV cache, and attention stays the model's own."""
+    keeps_own_cache: bool = False
+    """No paged KV cache can be put under it: attention, or what its layers have instead, stays its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    model: nn.Module
+    dtype: torch.dtype
+    model_type: str
+    text_config: Any
+    """The part of the configuration that describes the language model."""
+    num_parameters: int
+    weight_bytes: int
+    vocab_size: int
+    checkpoint_len: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float]
+    has_experts: bool = False
+    """It is a mixture: a token reads the weights of some experts only."""
+
+
+def find_kind(config: WorkerConfig) -> ModelKind:
+    """Read config.json and, to compare them, the other texts. Raises StartupError for what they rule out."""
+    folder = find_checkpoint(config.model_path)
+    if config.checksums_file is not None:
+        Checksums.read(Path(config.checksums_file)).check_texts(folder)
+    checkpoint_config = read_json(folder / "config.json")
+    task = choose_task(config.task, folder, checkpoint_config)
+    _refuse_quantized(checkpoint_config)
+    return ModelKind(
+        folder=folder,
+        checkpoint_config=checkpoint_config,
+        task=task,
+        is_encoder=reads_both_ways(checkpoint_config),
+    )
+
+
+def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> LoadedModel:
+    """Load the weights onto the device. Raises StartupError for everything that cannot be served."""
+    if config.dtype not in _DTYPES:
+        raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
+    folder = kind.folder
+    sampling = default_sampling(folder)
+    files = find_weights(folder)
+    weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
+    left_bytes = device.check_weights(weights)
+    _read_weights(config, folder, files, stage, left_bytes)
+    with _refusing_out_of_memory(weights, device):
+        stage.enter(Stage.BUILDING)
+        model = _build(kind, config.dtype)
+        _move(model, device.torch_device, stage)
+    model.eval()
+    text_config = model.config.get_text_config(decoder=True)
+    vocab_size = _vocab_size(model)
+    parameters = list(model.parameters())
+    return LoadedModel(
+        model=model,
+        dtype=model.dtype,
+        model_type=model.config.model_type,
+        text_config=text_config,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        vocab_size=vocab_size,
+        checkpoint_len=_checkpoint_len(config, kind, text_config),
+        eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
+        default_sampling=sampling,
+        has_experts=any(find_experts(model)),
+    )
+
+
+def _read_weights(
+    config: WorkerConfig, folder: Path, files: list[WeightFile], stage: LoadStage, left_bytes: int
+) -> None:
+    """Bring the files into the page cache, and compare them on the way if there is a list."""
+    file_bytes = sum(file.num_bytes for file in files)
+    if config.checksums_file is None and file_bytes > left_bytes:
+        return  # the first pages would be gone again before they are used
+    stage.enter(Stage.READING, total_bytes=file_bytes)
+    if config.checksums_file is not None:
+        checksums = Checksums.read(Path(config.checksums_file))
+        checksums.check_weights(folder, [file.path for file in files], stage.count)
+        log.info("all files are as %s lists them", checksums.path)
+    else:
+        warm_page_cache(files, stage.count)
+
+
+def refuse_layers(text_config: Any) -> None:
+    """Raise StartupError for layers that attend in a way the attention call does not tell."""
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = sorted(layer_types - _SUPPORTED_LAYERS)
+    if unknown:
+        raise FamilyRefused(
+            f"{text_config.model_type} has layers of type {', '.join(unknown)}, which this worker cannot "
+            "compute: it keeps keys and values of full, sliding and chunked attention only"
+        )
+
+
+def _refuse_quantized(checkpoint_config: dict[str, Any]) -> None:
+    quantization = checkpoint_config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise StartupError(
+            f"the checkpoint is quantized ({method}), which is not supported yet",
+            fix="take the same model in bfloat16 or float16",
+        )
+
+
+def _class_of(task: Task) -> Any:
+    match task:
+        case Task.GENERATE:
+            return AutoModelForCausalLM
+        case Task.EMBED:
+            return AutoModel
+        case Task.SCORE:
+            return AutoModelForSequenceClassification
+
+
+def _build(kind: ModelKind, dtype: str) -> Any:
+    transformers_logging.disable_progress_bar()
+    # Its lines go where ours go, in the same form.
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    folder = kind.folder
+    try:
+        model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        is_paged = not (kind.is_encoder or kind.keeps_own_cache)
+        if is_paged:
+            refuse_layers(model_config.get_text_config(decoder=True))
+        model, loading = _class_of(kind.task).from_pretrained(
+            folder,
+            config=model_config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME if is_paged else None,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except KeyError as error:
+        if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
+            raise FamilyRefused(f"{model_config.model_type} {NO_PAGED_ATTENTION}") from error
+        raise StartupError(f"transformers cannot load {folder}: {error}", fix=_CHECK_IT) from error
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+        raise StartupError(
+            f"{folder / 'config.json'} is refused: {reason}", fix="correct that file"
+        ) from error
+    except (OSError, ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
+        if _is_out_of_memory(error):
+            raise
+        raise StartupError(
+            f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
+        ) from error
+    missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_POOLER))
+    if missing:
+        raise StartupError(
+            f"{folder} has no weights for {len(missing)} parameters, {missing[0]} first",
+            fix="download it again",
+        )
+    return model
+
+
+def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> None:
+    """Bring the weights to the device, one after another; on CPU too they become memory of our own.
+
+    Until then they are pages of the mapped files: whatever measures free memory takes them for free, a
+    machine short of memory reads them from disk again at each step, and they change, or are gone, when
+    the file is written to. The copy costs about 0.4 s per GB and never more memory than the weights.
+    """
+    tensors = list(chain(model.parameters(), model.buffers()))
+    stage.enter(Stage.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
+    for tensor in tensors:
+        # Through .data, which keeps tied weights one and the same.
+        tensor.data = tensor.data.to(torch_device, copy=True)
+        stage.count(tensor.nbytes)
+
+
+@contextmanager
+def _refusing_out_of_memory(weights: WeightBytes, device: Device) -> Iterator[None]:
+    """Turn an allocation that fails into a StartupError with the size of what was to be loaded."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise StartupError(
+            f"memory of {device.describe()} ran out while {weights.total / (1 << 30):.2f} GiB of weights "
+            "were loaded",
+            fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On CPU torch raises a plain RuntimeError, known by the name of its allocator only.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
+    """Name the dtype that the weights will have; None: that of the files."""
+    if dtype != "auto":
+        return dtype
+    named = checkpoint_config.get("dtype") or checkpoint_config.get("torch_dtype")
+    return named.removeprefix("torch.") if isinstance(named, str) else None
+
+
+def _vocab_size(model: Any) -> int:
+    """Count the tokens that can be both read and drawn: some families read more than they draw."""
+    num_read = int(model.get_input_embeddings().weight.shape[0])
+    output = model.get_output_embeddings()
+    return num_read if output is None else min(num_read, int(output.weight.shape[0]))
+
+
+def _checkpoint_len(config: WorkerConfig, kind: ModelKind, text_config: Any) -> int:
+    try:
+        return context_window(text_config)
+    except FamilyRefused:
+        if not kind.keeps_own_cache:
+            raise
+        return config.max_model_len or _LEN_WITHOUT_LIMIT  # a recurrent model may have none
+
+
+def context_window(text_config: Any) -> int:
+    lengths = [getattr(text_config, key, None) for key in _LENGTH_KEYS]
+    length = next((int(length) for length in lengths if isinstance(length, int) and length > 0), None)
+    if length is None:
+        raise FamilyRefused(f"the configuration of {text_config.model_type} gives no context window")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        # Yarn is often added to a configuration whose max_position_embeddings still tells the length before.
+        length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return length
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,239 @@
+"""From a configuration to a model that is ready to run steps.
+
+Owns: the order of loading. The weights come first; one call of the model then shows what each layer
+keeps, which gives the layout of the cache; what memory is left gives its size; the size gives the
+longest sequence; and at the end the whole is tried (self_check.py), and copies between the pools are timed.
+Never: runs a plan.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from worker.attention.interface import AttentionBackend
+from worker.attention.kv_cache import BlockLayout, KVCache
+from worker.attention.probe_attention import ProbeAttention
+from worker.attention.ref_attention import RefAttention
+from worker.config import ModelFacts, WorkerConfig
+from worker.cpu.cpu_kernel_choice import open_kernels
+from worker.cpu.cpu_toolkit import CpuToolkit
+from worker.cpu.native import Numbers
+from worker.devices.device import NO_RESERVE, Device, Reserve
+from worker.devices.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.errors import FamilyRefused, StartupError
+from worker.model.rope import fix_rope, longest_right_len
+from worker.model.surgery import Surgery, Toolkit, put_kernels_under
+from worker.model.temperature import fix_temperatures
+from worker.progress import LoadStage, Stage
+from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel
+from worker.startup.self_check import Runner, SelfCheck, refusing
+from worker.steps.host_pool import HostPool
+
+log = logging.getLogger(__name__)
+
+# Quantized weights answer a little otherwise, by intent; broken ones would answer anything.
+_TOLERANCE_OF_QUANTIZATION = {"int8": 0.3}
+
+# Products of so many rows are as fast as they get: docs/benchmarks/serving.md has the measurement.
+_CPU_SATURATING_TOKENS = 256
+
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyModel(Generic[AnyRunner]):
+    facts: ModelFacts
+    host_pool: HostPool
+    runner: AnyRunner
+    backend: AttentionBackend
+    surgery: Surgery | None
+    """Which layers our own kernels compute; None where torch computes all."""
+
+
+def start_loaded(
+    config: WorkerConfig,
+    device: Device,
+    stage: LoadStage,
+    loaded: LoadedModel,
+    runner: AnyRunner,
+    *,
+    reserve: Reserve = NO_RESERVE,
+) -> ReadyModel[AnyRunner]:
+    """All that comes after the weights; `reserve` is what comes after the cache. Raises StartupError."""
+    checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
+
+    stage.enter(Stage.MEASURING)
+    layout = _probe_layout(config, device, loaded, runner)
+    largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
+    size = _size(config, layout, budget_bytes, checkpoint_len)
+    cache = _allocate(device, layout, size)
+    host_pool = HostPool(config.swap_space_bytes, cache, device)
+    fix_rope(loaded.model, loaded.text_config, size.max_model_len)
+    fix_temperatures(loaded.model)
+
+    toolkit = _open_toolkit(config, device, loaded, stage)
+    stage.enter(Stage.WARMING_UP)
+    backend: AttentionBackend = RefAttention(cache, device)
+    check = SelfCheck(
+        loaded=loaded,
+        runner=runner,
+        backend=backend,
+        cache=cache,
+        device=device,
+        max_model_len=size.max_model_len,
+    )
+    expected = check.run()
+    surgery = None
+    if toolkit is not None:
+        backend = toolkit.attention_over(cache)
+        with _refusing_kernels(device):
+            surgery = put_kernels_under(loaded.model, toolkit, device, max_model_len=size.max_model_len)
+            log.info("%s", surgery.describe())
+            _refuse_unquantized(config, surgery)
+            check.run_again(backend, expected, tolerance=_TOLERANCE_OF_QUANTIZATION.get(config.quantization))
+    return ReadyModel(
+        facts=_facts(device, loaded, cache, size, host_pool),
+        host_pool=host_pool,
+        runner=runner,
+        backend=backend,
+        surgery=surgery,
+    )
+
+
+def _largest_step(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, checkpoint_len: int
+) -> Callable[[], None]:
+    """What is run to see how much memory a step takes."""
+    num_tokens = config.max_num_batched_tokens
+    positions = np.arange(num_tokens) % checkpoint_len
+
+    def run() -> None:
+        with refusing(loaded.model_type):
+            _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
+
+    return run
+
+
+def _open_toolkit(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, stage: LoadStage
+) -> Toolkit | None:
+    """The kernels of this device; None where torch computes all. Raises StartupError."""
+    if device.is_gpu:
+        # Only here: Triton is not installed on every machine.
+        from worker.gpu.gpu_kernel_choice import open_toolkit
+
+        return open_toolkit(config, device)
+    kernels = open_kernels(config, device, loaded.dtype, stage)
+    if kernels is None:
+        return None
+    return CpuToolkit(kernels, device, Numbers.INT8 if config.quantization == "int8" else Numbers.AS_THEY_ARE)
+
+
+def _refusing_kernels(device: Device) -> AbstractContextManager[None]:
+    """Turn what goes wrong in compiling or launching kernels into a StartupError."""
+    if not device.is_gpu:
+        return nullcontext()
+    from worker.gpu.gpu_kernel_choice import refusing_kernels
+
+    return refusing_kernels()
+
+
+def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
+    if config.quantization == "int8" and surgery.num_fused == surgery.num_kept_mlps:
+        weights = "the MLPs of this model" if surgery.num_fused else "this model"
+        raise StartupError(
+            f"--quantization int8 has no effect on {weights} ({surgery.describe()})",
+            fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
+        )
+
+
+def _probe(
+    runner: Runner,
+    device: Device,
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
+    *,
+    num_logits: int,
+) -> ProbeAttention:
+    """Run one sequence without a cache."""
+    num_tokens = len(positions)
+    probe = ProbeAttention()
+    runner.forward(
+        device.tensor(np.zeros((1, num_tokens), dtype=np.int64)),
+        device.tensor(positions[None]),
+        device.tensor(np.arange(num_tokens - num_logits, num_tokens)),
+        probe,
+    )
+    return probe
+
+
+def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
+    """Learn from one call what each layer keeps. Raises StartupError if attention does not come to us."""
+    with refusing(loaded.model_type):
+        probe = _probe(runner, device, np.arange(2), num_logits=1)
+    if not probe.shapes:
+        raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
+    return BlockLayout(
+        layers=dict(sorted(probe.shapes.items())),
+        block_size=config.block_size or device.default_block_size,
+        dtype=loaded.dtype,
+    )
+
+
+def _size(config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int) -> CacheSize:
+    window = layout.sliding_window
+    return size_cache(
+        CacheRequest(
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            budget_bytes=budget_bytes,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            checkpoint_len=checkpoint_len,
+            max_num_seqs=config.max_num_seqs,
+            most_read_tokens=None if window is None else window + config.max_num_batched_tokens,
+        )
+    )
+
+
+def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
+    numel = (size.num_blocks + 1) * layout.block_numel
+    try:
+        memory = device.zeros(numel, layout.dtype)
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+        raise StartupError(
+            f"{size.num_blocks} KV blocks of {layout.block_bytes} bytes cannot be allocated",
+            fix="ask for fewer blocks, or let the worker measure",
+        ) from error
+    return KVCache(layout, size.num_blocks, memory)
+
+
+def _facts(
+    device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize, host_pool: HostPool
+) -> ModelFacts:
+    facts = ModelFacts(
+        model_type=loaded.model_type,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        dtype=str(cache.layout.dtype).removeprefix("torch."),
+        device=device.describe(),
+        vocab_size=loaded.vocab_size,
+        max_model_len=size.max_model_len,
+        block_size=cache.layout.block_size,
+        num_blocks=size.num_blocks,
+        kv_cache_bytes=cache.num_bytes,
+        sliding_window=cache.layout.sliding_window,
+        num_host_blocks=host_pool.num_blocks,
+        copy_s_per_block=host_pool.measure_copy_s(),
+        # Of a mixture each expert has a few of the rows only, and gains by more.
+        saturating_tokens=0 if device.is_gpu or loaded.has_experts else _CPU_SATURATING_TOKENS,
+        eos_token_ids=loaded.eos_token_ids,
+        default_sampling=loaded.default_sampling,
+    )
+    log.info("loaded %s", facts)
+    return facts

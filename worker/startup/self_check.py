@@ -1,0 +1,194 @@
+"""Whether a model computes the same through our cache as by itself, tried once at load.
+
+Owns: one short random sequence, run in three steps (a first chunk, a later chunk, a decode), and the
+comparison with the model's own eager attention. Some families keep state that is not keys and values,
+or do not use the attention call at all; this finds them without a list of names. It is also the warm-up.
+Never: compares texts, or corrects anything.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scheduler.messages import (
+    BlockId,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceId,
+)
+from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
+from worker.attention.kv_cache import KVCache
+from worker.devices.device import Device
+from worker.errors import FamilyRefused, StartupError, UnsupportedAttention
+from worker.startup.loader import LoadedModel
+from worker.steps.row_table import RowTable
+from worker.steps.step_inputs import build_inputs
+
+_LONGEST = 12
+_SEED = 7
+# Error over magnitude of a token's logits. Wrong computation gives about 1; rounding in a deep model,
+# in another order of sums, stays well below these.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+@contextmanager
+def refusing(model_type: str) -> Iterator[None]:
+    """Turn what goes wrong while a model is tried into a FamilyRefused that says what it was."""
+    try:
+        yield
+    except UnsupportedAttention as error:
+        raise FamilyRefused(f"{model_type} asks for {error}, which this worker would get wrong") from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise StartupError(
+            "memory ran out while the model was tried",
+            fix="lower --max-num-batched-tokens, or take a smaller model",
+        ) from error
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FamilyRefused(
+            f"{model_type} fails on a flattened batch: {type(error).__name__}: {reason}"
+        ) from error
+
+
+class Runner(Protocol):
+    """Calls the model for the logits, or for the hidden states, of some of its tokens."""
+
+    def forward(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, executor: LayerExecutor, /
+    ) -> Tensor:
+        """With attention going to `executor`; one row for each of N tokens."""
+
+    def forward_alone(self, input_ids_1T: Tensor, /) -> Tensor:
+        """By itself; one row for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCheck:
+    """What is tried, and on what."""
+
+    loaded: LoadedModel
+    runner: Runner
+    backend: AttentionBackend
+    cache: KVCache
+    device: Device
+    max_model_len: int
+
+    def run(self) -> Tensor:
+        """Raise StartupError if the model would answer differently than by itself; return what it answers."""
+        with refusing(self.loaded.model_type):
+            expected = self._run_eagerly(self._token_ids())
+        error = self._error(expected)
+        if error is not None:
+            raise FamilyRefused(
+                f"{self.loaded.model_type} computes other logits through the paged KV cache than by itself "
+                f"(error {error:.2g} of their size): it keeps state besides keys and values, "
+                "or attends in its own way"
+            )
+        return expected
+
+    def run_again(
+        self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
+    ) -> None:
+        """Raise StartupError if it answers differently since our own kernels are under it."""
+        kind, flag = ("GPU", "--gpu-kernels") if self.device.is_gpu else ("CPU", "--cpu-kernels")
+        fix = f"start with {flag} off, and report it"
+        try:
+            error = replace(self, backend=backend)._error(expected, tolerance)
+        except FamilyRefused as failure:
+            # Not of the family: it has just been computed without them.
+            raise StartupError(f"{failure.what}, with the {kind} kernels", fix=fix) from failure
+        if error is not None:
+            raise StartupError(
+                f"{self.loaded.model_type} computes other logits with the {kind} kernels than without "
+                f"(error {error:.2g} of their size)",
+                fix=fix,
+            )
+
+    def _error(self, expected: Tensor, tolerance: float | None = None) -> float | None:
+        """The largest error of a chunk, if it is beyond `tolerance`, or beyond what rounding explains."""
+        if not bool(torch.isfinite(expected).all()):
+            return None  # random or damaged weights: requests will fail one by one, and say so
+        with refusing(self.loaded.model_type):
+            ours = self._run_paged(self._token_ids().tolist())
+        error = max(
+            relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
+        )
+        most = TOLERANCE[self.cache.layout.dtype] if tolerance is None else tolerance
+        return None if error <= most else error  # NaN is an error too
+
+    def _token_ids(self) -> np.ndarray[Any, Any]:
+        length = min(_LONGEST, self.max_model_len, self.cache.num_blocks * self.cache.layout.block_size)
+        return np.random.default_rng(_SEED).integers(0, self.loaded.vocab_size, length)
+
+    def _run_paged(self, token_ids: list[int]) -> Tensor:
+        """Return logits [tokens, V], or hidden states, computed chunk by chunk."""
+        rows = RowTable(
+            max_num_seqs=1,
+            max_model_len=self.max_model_len,
+            block_size=self.cache.layout.block_size,
+            num_blocks=self.cache.num_blocks,
+        )
+        num_blocks = -(-len(token_ids) // rows.block_size)
+        sequence_id = SequenceId(0)
+        rows.add(
+            NewSequence(
+                sequence_id=sequence_id,
+                token_ids=tuple(token_ids),
+                num_prompt_tokens=len(token_ids),
+                params=SamplingParams(),
+                # From the end and backwards, so that block tables are seen to be followed.
+                block_ids=tuple(BlockId(self.cache.num_blocks - index) for index in range(num_blocks)),
+            )
+        )
+        logits = []
+        for start, end in _chunks(len(token_ids)):
+            plan = SchedulerOutput(
+                step=0,
+                released=(),
+                new_sequences=(),
+                new_blocks={},
+                scheduled=(ScheduledSequence(sequence_id, start, end - start, samples=False),),
+                num_scheduled_tokens=end - start,
+            )
+            inputs = build_inputs(plan, rows, failures={})
+            assert inputs is not None
+            self.backend.begin_step(inputs.metadata)
+            everything = self.device.tensor(np.arange(end - start))
+            logits.append(
+                self.runner.forward(
+                    self.device.tensor(inputs.input_ids_T[None]),
+                    self.device.tensor(inputs.position_ids_T[None]),
+                    everything,
+                    self.backend,
+                )
+            )
+        return torch.cat(logits).float()
+
+    def _run_eagerly(self, token_ids: np.ndarray[Any, Any]) -> Tensor:
+        """Return what the model's own attention gives, all tokens at once."""
+        model: Any = self.loaded.model
+        model.set_attn_implementation("eager")
+        try:
+            return self.runner.forward_alone(self.device.tensor(token_ids[None])).float()
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _chunks(length: int) -> list[tuple[int, int]]:
+    """Cut 12 tokens into 7, 4 and 1; fewer tokens into fewer chunks."""
+    cuts = sorted({0, max(length - 5, 0), max(length - 1, 0), length})
+    return list(pairwise(cuts))
+
+
+def relative_error(ours: Tensor, expected: Tensor) -> float:
+    """Take the median over tokens: a mixture of experts may send one token elsewhere for a rounding."""
+    errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+    return float(errors.median())

@@ -1,0 +1,67 @@
+"""From a configuration to a model that generates.
+
+Owns: what comes before and after startup.py for it: who computes its steps, who draws its tokens, and the
+rows of its sequences.
+Never: runs a plan.
+"""
+
+from dataclasses import replace
+
+from worker.checkpoint.checkpoint_files import find_checkpoint
+from worker.config import ModelFacts, WorkerConfig
+from worker.devices.device import NO_RESERVE, Device
+from worker.progress import LoadStage
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.row_sampler import RowSampler
+from worker.sampling.sampler import Sampler
+from worker.startup.loader import ModelKind, load_model
+from worker.startup.ready_model import ReadyModel, start_loaded
+from worker.steps.generation_step import GenerationSteps
+from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
+from worker.steps.row_table import RowTable
+
+
+def start_generating(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
+) -> tuple[ModelFacts, GenerationSteps]:
+    """Load, measure, allocate, try. Raises StartupError, with what to do, for all that cannot be served."""
+    ready = load_generator(config, kind, device, stage)
+    facts = ready.facts
+    grammars = Grammars(
+        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+    )
+    rows = RowTable(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+        sliding_window=facts.sliding_window,
+    )
+    steps: StepRunner
+    sampler: RowSampler
+    if device.is_gpu and ready.surgery is not None:
+        from worker.gpu.gpu_kernel_choice import open_steps  # only here: a CPU has no use for them
+
+        steps, sampler = open_steps(config, ready, device, stage, grammars)
+        facts = replace(facts, runs_ahead=True)
+    else:
+        steps = EagerSteps(ready.runner, ready.backend, device)
+        sampler = Sampler(vocab_size=facts.vocab_size, device=device.torch_device, grammars=grammars)
+    generation = GenerationSteps(
+        device=device, facts=facts, rows=rows, host_pool=ready.host_pool, steps=steps, sampler=sampler
+    )
+    return facts, generation
+
+
+def load_generator(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
+) -> ReadyModel[ModelRunner]:
+    """The model with its cache, before anybody draws a token. Raises StartupError."""
+    loaded = load_model(config, kind, device, stage)
+    runner = ModelRunner(loaded.model, loaded.vocab_size)
+    reserved = NO_RESERVE
+    if device.is_gpu:
+        from worker.gpu.gpu_kernel_choice import reserve
+
+        reserved = reserve(config, loaded)
+    return start_loaded(config, device, stage, loaded, runner, reserve=reserved)

@@ -1,0 +1,209 @@
+"""From a configuration to a family that is served with caches of its own, where the paged one is no way.
+
+Owns: which way a family can be computed, found by trying, and what a sequence's cache takes of memory.
+Never: tries a family that the paged KV cache can serve: this one is several times slower.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.checkpoint.checkpoint_files import find_checkpoint
+from worker.config import ModelFacts, WorkerConfig
+from worker.devices.device import Device
+from worker.devices.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.errors import FamilyRefused, StartupError
+from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way, num_bytes
+from worker.own_cache.own_cache_steps import CacheTable, OwnCacheSteps
+from worker.progress import LoadStage, Stage
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.sampler import Sampler
+from worker.startup.loader import LoadedModel, ModelKind, load_model
+from worker.startup.self_check import TOLERANCE, refusing, relative_error
+from worker.steps.row_table import RowTable
+
+log = logging.getLogger(__name__)
+
+_SEED = 7
+_NUM_TOKENS = 32
+_FIRST_SINGLE = 20
+# A first chunk, a later one, single tokens.
+_CUTS = {
+    Way.IN_CHUNKS: (0, 9, _FIRST_SINGLE, *range(_FIRST_SINGLE + 1, _NUM_TOKENS + 1)),
+    Way.PROMPTS_AT_ONCE: (0, *range(_FIRST_SINGLE, _NUM_TOKENS + 1)),
+    Way.ALL_AGAIN: (0, *range(_FIRST_SINGLE, _NUM_TOKENS + 1)),
+}
+_MOST_OF_BUDGET = 0.5
+"""For what a cache takes whatever its length, times as many as may run at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBytes:
+    fixed: int
+    """Whatever the length: recurrent states."""
+    per_token: int
+
+
+class Found(NamedTuple):
+    """How a family can be computed."""
+
+    way: Way
+    sizes: CacheBytes
+    error: float
+    """Of the logits, over their size: the largest of the medians of a chunk, and of the single tokens."""
+
+
+def start_with_own_caches(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, refused: str
+) -> tuple[ModelFacts, OwnCacheSteps]:
+    """Load and try; `refused` says why there is no paged KV cache. Raises StartupError."""
+    _refuse_useless_options(config, refused)
+    loaded = load_model(config, replace(kind, keeps_own_cache=True), device, stage)
+    model = OwnCacheModel(loaded.model, loaded.vocab_size)
+    stage.enter(Stage.MEASURING)
+    way, sizes, _ = find_way(model, loaded, refused)
+
+    def run_largest_step() -> None:
+        longest = min(config.max_model_len or loaded.checkpoint_len, loaded.checkpoint_len)
+        num_tokens = min(config.max_num_batched_tokens, longest) if way is Way.IN_CHUNKS else longest
+        with refusing(loaded.model_type):
+            model.compute([0] * num_tokens, SequenceCache(), way, num_logits=1)
+
+    budget_bytes = device.kv_cache_budget_bytes(run_largest_step)
+    size = _size(config, device, loaded, sizes, budget_bytes)
+    stage.enter(Stage.WARMING_UP)
+    log.warning(
+        "%s; transformers alone computes, one sequence after the other, %s: expect a fraction of the speed",
+        refused,
+        way.value,
+    )
+    facts = _facts(config, device, loaded, sizes, size)
+    return facts, _steps(config, device, model, way, facts)
+
+
+def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> Found:
+    """The cheapest way that gives what the model gives by itself. Raises FamilyRefused without any."""
+    token_ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, (2, _NUM_TOKENS)).tolist()
+    with refusing(loaded.model_type):
+        expected = [
+            model.compute(ids, SequenceCache(), Way.ALL_AGAIN, num_logits=_NUM_TOKENS) for ids in token_ids
+        ]
+    is_finite = all(bool(logits_TV.isfinite().all()) for logits_TV in expected)
+    reasons = []
+    for way in Way:
+        try:
+            found = _try(way, model, token_ids, expected)
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as failure:
+            reasons.append(f"{way.value}: {type(failure).__name__}")
+            continue
+        # With damaged weights requests will fail one by one, and say so.
+        if found.error <= TOLERANCE[loaded.dtype] or not is_finite:
+            return found
+        reasons.append(f"{way.value}: error {found.error:.2g}")
+    log.info("%s is no better with a cache of its own: %s", loaded.model_type, ", ".join(reasons))
+    raise FamilyRefused(refused)
+
+
+def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: list[Tensor]) -> Found:
+    """Two sequences, whose steps take turns: nothing of one may stay in the model for the other."""
+    caches = [SequenceCache(), SequenceCache()]
+    bytes_after: dict[int, int] = {}
+    errors: list[float] = []
+    singles: list[tuple[Tensor, Tensor]] = []
+    for start, end in pairwise(_CUTS[way]):
+        for ids, cache, expected_TV in zip(token_ids, caches, expected, strict=True):
+            num_logits = 1 if way is Way.ALL_AGAIN else end - start
+            found_TV = model.compute(ids[:end], cache, way, num_logits=num_logits).float()
+            wanted_TV = expected_TV[end - num_logits : end].float()
+            if num_logits > 1:
+                errors.append(relative_error(found_TV, wanted_TV))
+            else:
+                singles.append((found_TV, wanted_TV))
+        bytes_after[end] = num_bytes(caches[0])
+    found_TV, wanted_TV = (torch.cat(each) for each in zip(*singles, strict=True))
+    errors.append(relative_error(found_TV, wanted_TV))
+    first, last = min(bytes_after), max(bytes_after)
+    per_token = -(-max(0, bytes_after[last] - bytes_after[first]) // (last - first))
+    fixed = max(0, bytes_after[first] - first * per_token)
+    return Found(way, CacheBytes(fixed=fixed, per_token=per_token), max(errors))
+
+
+def _size(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, sizes: CacheBytes, budget_bytes: int
+) -> CacheSize:
+    """How much may be cached at once, in blocks that stand for memory. Raises StartupError."""
+    block_size = config.block_size or device.default_block_size
+    fixed_bytes = sizes.fixed * config.max_num_seqs
+    if fixed_bytes > budget_bytes * _MOST_OF_BUDGET:
+        fits = int(budget_bytes * _MOST_OF_BUDGET) // sizes.fixed
+        raise StartupError(
+            f"the states of {config.max_num_seqs} sequences take {fixed_bytes} bytes, more than half of the "
+            f"{budget_bytes} bytes for the cache",
+            fix=f"ask for --max-num-seqs {max(fits, 1)} or less, or give the cache more (--kv-cache-memory)",
+        )
+    return size_cache(
+        CacheRequest(
+            # A cache that does not grow takes no blocks; so many that they never are what is short.
+            block_bytes=max(1, block_size * sizes.per_token),
+            block_size=block_size,
+            budget_bytes=budget_bytes - fixed_bytes,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            checkpoint_len=loaded.checkpoint_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+    )
+
+
+def _facts(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, sizes: CacheBytes, size: CacheSize
+) -> ModelFacts:
+    block_size = config.block_size or device.default_block_size
+    return ModelFacts(
+        model_type=loaded.model_type,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=device.describe(),
+        vocab_size=loaded.vocab_size,
+        max_model_len=size.max_model_len,
+        block_size=block_size,
+        num_blocks=size.num_blocks,
+        kv_cache_bytes=size.num_blocks * block_size * sizes.per_token + sizes.fixed * config.max_num_seqs,
+        is_paged=False,
+        eos_token_ids=loaded.eos_token_ids,
+        default_sampling=loaded.default_sampling,
+    )
+
+
+def _steps(
+    config: WorkerConfig, device: Device, model: OwnCacheModel, way: Way, facts: ModelFacts
+) -> OwnCacheSteps:
+    grammars = Grammars(
+        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+    )
+    sampler = Sampler(vocab_size=facts.vocab_size, device=device.torch_device, grammars=grammars)
+    rows = RowTable(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+    )
+    return OwnCacheSteps(
+        model, way, CacheTable(rows, sampler, way, facts.vocab_size), sampler, facts.vocab_size
+    )
+
+
+def _refuse_useless_options(config: WorkerConfig, refused: str) -> None:
+    asked = {
+        f"--swap-space {config.swap_space_bytes}": config.swap_space_bytes > 0,
+        f"--quantization {config.quantization}": config.quantization != "none",
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise StartupError(f"{option} needs a paged KV cache, and {refused}", fix="leave it out")

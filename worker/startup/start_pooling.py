@@ -1,0 +1,210 @@
+"""From a configuration to a model that turns prompts into vectors or scores.
+
+Owns: what differs from startup.py: how the model is read out, how long a prompt may be, and the nominal
+KV cache of an encoder, which has none.
+Never: runs a plan.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from scheduler.messages import PoolingTask, PromptComputation
+from worker.checkpoint.pooling_files import PoolingMode, read_recipe, score_activation
+from worker.checkpoint.task import Task
+from worker.config import ModelFacts, PoolingFacts, WorkerConfig
+from worker.devices.device import Device
+from worker.errors import FamilyRefused, StartupError
+from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
+from worker.pooling.encoder_pooling import (
+    Encoder,
+    EncoderPrompts,
+    Prompt,
+    check_padding,
+    read_hidden_states,
+    read_logits,
+)
+from worker.pooling.pooler import LastTokenScores, Pooler, Readout, Scores
+from worker.pooling.pooling_step import PoolingSteps, PromptRunner, PromptTable
+from worker.progress import LoadStage, Stage
+from worker.startup.loader import LoadedModel, ModelKind, load_model
+from worker.startup.ready_model import start_loaded
+from worker.startup.self_check import refusing
+from worker.steps.row_table import RowTable
+
+log = logging.getLogger(__name__)
+
+_TASKS = {Task.EMBED: PoolingTask.EMBED, Task.SCORE: PoolingTask.SCORE}
+
+
+def start_pooling(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
+) -> tuple[ModelFacts, PoolingSteps]:
+    """Load and try. Raises StartupError, with what to do, for all that cannot be served."""
+    if kind.is_encoder:
+        _refuse_useless_options(config)
+    loaded = load_model(config, kind, device, stage)
+    if kind.is_encoder:
+        facts, runner = _start_encoder(config, kind, device, stage, loaded)
+    else:
+        facts, runner = _start_decoder(config, kind, device, stage, loaded)
+    log.info("pools: %s", facts.pooling)
+    rows = RowTable(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+        sliding_window=facts.sliding_window,
+    )
+    return facts, PoolingSteps(PromptTable(facts, rows, runner), runner)
+
+
+def _start_decoder(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, loaded: LoadedModel
+) -> tuple[ModelFacts, PromptRunner]:
+    readout: Readout
+    prompt = PromptComputation.REUSING
+    if kind.task is Task.SCORE:
+        head = getattr(loaded.model, "score", None)
+        if not isinstance(head, nn.Linear) or head.out_features != 1:
+            raise _no_single_score(loaded)
+        readout = LastTokenScores(score_activation(kind.checkpoint_config), head)
+        body: Any = loaded.model.base_model
+    else:
+        recipe = read_recipe(kind.folder, default=PoolingMode.LAST)
+        loaded = _shortened(loaded, recipe.max_len)
+        readout = Pooler(recipe, loaded.text_config.hidden_size, device.torch_device)
+        body = loaded.model
+        if recipe.mode is not PoolingMode.LAST:
+            # What was seen of a prompt so far would have to be kept, and swapped, with its blocks.
+            prompt = PromptComputation.AT_ONCE
+            loaded = _fitted_into_a_step(loaded, config)
+    ready = start_loaded(config, device, stage, loaded, HiddenStates(body))
+    pooling = PoolingFacts(task=_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=prompt)
+    return replace(ready.facts, pooling=pooling), DecoderPrompts(ready, readout, device)
+
+
+def _start_encoder(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, loaded: LoadedModel
+) -> tuple[ModelFacts, PromptRunner]:
+    model_config: Any = loaded.model.config
+    model_config.use_cache = False
+    loaded = _shortened(loaded, _num_positions(loaded.model))
+    readout: Pooler | Scores
+    if kind.task is Task.SCORE:
+        if model_config.num_labels != 1:
+            raise _no_single_score(loaded)
+        readout = Scores(score_activation(kind.checkpoint_config))
+        encoder = Encoder(loaded.model, device, read_logits(readout))
+    else:
+        recipe = read_recipe(kind.folder, default=PoolingMode.MEAN)
+        loaded = _shortened(loaded, recipe.max_len)
+        readout = Pooler(recipe, loaded.text_config.hidden_size, device.torch_device)
+        encoder = Encoder(loaded.model, device, read_hidden_states(readout))
+    max_model_len = _encoder_len(_fitted_into_a_step(loaded, config), config)
+    _try_encoder(encoder, config, device, stage, replace(loaded, checkpoint_len=max_model_len))
+    pooling = PoolingFacts(
+        task=_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=PromptComputation.AT_ONCE
+    )
+    facts = _encoder_facts(config, device, loaded, max_model_len)
+    return replace(facts, pooling=pooling), EncoderPrompts(encoder, readout.cut)
+
+
+def _try_encoder(
+    encoder: Encoder, config: WorkerConfig, device: Device, stage: LoadStage, loaded: LoadedModel
+) -> None:
+    """Raise StartupError if the longest prompt, padding, or on a GPU the largest step, does not go well."""
+    longest = Prompt(np.zeros(loaded.checkpoint_len, dtype=np.int32))
+
+    def run_largest_step() -> None:
+        encoder.run([longest] * max(1, config.max_num_batched_tokens // loaded.checkpoint_len))
+
+    with refusing(loaded.model_type):
+        stage.enter(Stage.MEASURING)
+        device.kv_cache_budget_bytes(run_largest_step)  # to see that it fits: there is no cache to size
+        stage.enter(Stage.WARMING_UP)
+        encoder.run([longest])
+        check_padding(encoder, loaded.dtype, vocab_size=loaded.vocab_size, max_len=loaded.checkpoint_len)
+
+
+def _encoder_facts(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, max_model_len: int
+) -> ModelFacts:
+    """Facts of a model that fills none of the blocks that the scheduler counts.
+
+    There are enough for all that may run at once, and as many again: a watermark may keep half of them free.
+    """
+    block_size = config.block_size or device.default_block_size
+    blocks_of_longest = -(-max_model_len // block_size)
+    return ModelFacts(
+        model_type=loaded.model_type,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=device.describe(),
+        vocab_size=loaded.vocab_size,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=config.num_blocks or 2 * config.max_num_seqs * blocks_of_longest,
+        kv_cache_bytes=0,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+
+
+def _refuse_useless_options(config: WorkerConfig) -> None:
+    for flag, value in (
+        ("--kv-cache-memory", config.kv_cache_bytes),
+        ("--swap-space", config.swap_space_bytes),
+    ):
+        if value:
+            raise StartupError(f"{flag}: an encoder has no KV cache", fix="leave it out")
+    if config.quantization != "none":
+        raise StartupError(
+            f"--quantization {config.quantization}: the layers of encoders are not quantized",
+            fix="leave it out",
+        )
+
+
+def _shortened(loaded: LoadedModel, length: int | None) -> LoadedModel:
+    """The same model, for prompts of at most `length` tokens."""
+    return loaded if length is None else replace(loaded, checkpoint_len=min(loaded.checkpoint_len, length))
+
+
+def _fitted_into_a_step(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
+    """Cut the context window to the prompts that one step can hold."""
+    asked, step = config.max_model_len, config.max_num_batched_tokens
+    if asked is not None and step < asked <= loaded.checkpoint_len:
+        raise StartupError(
+            f"max_model_len {asked}: prompts of this model are computed in one step, of {step} tokens",
+            fix=f"give --max-num-batched-tokens {asked} too, or ask for --max-model-len {step}",
+        )
+    return _shortened(loaded, step)
+
+
+def _encoder_len(loaded: LoadedModel, config: WorkerConfig) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > loaded.checkpoint_len:
+        raise StartupError(
+            f"max_model_len {asked} exceeds the model's own context window of {loaded.checkpoint_len} tokens",
+            fix=f"ask for --max-model-len {loaded.checkpoint_len} or less",
+        )
+    return asked or loaded.checkpoint_len
+
+
+def _num_positions(model: nn.Module) -> int | None:
+    """How many of a learned table's positions a prompt can use: RoBERTa's begins behind its padding."""
+    table: Any
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):
+            return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    return None
+
+
+def _no_single_score(loaded: LoadedModel) -> StartupError:
+    model_config: Any = loaded.model.config
+    return FamilyRefused(
+        f"this {loaded.model_type} checkpoint has {model_config.num_labels} outputs, not one score"
+    )

@@ -1,0 +1,133 @@
+"""The device and the model as the worker would see them, without loading the model.
+
+    echo '{"model_path": "..."}' | python -m worker.startup.survey
+
+Owns: the part of `tokenyard doctor` that needs torch and transformers, in a process of its own: one finding
+as a line of JSON each, so that whoever asked has the first ones when a later one takes the process down.
+Never: computes how memory is divided (forecast.py).
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+import transformers
+
+from worker.checkpoint.checkpoint_files import WeightFile, find_weights
+from worker.checkpoint.task import Task
+from worker.config import WorkerConfig
+from worker.cpu.cpu_kernel_choice import foresee_kernels
+from worker.devices.device import Device, open_device
+from worker.devices.machine import available_memory_bytes
+from worker.errors import FamilyRefused, StartupError
+from worker.findings import Finding, Verdict
+from worker.gpu.gpu_kernel_choice import foresee_kernels as foresee_gpu_kernels
+from worker.startup.forecast import CannotTell, Forecast, forecast, weight_bytes
+from worker.startup.loader import ModelKind, dtype_name, find_kind
+
+
+def survey(config: WorkerConfig) -> Iterator[Finding]:
+    """Up to the first fault: what comes after it would not be reached at load either."""
+    yield _fine("libraries", f"torch {torch.__version__}, transformers {transformers.__version__}")
+    topic = "device"
+    try:
+        device = open_device(config)
+        yield _fine(topic, _describe(device))
+        topic = "model"
+        kind = find_kind(config)
+        yield _fine(topic, f"{kind.checkpoint_config['model_type']}, made to {kind.task.value}")
+        topic = "weights"
+        files = find_weights(kind.folder)
+        yield _fine(topic, _describe_files(files))
+        if not kind.is_encoder:
+            topic = "kernels"
+            yield _foresee_kernels(config, kind, device)
+        topic = "memory"
+        yield _look_at_memory(config, kind, device)
+    except StartupError as error:
+        yield Finding(topic=topic, verdict=Verdict.FAULT, what=error.what, fix=error.fix)
+
+
+def _foresee_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
+    if device.is_gpu:
+        return foresee_gpu_kernels(config)
+    return foresee_kernels(config, device, _dtype(config, kind))
+
+
+def _describe(device: Device) -> str:
+    if device.torch_device.type == "cpu":
+        return f"{device.describe()}, {_gib(available_memory_bytes())} of memory available"
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
+    return f"{device.describe()}, {_gib(free_bytes)} of {_gib(total_bytes)} free"
+
+
+def _describe_files(files: list[WeightFile]) -> str:
+    dtypes = sorted({name for file in files for name in file.bytes_of_dtype})
+    num_bytes = sum(file.num_bytes for file in files)
+    return (
+        f"{_gib(num_bytes)} of {', '.join(dtypes)} in {len(files)} safetensors, each as long as it promises"
+    )
+
+
+def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
+    named: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    return named
+
+
+def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
+    num_weight_bytes = weight_bytes(config, kind, device)
+    weights = f"weights {_gib(num_weight_bytes)}"
+    if kind.task is not Task.GENERATE or kind.is_encoder:
+        return _fine("memory", f"{weights}; not looked at: what a step takes")
+    try:
+        found = forecast(config, kind, device, num_weight_bytes)
+    except CannotTell:
+        return Finding(
+            topic="memory",
+            verdict=Verdict.WARNING,
+            what=f"{weights}; how much KV cache fits cannot be told without loading this family",
+            fix="start the server: it measures, and says what does not fit",
+        )
+    except FamilyRefused as refused:
+        if kind.is_encoder:
+            raise
+        return Finding(
+            topic="memory",
+            verdict=Verdict.WARNING,
+            what=f"{weights}; {refused.what}: sequences will be computed one after the other, if at all",
+            fix="expect a fraction of the speed, or serve a model of another family (docs/models.md)",
+        )
+    return _judge(weights, found)
+
+
+def _judge(weights: str, found: Forecast) -> Finding:
+    num_tokens = found.size.num_blocks * found.layout.block_size
+    max_model_len = found.size.max_model_len
+    what = (
+        f"{weights}, KV cache up to {_gib(found.size.num_blocks * found.layout.block_bytes)} for "
+        f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "
+        f"{num_tokens // max_model_len:,} requests of full length at once"
+    )
+    if max_model_len >= found.checkpoint_len:
+        return _fine("memory", what)
+    return Finding(
+        topic="memory",
+        verdict=Verdict.WARNING,
+        what=f"{what}; the model could take {found.checkpoint_len:,} tokens",
+        fix="give the KV cache more memory, or accept it",
+    )
+
+
+def _fine(topic: str, what: str) -> Finding:
+    return Finding(topic=topic, verdict=Verdict.OK, what=what)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+if __name__ == "__main__":
+    for each in survey(WorkerConfig(**json.load(sys.stdin))):
+        print(json.dumps(asdict(each)), flush=True)

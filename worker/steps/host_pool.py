@@ -1,0 +1,185 @@
+"""The host's pool of KV blocks, for preempted sequences and cached prefixes; all copies of a plan.
+
+Owns: its memory, in the device pool's format; the check of a plan's copies; how fast a copy is.
+Never: whose block is where, or who is swapped (scheduler/); when a copy is made (block_copies.py).
+
+Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padding, so block n is row n - 1.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scheduler.messages import BlockCopy, BlockId
+from worker.attention.interface import AttentionMetadata
+from worker.attention.kv_cache import KVCache
+from worker.devices.block_copies import Pools, RowCopy, TouchedRows
+from worker.devices.device import Device
+from worker.devices.memory_sizes import num_host_blocks
+from worker.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+_MEASURED_BLOCKS = 64
+_MEASURED_ROUNDS = 3
+_MEASURED_MOST_S = 0.05
+# Both pools are mapped lazily: what is copied to measure is memory taken before anybody needs it.
+_MEASURED_MOST_BYTES = 32 << 20
+
+
+CopyRows = Callable[[Tensor, Tensor, Tensor], None]
+"""Copies rows of a pool [N, E]: P sources to P targets, which differ, and of which none is a source."""
+
+
+class HostPool:
+    """The pool of one worker. With no swap space it has no blocks, and every copy is a plan's fault."""
+
+    def __init__(self, swap_bytes: int, cache: KVCache, device: Device) -> None:
+        """Allocate. Raises StartupError, with numbers, for a swap space that is too large or too small."""
+        layout = cache.layout
+        self.num_blocks = num_host_blocks(swap_bytes=swap_bytes, block_bytes=layout.block_bytes)
+        self.block_bytes = layout.block_bytes
+        self._num_device_blocks = cache.num_blocks
+        self._device = device
+        memory = torch.empty(0, dtype=layout.dtype)
+        if self.num_blocks:
+            device.check_swap_space(
+                swap_bytes=self.num_blocks * layout.block_bytes, cache_bytes=cache.num_bytes
+            )
+            try:
+                memory = device.host_zeros(self.num_blocks * layout.block_numel, layout.dtype)
+            except (MemoryError, OSError, RuntimeError) as error:
+                raise StartupError(
+                    f"the system refuses {self.num_blocks * layout.block_bytes} bytes of swap space",
+                    fix="ask for less with --swap-space",
+                ) from error
+        self._memory = memory  # itself, not only views of it: a device may pin it while this tensor lives
+        self._pool_NE = cache.pool_NE
+        self._block_size = layout.block_size
+        host_ME = memory.view(self.num_blocks, layout.block_numel)
+        self._copier = device.open_copier(Pools(device_NE=cache.pool_NE, host_ME=host_ME))
+        self._filled: set[BlockId] = set()
+        self._copy_rows: CopyRows = _copy_rows
+
+    def swap(
+        self, out: Sequence[BlockCopy], back: Sequence[BlockCopy], within: Sequence[BlockCopy] = ()
+    ) -> dict[BlockId, str]:
+        """Carry out a plan's copies: all of `out` before any of `back`, and all of these before `within`.
+
+        A device that works by itself makes them later, beside its steps: see `step`.
+
+        Returns the device blocks whose content could not be brought, with the reason: whoever has one of
+        them in its table must fail. A copy is left out if it names a block that is not in the pools, or
+        would bring what is not there.
+        """
+        lost = self._swap(out, back) if out or back else {}
+        if within:
+            self._copy_within(within, lost)
+        return lost
+
+    def _swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> dict[BlockId, str]:
+        leaving = [copy for copy in out if self._can_leave(copy)]
+        # Forgotten first: should the copies raise half-way, nobody gets what an earlier owner left there.
+        self._filled.difference_update(copy.target for copy in out)
+        arrived = {copy.target for copy in leaving}
+        lost = {
+            copy.target: reason for copy in back if (reason := self._why_not_back(copy, arrived)) is not None
+        }
+        returning = [copy for copy in back if copy.target not in lost]
+        self._copier.swap(
+            [RowCopy(copy.source, copy.target - 1) for copy in leaving],
+            [RowCopy(copy.source - 1, copy.target) for copy in returning],
+        )
+        # Not there yet, perhaps; but whoever reads it from here on waits for it.
+        self._filled |= arrived
+        return lost
+
+    def step(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
+        """For what computes a step: within, the copies asked before are as good as done."""
+        read_blocks_R = -(-metadata.seq_lens // self._block_size)
+        return self._among_copies(TouchedRows(metadata.token_blocks, metadata.block_tables, read_blocks_R))
+
+    def _among_copies(self, touched: TouchedRows) -> AbstractContextManager[None]:
+        return self._copier.step(touched) if self.num_blocks else nullcontext()
+
+    def _copy_within(self, copies: Sequence[BlockCopy], lost: dict[BlockId, str]) -> None:
+        """In the order of the device's computations; all sources are read before any target is written."""
+        known = range(1, self._num_device_blocks + 1)
+        sound = []
+        for copy in copies:
+            if copy.source in lost:
+                lost[copy.target] = lost[copy.source]
+            elif copy.source not in known or copy.target not in known:
+                lost[copy.target] = f"copied from block {copy.source}, outside of 1 to {known.stop - 1}"
+            else:
+                sound.append(copy)
+        if sound:
+            # One row of sources and one of targets, each without gaps.
+            sources_P, targets_P = np.ascontiguousarray(np.array(sound).T)
+            touched = TouchedRows(targets_P, sources_P[None], np.array([len(sources_P)]))
+            with self._among_copies(touched):
+                sources, targets = self._device.tensor(np.stack([sources_P, targets_P]))
+                self._copy_rows(self._pool_NE, sources, targets)
+
+    def copy_with(self, copy_rows: CopyRows) -> None:
+        """Let a kernel make the copies within the device's pool from now on.
+
+        It takes a source of -1 for none: asked so, it is compiled now and not in the middle of service.
+        """
+        self._copy_rows = copy_rows
+        source, target = self._device.tensor(np.array([[-1], [0]]))
+        copy_rows(self._pool_NE, source, target)
+
+    def measure_copy_s(self) -> float:
+        """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""
+        if not self.num_blocks:
+            return 0.0
+        affordable = max(1, _MEASURED_MOST_BYTES // self.block_bytes)
+        num_blocks = min(self.num_blocks, self._num_device_blocks, affordable, _MEASURED_BLOCKS)
+        ids = [BlockId(block_id) for block_id in range(1, num_blocks + 1)]
+        # One descends where the other ascends: after some hours of service few blocks are neighbours.
+        out = [BlockCopy(*pair) for pair in zip(ids, reversed(ids), strict=True)]
+        back = [BlockCopy(copy.target, copy.source) for copy in out]
+        self._device.wait()
+        # Once without the clock: the first round takes the pages from the system.
+        self._time_round(out, back)
+        seconds = [self._time_round(out, back)]
+        while len(seconds) < _MEASURED_ROUNDS and sum(seconds) < _MEASURED_MOST_S:
+            seconds.append(self._time_round(out, back))
+        self._filled.clear()
+        return statistics.median(seconds) / (2 * num_blocks)
+
+    def _time_round(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> float:
+        started_s = time.perf_counter()
+        self.swap(out, [])
+        self.swap([], back)
+        self._device.wait()
+        return time.perf_counter() - started_s
+
+    def _can_leave(self, copy: BlockCopy) -> bool:
+        if 1 <= copy.source <= self._num_device_blocks and 1 <= copy.target <= self.num_blocks:
+            return True
+        # Nobody in this plan needs it: the sequence fails when it is to come back.
+        log.error(
+            "%s not swapped out: the pools have %d and %d", copy, self._num_device_blocks, self.num_blocks
+        )
+        return False
+
+    def _why_not_back(self, copy: BlockCopy, arrived: set[BlockId]) -> str | None:
+        if not 1 <= copy.target <= self._num_device_blocks:
+            return f"a block outside of 1 to {self._num_device_blocks}"
+        if not 1 <= copy.source <= self.num_blocks:
+            return f"swapped in from a host block outside of 1 to {self.num_blocks}"
+        if copy.source not in self._filled and copy.source not in arrived:
+            return f"swapped in from host block {copy.source}, where nothing was swapped out to"
+        return None
+
+
+def _copy_rows(pool_NE: Tensor, sources_P: Tensor, targets_P: Tensor) -> None:
+    pool_NE.index_copy_(0, targets_P, pool_NE.index_select(0, sources_P))

@@ -1,0 +1,170 @@
+"""One forward pass over a flattened batch.
+
+Owns: how a transformers model is called, and which executor its attention calls reach; what a step asks of
+whoever computes it, and the plain way to do that.
+Never: builds the batch (inputs.py) or draws tokens (sampler.py).
+"""
+
+import copy
+import inspect
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from worker.attention.interface import AttentionBackend, LayerExecutor, active
+from worker.devices.device import Device
+from worker.steps.step_inputs import StepInputs
+
+
+class BodyOutputs:
+    """What the body of the model (all but its head) made of one step: hidden states [1, T, H], mainly."""
+
+    def __init__(self, input_ids_1T: Tensor, position_ids_1T: Tensor) -> None:
+        self.input_ids_1T = input_ids_1T
+        self.position_ids_1T = position_ids_1T
+        self._outputs: Any = None
+
+    def keep(self, _body: nn.Module, _arguments: Any, outputs: Any) -> None:
+        """A forward hook."""
+        self._outputs = outputs
+
+    def only(self, indices_N: Tensor) -> Any:
+        """The same for these tokens alone."""
+        outputs = copy.copy(self._outputs)
+        outputs.last_hidden_state = self._outputs.last_hidden_state[:, indices_N]
+        return outputs
+
+
+class _Recorded(nn.Module):
+    """Stands in for the body: gives what it gave before."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._outputs
+
+
+class ModelRunner:
+    """Calls the model. Shapes: T tokens, N logits wanted, V tokens of the vocabulary."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        parameters = inspect.signature(model.forward).parameters
+        self._can_choose_logits = "logits_to_keep" in parameters
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
+    ) -> Tensor:
+        """Run the model with its attention going to `executor`; returns logits [N, V]."""
+        arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
+        # The output layer is the largest product of a step: only wanted tokens go through it.
+        if self._can_choose_logits:
+            arguments["logits_to_keep"] = logits_indices_N
+        with active(executor):
+            logits_1NV = self._model(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments).logits
+        logits_NV: Tensor = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, logits_indices_N]
+        return logits_NV[:, : self._vocab_size]
+
+    @torch.inference_mode()
+    def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
+        """The model by itself, with whatever attention it is set to; returns logits [T, V]."""
+        logits_1TV: Tensor = self._model(input_ids=input_ids_1T, use_cache=False).logits
+        return logits_1TV[0, :, : self._vocab_size]
+
+    def forward_keeping_body(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
+    ) -> tuple[Tensor, BodyOutputs]:
+        """As `forward`, for a step of which `head` is to be asked for the logits of further tokens."""
+        body = BodyOutputs(input_ids_1T, position_ids_1T)
+        hook = self._model.get_submodule(self._body_name).register_forward_hook(body.keep)
+        try:
+            return self.forward(input_ids_1T, position_ids_1T, logits_indices_N, executor), body
+        finally:
+            hook.remove()
+
+    @torch.inference_mode()
+    def head(self, body: BodyOutputs, indices_N: Tensor) -> Tensor:
+        """Logits [N, V] of any tokens of a step that has just been computed, without computing it again.
+
+        The model's own forward makes them, with its body replaced by what that gave: several families
+        scale or cap their logits after the output layer.
+        """
+        computed = self._model.get_submodule(self._body_name)
+        setattr(self._model, self._body_name, _Recorded(body.only(indices_N)))
+        try:
+            logits_1NV: Tensor = self._model(
+                input_ids=body.input_ids_1T[:, indices_N],
+                position_ids=body.position_ids_1T[:, indices_N],
+                use_cache=False,
+                return_dict=True,
+            ).logits
+        finally:
+            setattr(self._model, self._body_name, computed)
+        return logits_1NV[0, :, : self._vocab_size]
+
+    @property
+    def _body_name(self) -> str:
+        # Llama 4's text model keeps the prefix of the whole, which has no such part.
+        name = str(self._model.base_model_prefix)
+        return name if hasattr(self._model, name) else "model"
+
+
+class StepRunner(Protocol):
+    """Computes steps, one after another."""
+
+    def compute(self, inputs: StepInputs) -> Tensor:
+        """The logits [N, V] of the tokens that sample; good until the next step is computed."""
+
+    def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
+        """As `compute`; `head` may be asked for further tokens of the step."""
+
+    def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
+        """Logits [S, V] of any tokens of the step that was computed last."""
+
+    def remember(self, token_ids_N: Tensor) -> None:
+        """Keep what was drawn from the logits of the last step, for a next one that does not know it."""
+
+    def describe(self) -> str:
+        """What was done so far, in one line for a person; empty where there is nothing to tell."""
+
+
+class EagerSteps:
+    """A StepRunner that calls the model for each step, with all tokens known on the host."""
+
+    def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
+        self._runner, self._backend, self._device = runner, backend, device
+
+    def compute(self, inputs: StepInputs) -> Tensor:
+        """See StepRunner."""
+        self._backend.begin_step(inputs.metadata)
+        return self._runner.forward(*self._tensors(inputs), self._backend)
+
+    def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
+        """See StepRunner."""
+        self._backend.begin_step(inputs.metadata)
+        return self._runner.forward_keeping_body(*self._tensors(inputs), self._backend)
+
+    def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
+        """See StepRunner."""
+        return self._runner.head(body, self._device.tensor(indices_S))
+
+    def remember(self, token_ids_N: Tensor) -> None:
+        """Nothing: the host reads every token before it builds the next step."""
+
+    def describe(self) -> str:
+        """See StepRunner."""
+        return ""
+
+    def _tensors(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            self._device.tensor(inputs.input_ids_T[None]),
+            self._device.tensor(inputs.position_ids_T[None]),
+            self._device.tensor(inputs.logits_indices_N),
+        )

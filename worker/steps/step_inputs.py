@@ -1,0 +1,161 @@
+"""A plan and the rows -> the arrays of one step, on the host. The only place that builds them.
+
+Owns: the flattened batch (one token after another, sequences side by side, decodes first), and the
+checks that keep a wrong plan from writing outside of its blocks or reading outside of the vocabulary.
+Never: changes a row.
+
+Shapes: R sequences, T tokens, N logits wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
+from worker.attention.interface import AttentionMetadata
+from worker.errors import SequenceRefused
+from worker.steps.row_table import RowTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What one forward pass takes, and whom its logits belong to."""
+
+    input_ids_T: NDArray[np.int64]
+    """UNKNOWN_TOKEN stands for the token that the step before draws for the same row."""
+    position_ids_T: NDArray[np.int64]
+    rows_T: NDArray[np.int64]
+    """Whose token each is."""
+    logits_indices_N: NDArray[np.int64]
+    """Which tokens' logits are wanted: the last one of each share that samples."""
+    metadata: AttentionMetadata
+    sequence_ids: list[SequenceId]
+    """[N], aligned with logits_indices_N."""
+    rows: list[int]
+    """[N], aligned with logits_indices_N."""
+    shares: list[ScheduledSequence]
+    """In the order of the batch: the first num_tokens of T belong to the first share, and so on."""
+
+
+def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
+    """Raise SequenceRefused for tokens that the model has no embedding for."""
+    lowest, highest = min(new.token_ids, default=-1), max(new.token_ids, default=-1)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = "no tokens" if not new.token_ids else f"token {highest if lowest >= 0 else lowest}"
+        raise SequenceRefused(f"{wrong}: the model knows tokens 0 to {vocab_size - 1}")
+
+
+class _Shares(NamedTuple):
+    """The shares of a step as arrays, one number for each of R."""
+
+    rows_R: NDArray[np.int64]
+    """-1 where the worker does not know the sequence."""
+    starts_R: NDArray[np.int64]
+    counts_R: NDArray[np.int64]
+    samples_R: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, shares: Sequence[ScheduledSequence], rows: RowTable) -> "_Shares":
+        numbers = np.fromiter(
+            chain.from_iterable(shares), np.int64, len(shares) * len(ScheduledSequence._fields)
+        )
+        _, starts_R, counts_R, samples_R = numbers.reshape(len(shares), -1).T
+        rows_R = rows.rows_of(share.sequence_id for share in shares)
+        return cls(rows_R, starts_R, counts_R, samples_R.astype(np.bool_))
+
+    def are_sound(self, rows: RowTable) -> bool:
+        """Whether `is_sound` would say so of each."""
+        rows_R, starts_R, counts_R, samples_R = self
+        if rows_R.min() < 0:
+            return False
+        ends_R = starts_R + counts_R
+        has_slots_R = ends_R <= np.minimum(
+            rows.num_tokens_C[rows_R], rows.num_blocks_C[rows_R] * rows.block_size
+        )
+        has_slots_R &= rows.first_reads(starts_R) >= rows.first_position_C[rows_R]
+        has_room_R = ends_R + samples_R <= rows.token_ids_CL.shape[1]
+        return bool((has_slots_R & has_room_R & (starts_R >= 0) & (counts_R >= 1)).all())
+
+
+def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceId, str]) -> StepInputs | None:
+    """Build the step; None if nothing is left of it.
+
+    A share that the rows do not bear out is left out and explained in `failures`, alone.
+    """
+    shares: Sequence[ScheduledSequence] = plan.scheduled
+    if not shares:
+        return None
+    arrays = _Shares.of(shares, rows)
+    if not arrays.are_sound(rows):
+        shares = [share for share in shares if is_sound(share, rows, failures)]
+        if not shares:
+            return None
+        arrays = _Shares.of(shares, rows)
+    is_long_R = arrays.counts_R > 1
+    if (is_long_R[:-1] & ~is_long_R[1:]).any():
+        shares = sorted(shares, key=lambda share: share.num_tokens > 1)
+        arrays = _Shares.of(shares, rows)
+    row_of_R, starts_R, counts_R, samples_R = arrays
+    num_decodes = len(shares) - int(np.count_nonzero(is_long_R))
+
+    ends_R = np.cumsum(counts_R)
+    if num_decodes == len(shares):
+        rows_T, positions_T = row_of_R, starts_R
+    else:
+        rows_T = np.repeat(row_of_R, counts_R)
+        positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R + counts_R - ends_R, counts_R)
+    wanted_N = np.flatnonzero(samples_R)
+    seq_lens_R = starts_R + counts_R
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes,
+        query_starts=np.concatenate([[0], ends_R]),
+        seq_lens=seq_lens_R,
+        block_tables=_block_tables(rows, row_of_R, seq_lens_R),
+        token_blocks=rows.block_ids_CB[rows_T, positions_T // rows.block_size].astype(np.int64),
+        token_offsets=positions_T % rows.block_size,
+    )
+    return StepInputs(
+        input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),
+        position_ids_T=positions_T,
+        rows_T=rows_T,
+        logits_indices_N=ends_R[wanted_N] - 1,
+        metadata=metadata,
+        sequence_ids=[share.sequence_id for share in shares if share.samples],
+        rows=row_of_R[wanted_N].tolist(),
+        shares=list(shares),
+    )
+
+
+def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId, str]) -> bool:
+    """Check that the share's tokens are known and have slots. Slots are written unchecked afterwards."""
+    row = rows.row_of(share.sequence_id)
+    end = share.start + share.num_tokens
+    if row is None:
+        reason = "scheduled, but the worker does not know it"
+    elif share.start < 0 or share.num_tokens < 1:
+        reason = f"scheduled for {share.num_tokens} tokens from position {share.start}"
+    elif end > rows.num_tokens_C[row]:
+        reason = f"scheduled up to position {end}, but has {rows.num_tokens_C[row]} tokens"
+    elif end > rows.num_blocks_C[row] * rows.block_size:
+        num_slots = rows.num_blocks_C[row] * rows.block_size
+        reason = f"scheduled up to position {end}, but its blocks end at {num_slots}"
+    elif rows.first_read(share.start) < rows.first_position_C[row]:
+        first = rows.first_position_C[row]
+        reason = f"scheduled from position {share.start}, but its blocks begin at {first}"
+    elif share.samples and end >= rows.token_ids_CL.shape[1]:
+        reason = f"sampled at position {end}, beyond max_model_len"
+    else:
+        return True
+    failures.setdefault(share.sequence_id, reason)
+    return False
+
+
+def _block_tables(
+    rows: RowTable, row_of_R: NDArray[np.int64], seq_lens_R: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    longest = -(-int(seq_lens_R.max()) // rows.block_size)
+    return rows.block_ids_CB[row_of_R, :longest]
