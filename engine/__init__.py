@@ -1,4 +1,6 @@
-"""One loop that owns everything alive, and the face it shows to the server.
+"""The engine: AsyncEngine for the server, and the engine process behind it (API and engine process).
 
-`AsyncEngine` lives in the API process; the scheduler and the worker live in the engine process.
+The modules beside this line are what both sides and the server share: types, errors, messages, the journal.
+`frontend`, `text` and `processes` load in the API process, `core` in the engine process alone.
+Never: knows HTTP.
 """

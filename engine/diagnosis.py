@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.options.config import EngineConfig, resolve
+from engine.options.engine_config import EngineConfig, resolve
 from engine.options.options import OptionError, Options
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
@@ -26,9 +26,9 @@ from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import TokenizerError
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.checksums import Checksums
-from worker.config import WorkerConfig
-from worker.errors import StartupError
 from worker.findings import Finding, Verdict
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 __all__ = ["Finding", "Verdict", "diagnose"]
 
@@ -174,7 +174,7 @@ def _survey(config: WorkerConfig) -> Iterator[Finding]:
     """Another process answers: this one must not import torch, and torch may not even import."""
     try:
         done = subprocess.run(
-            [*child_process.INTERPRETER, "-m", "worker.startup.ready_model.survey"],
+            [*child_process.INTERPRETER, "-m", "worker.startup.survey"],
             input=json.dumps(asdict(config)),
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""What can go wrong, by whose fault it is; server/errors.py maps each type to HTTP once.
+"""What can go wrong, by whose fault it is; server/error_replies.py maps each type to HTTP once.
 
 EngineError
 ├── RequestRejected      the caller's: says which parameter, and what would be right

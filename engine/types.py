@@ -22,7 +22,7 @@ from scheduler.messages import (
     ServiceTerms,
     TimeLimits,
 )
-from worker.config import PoolingFacts
+from worker.worker_config import PoolingFacts
 
 __all__ = [
     "ChatOptions",

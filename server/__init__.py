@@ -1,1 +1,5 @@
-"""The OpenAI wire format and nothing else: validates, translates, replies."""
+"""HTTP: the endpoints of the server, and the command `tokenyard` (API process).
+
+The modules beside this line hold all endpoints together: app, launch, errors, the OpenAPI document.
+Never: imports the scheduler or the worker.
+"""

@@ -25,7 +25,7 @@ from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
 from server.chat import chat
 from server.completions import completions
-from server.errors import ErrorBoundary
+from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
 from server.http.body_limit import BodyLimit
 from server.http.connections import LastReplies, ReservedPlaces

@@ -1,7 +1,7 @@
 """The catalogue of errors: everything that a client can be told went wrong, by its code.
 
 Owns: for each code its HTTP status, OpenAI type, and what the client is told about trying again.
-Never: which error has which code (errors.py). docs/errors.md is written from here.
+Never: which error has which code (error_replies.py). docs/errors.md is written from here.
 Source: OpenAI's error object; x-should-retry and retry-after-ms are what its SDKs obey.
 """
 

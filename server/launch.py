@@ -20,7 +20,7 @@ from engine.errors import EngineUnavailable
 from engine.frontend.client import AsyncEngine
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
-from engine.options.config import EngineConfig, ServerConfig
+from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.options.option_declaration import OptionError
 from engine.processes.garbage import keep_what_is_loaded
 from engine.text.tokenizer import TokenizerError

@@ -17,7 +17,7 @@ from scheduler.messages import (
     TokenLogprobs,
 )
 from scheduler.sequence import Sequence
-from worker.errors import StepOutOfMemory
+from worker.worker_errors import StepOutOfMemory
 
 FAKE_VOCAB = 97
 

@@ -1,15 +1,18 @@
 """The rules that keep the parts apart, and the pages short. They are checked, because prose decays."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("server", "engine", "scheduler", "worker", "bench")
+PACKAGES = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
+INSTALLED = PACKAGES[:-1]
 
 MAY_IMPORT = {
     "server": {"server", "engine"},
@@ -17,12 +20,13 @@ MAY_IMPORT = {
     "scheduler": {"scheduler"},
     "worker": {"worker"},
     "bench": {"bench", "scheduler"},  # the simulator drives the very same scheduler
+    "campaigns": {"campaigns", "bench", "scheduler"},
 }
 # The same for one folder: what measures the GPU path drives the worker itself, with no process between. What
 # looks at single kernels may have any module of a package.
 FOLDER_DOORS = {
     ("campaigns/gpu/", "worker.worker"),
-    ("campaigns/gpu/", "worker.config"),
+    ("campaigns/gpu/", "worker.worker_config"),
     ("campaigns/gpu/first/", "worker"),
     ("campaigns/gpu/paper/", "worker"),
     ("campaigns/gpu/tune/", "worker"),
@@ -35,7 +39,15 @@ FOLDER_DOORS = {
 DOORS = {
     ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
 }
+# What the API process loads of packages that are the engine process's. They import no torch.
+SHARED_WITH_API = {
+    *("scheduler", "scheduler.config", "scheduler.messages"),
+    *("worker", "worker.worker_config", "worker.worker_errors"),
+    *("worker.findings", "worker.machine", "worker.memory_sizes"),
+}
 
+MAX_FOLDER_FILES = 14
+NEEDS_AN_EXTRA = {"otel_spans.py"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 50
 
@@ -139,7 +151,7 @@ def test_the_rules_notice_what_is_planted() -> None:
     assert import_faults("from worker.worker import Worker", "server/generate/sse.py")
     assert import_faults("from scheduler.scheduler import Scheduler", "worker/worker.py")
     assert import_faults("from worker.worker import Worker", "campaigns/stack_cost.py")
-    assert import_faults("from worker.kv_cache import KVCache", "campaigns/gpu/driving.py")
+    assert import_faults("from worker.attention.kv_cache import KVCache", "campaigns/gpu/driving.py")
     assert not import_faults("from worker.worker import Worker", "campaigns/gpu/driving.py")
     assert import_faults("import fastapi", "engine/frontend/client.py")
     assert import_faults("import pickle", "engine/processes/transport.py")
@@ -150,11 +162,77 @@ def test_the_rules_notice_what_is_planted() -> None:
     assert danger_faults("eval(text)", "a.py")
 
 
-def test_the_api_process_loads_neither_torch_nor_transformers() -> None:
-    """They would cost seconds at start, and memory in a process that never multiplies a matrix."""
-    code = (
-        "import sys, server.launch, server.cli, engine.client\n"
-        "found = {'torch', 'transformers'} & set(sys.modules)\n"
-        "sys.exit(f'loaded: {found}' if found else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+def modules_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.py") if path.name not in {"__init__.py", "__main__.py"}]
+
+
+def folders(*packages: str) -> list[Path]:
+    """Every folder of `packages` that holds Python code."""
+    return sorted({path.parent for path in python_files(*packages)})
+
+
+def process_of(folder: Path) -> str:
+    """What the first line of a folder says in parentheses: in which process its modules are loaded."""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    first = docstring.partition("\n")[0]
+    found = re.fullmatch(r".*\((.+)\)\.", first)
+    assert found is not None, f"{folder}/__init__.py does not end its first line with (a process)"
+    return found.group(1)
+
+
+@pytest.mark.parametrize("folder", folders(*INSTALLED), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_holds_about_a_dozen_files(folder: Path) -> None:
+    assert len(modules_in(folder)) <= MAX_FOLDER_FILES
+
+
+def test_no_two_packages_have_a_module_of_one_name() -> None:
+    packages_of = defaultdict(set)
+    for path in python_files(*INSTALLED):
+        if path.name not in {"__init__.py", "__main__.py"}:
+            packages_of[path.name].add(path.relative_to(ROOT).parts[0])
+    assert not {name: found for name, found in packages_of.items() if len(found) > 1}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Every module of ours that is loaded once `code` has run in an interpreter of its own."""
+    code = f"import sys\n{code}\nprint(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    return {
+        name for name in done.stdout.split() if name.split(".")[0] in {*PACKAGES, "torch", "transformers"}
+    }
+
+
+def imports_of(process: str) -> str:
+    """Code that imports every module which is loaded in `process`."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for folder in folders("server", "engine")
+        if process in process_of(folder)
+        for path in modules_in(folder)
+        if path.name not in NEEDS_AN_EXTRA and "__name__ ==" not in path.read_text()  # no program by itself
+    ]
+    assert names
+    return f"import {', '.join(names)}"
+
+
+def test_the_api_process_loads_nothing_of_the_engine_process() -> None:
+    """Neither torch, which costs seconds at start and memory for good, nor the scheduler or the loop."""
+    loaded = loaded_by(imports_of("API"))
+    assert not {"torch", "transformers"} & loaded
+    strangers = {
+        name
+        for name in loaded - SHARED_WITH_API
+        if "API" not in process_of(folder_of(name)) and "every process" not in process_of(folder_of(name))
+    }
+    assert not strangers
+
+
+def folder_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path if path.is_dir() else path.parent
+
+
+def test_the_engine_process_loads_nothing_of_the_server() -> None:
+    loaded = loaded_by("import engine.core.process")
+    assert not [name for name in loaded if name.startswith(("server", "engine.frontend", "bench"))]

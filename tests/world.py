@@ -17,7 +17,7 @@ from scheduler.messages import (
 from scheduler.scheduler import Outputs, Scheduler
 from scheduler.sequence import Sequence
 from tests.fakes import FakeStep, FakeWorker, WorkerExploded, continuation
-from worker.errors import StepOutOfMemory
+from worker.worker_errors import StepOutOfMemory
 
 
 def small_config(**changes: object) -> SchedulerConfig:

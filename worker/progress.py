@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import Generic, TypeVar
 
-from worker.config import LoadProgress
+from worker.worker_config import LoadProgress
 
 _INTERVAL_S = 0.25
 

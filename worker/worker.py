@@ -10,9 +10,7 @@ from contextlib import suppress
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.checkpoint.task import Task
-from worker.config import LoadProgress, ModelFacts, WorkerConfig
 from worker.devices.device import Device, open_device
-from worker.errors import FamilyRefused
 from worker.own_cache.own_cache_steps import OwnCacheSteps
 from worker.pooling.pooling_step import PoolingSteps
 from worker.progress import LoadStage, run_reporting
@@ -21,6 +19,8 @@ from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
 from worker.steps.generation_step import ComputedStep, GenerationSteps, LaunchedStep, telling_out_of_memory
+from worker.worker_config import LoadProgress, ModelFacts, WorkerConfig
+from worker.worker_errors import FamilyRefused
 
 log = logging.getLogger(__name__)
 

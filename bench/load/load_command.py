@@ -19,8 +19,8 @@ import orjson
 
 from bench.http_stream import ExchangeFailed, Target
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, first_model, measure_words
+from bench.load.load_progress import progress
 from bench.load.load_report import render, summarize
-from bench.load.progress import progress
 from bench.load.request_record import RequestRecord
 from bench.load.workload import PlannedRequest, Shape, WorkloadError, plan, read_prompts, synthetic_prompts
 

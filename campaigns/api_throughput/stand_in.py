@@ -1,13 +1,13 @@
 """An engine process without a model: one token for each stream, at an even pace.
 
-    python stand_in.py NUM_STREAMS INTERVAL_S STEPS_FILE -P -m engine.process DIRECTORY …
+    python stand_in.py NUM_STREAMS INTERVAL_S STEPS_FILE -P -m engine.core.process DIRECTORY …
 
 Waits until so many sequences are there, then gives each of them one token a step until all have as many as
 they asked for, and writes when it sent each step, and what processor time the server had used before the
 first. A sequence draws the first of its allowed tokens again and again. A step that is late makes the next
 ones late too, as on a device: nothing is caught up with.
 
-Owns: its side of what crosses between the processes, in the wire form of engine/messages.py.
+Owns: its side of what crosses between the processes, in the wire form of engine/process_messages.py.
 Never: imports what it stands in for: it measures older trees of sources too.
 """
 

@@ -18,8 +18,8 @@ from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from worker.config import ModelFacts
     from worker.worker import Worker
+    from worker.worker_config import ModelFacts
 
 
 class StepFailed(Exception):
@@ -106,8 +106,8 @@ class Drive:
 def open_worker(folder: Path, target: str, **settings: Any) -> "tuple[Worker, ModelFacts]":
     """Load a checkpoint. `target` is cuda, or interpreted: a GPU that the CPU plays, for trying this out."""
     stand_in_for_grammars()
-    from worker.config import WorkerConfig
     from worker.worker import Worker
+    from worker.worker_config import WorkerConfig
 
     if target == "interpreted":
         gpu = importlib.import_module("tests.worker.gpu.interpreted_gpu").InterpretedGpu

@@ -25,12 +25,11 @@ from campaigns.gpu.null_device import Asked, CountedOperations, NullGpu, NullGra
 from campaigns.gpu.results import Record
 from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import EngineLoop
-from engine.messages import ToClient, ToEngine, encode
+from engine.process_messages import ToClient, ToEngine, encode
 from scheduler.messages import SamplingParams, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.config import ModelFacts, WorkerConfig
 from worker.devices.device import Device, open_device
 from worker.gpu.gpu_runner import GpuSteps
 from worker.gpu.graphs import GraphSizes
@@ -41,6 +40,7 @@ from worker.steps import generation_step
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.host_pool import HostPool
 from worker.steps.row_table import RowTable
+from worker.worker_config import ModelFacts, WorkerConfig
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings

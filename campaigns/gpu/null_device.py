@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from worker.config import WorkerConfig
 from worker.devices.device import CpuDevice, Graph
+from worker.worker_config import WorkerConfig
 
 _WITHOUT_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 

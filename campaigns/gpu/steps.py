@@ -24,8 +24,8 @@ from scheduler.config import PrefixCaching
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
-    from worker.config import ModelFacts
     from worker.worker import Worker
+    from worker.worker_config import ModelFacts
 
 _CONTEXT = 1024
 _NUM_DECODES = 64

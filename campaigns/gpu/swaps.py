@@ -16,8 +16,8 @@ from scheduler.messages import BlockCopy, BlockId, SchedulerOutput
 if TYPE_CHECKING:
     from campaigns.gpu.driving import Drive
     from campaigns.gpu.results import Record
-    from worker.config import ModelFacts
     from worker.worker import Worker
+    from worker.worker_config import ModelFacts
 
 _EVERY = 4
 """One decode of so many has copies."""

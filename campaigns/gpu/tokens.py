@@ -21,8 +21,8 @@ from scheduler.config import PreemptionMode, PrefixCaching
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
-    from worker.config import ModelFacts
     from worker.worker import Worker
+    from worker.worker_config import ModelFacts
 
 
 class TokensDiffer(Exception):

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
 from engine.logs.log_setup import num_dropped_lines
-from engine.messages import (
+from engine.process_messages import (
     AddRequest,
     Beat,
     EndSequences,
@@ -45,7 +45,7 @@ from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.scheduler import Outputs as OutputsByClient
 from scheduler.sequence import Sequence
 from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
-from worker.errors import StepOutOfMemory
+from worker.worker_errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from engine.core.pulse import StepPulse
 from engine.core.step_trace import StepTrace
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
-from engine.messages import Loading, Ready, StartFailed
-from engine.options.config import EngineConfig
+from engine.options.engine_config import EngineConfig
+from engine.process_messages import Loading, Ready, StartFailed
 from engine.processes.child_process import (
     CONFIG_FILE,
     EXIT_START_FAILED,
@@ -34,7 +34,7 @@ from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
 from scheduler.config import PrefixCaching, SchedulerConfig
 from scheduler.scheduler import Scheduler
-from worker.config import LoadProgress, ModelFacts
+from worker.worker_config import LoadProgress, ModelFacts
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Only here: importing torch takes seconds, and the parent wants to hear from us before.
     from worker.attention.interface import num_layers_begun
-    from worker.errors import StartupError
     from worker.worker import Worker
+    from worker.worker_errors import StartupError
 
     worker = Worker(config.worker)
     try:

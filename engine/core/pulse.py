@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.messages import Pulse
+from engine.process_messages import Pulse
 from engine.processes.transport import PulseSide
 
 _EVERY_S = 0.5

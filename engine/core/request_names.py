@@ -6,7 +6,7 @@ Never: decides anything by it; sequences are all that the rest of the process kn
 
 from collections.abc import Iterable
 
-from engine.messages import AddRequest
+from engine.process_messages import AddRequest
 from scheduler.messages import SequenceId
 
 _MIN_ROOM = 1024

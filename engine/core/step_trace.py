@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from engine.messages import AddRequest, StepTimes
+from engine.process_messages import AddRequest, StepTimes
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 
 log = logging.getLogger(__name__)

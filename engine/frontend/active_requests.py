@@ -28,8 +28,8 @@ from engine.frontend.queue_limits import Admission
 from engine.frontend.replay import ReplayQueue, what_is_left
 from engine.frontend.tenant_tokens import TenantTokens
 from engine.frontend.waiting_calls import Call, WaitingCalls
-from engine.messages import AddRequest, EndSequences, ToEngine
-from engine.options.config import EngineConfig
+from engine.options.engine_config import EngineConfig
+from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
 from scheduler.config import SchedulingPolicy

@@ -17,7 +17,8 @@ from engine.frontend.active_requests import InFlight
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
 from engine.grammars.grammar_compiler import GrammarCompiler
-from engine.messages import (
+from engine.options.engine_config import EngineConfig
+from engine.process_messages import (
     Beat,
     Explain,
     Explanation,
@@ -28,7 +29,6 @@ from engine.messages import (
     ResetPrefixCache,
     ToClient,
 )
-from engine.options.config import EngineConfig
 from engine.processes.engine_processes import Death, EngineLives, GaveUp
 from engine.text.checkpoint_texts import load_texts
 from engine.text.encoding import Encoder
@@ -47,7 +47,7 @@ from engine.types import (
     TokenText,
 )
 from scheduler.messages import SequenceReport
-from worker.config import ModelFacts
+from worker.worker_config import ModelFacts
 
 _MAX_ANSWER_S = 5.0
 _SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="shutting_down")

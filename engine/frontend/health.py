@@ -9,9 +9,9 @@ import asyncio
 from enum import Enum
 
 from engine.errors import EngineUnavailable
-from engine.messages import Beat
+from engine.process_messages import Beat
 from engine.types import EngineState, Health
-from worker.config import LoadProgress
+from worker.worker_config import LoadProgress
 
 _GUESSED_LOAD_S = 10.0
 _MIN_RETRY_S = 1.0

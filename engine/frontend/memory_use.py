@@ -1,14 +1,14 @@
 """How full this machine's memory is, for those who may not look for themselves.
 
 Owns: how old the answer may be.
-Never: where it is read (worker/devices/machine.py), or what follows from it (server/access/memory_gate.py).
+Never: where it is read (worker/machine.py), or what follows from it (server/access/memory_gate.py).
 """
 
 import math
 import time
 from collections.abc import Callable
 
-from worker.devices.machine import memory_use
+from worker.machine import memory_use
 
 _MAX_AGE_S = 1.0
 

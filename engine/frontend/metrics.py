@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from engine.errors import Overloaded, OverloadReason
 from engine.frontend.batched_histogram import BatchedHistogram
 from engine.logs.log_setup import num_dropped_lines
-from engine.messages import Beat, StepTimes
+from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
 from engine.types import Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason

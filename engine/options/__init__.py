@@ -1,4 +1,4 @@
-"""Options as operators write them, and the configuration that they resolve to (API process, engine process).
+"""Options as operators write them, and the configuration that they resolve to (API and engine process).
 
 Never: opens a port, a model or a device.
 """

@@ -2,7 +2,7 @@
 
 Owns: which source wins (flags over the environment over the file over the default), and what to say about
 a name or value that is wrong.
-Never: what options there are (options.py), or what None stands for (config.py).
+Never: what options there are (options.py), or what None stands for (engine_config.py).
 """
 
 import argparse

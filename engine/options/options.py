@@ -2,7 +2,7 @@
 
 Owns: names, defaults, bounds and descriptions. One field of Options is at once `--max-num-seqs`,
 TOKENYARD_MAX_NUM_SEQS and `max-num-seqs:` in the file of --config.
-Never: reads them (option_sources.py), or decides what None stands for (config.py).
+Never: reads them (option_sources.py), or decides what None stands for (engine_config.py).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Child processes: started, watched, replaced and ended, and the transport to them (API process, engine process).
+"""Child processes: started, watched, replaced, ended; their transport (API and engine process).
 
 Never: knows requests or plans.
 """

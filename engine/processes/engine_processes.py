@@ -17,8 +17,8 @@ from enum import StrEnum
 
 import zmq
 
-from engine.messages import Ready, Shutdown, StartFailed, ToClient, ToEngine
-from engine.options.config import EngineConfig
+from engine.options.engine_config import EngineConfig
+from engine.process_messages import Ready, Shutdown, StartFailed, ToClient, ToEngine
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.hang_watch import HangWatch
 from engine.processes.supervisor import EngineProcess

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.options.config import EngineConfig
+from engine.options.engine_config import EngineConfig
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
 from engine.processes.child_process import CONFIG_FILE, SIGNAL_FOR_STACKS

@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from engine.messages import ToClient, ToEngine, decode_to_client, decode_to_engine, encode
+from engine.process_messages import ToClient, ToEngine, decode_to_client, decode_to_engine, encode
 
 _TO_ENGINE = "to-engine"
 _TO_CLIENT = "to-client"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from worker.checkpoint.checksums import Checksums
-from worker.config import WorkerConfig
-from worker.errors import StartupError
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 
 class CheckpointTexts(NamedTuple):

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
-from server.errors import InvalidApiKey, NotPermitted
+from server.error_replies import InvalidApiKey, NotPermitted
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH})

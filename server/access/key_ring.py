@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from engine.options.api_keys import ApiKey, digest_of
-from server.errors import TooManyOfOneKey
+from server.error_replies import TooManyOfOneKey
 
 _RETRY_AFTER_S = 1.0
 

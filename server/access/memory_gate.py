@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.frontend.memory_use import MemoryGauge
 from server.access.auth import ADMIN_PATHS
-from server.errors import LowMemory
+from server.error_replies import LowMemory
 
 
 class MemoryGate:

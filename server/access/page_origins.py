@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.key_ring import KeyRing
-from server.errors import ForeignPage
+from server.error_replies import ForeignPage
 
 _ANY = "*"
 

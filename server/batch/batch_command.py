@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.options.config import EngineConfig, ServerConfig, resolve
 from engine.options.edge_options import EdgeOptions
+from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.option_sources import Source, merge, read_sources, source_of
 from engine.options.options import OptionError
 from server.batch.batch_files import BatchFileError, InputFile, OutputFile, check_input, open_output

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from engine.errors import EngineUnavailable
 from engine.frontend.client import AsyncEngine
-from engine.options.config import EngineConfig, ServerConfig
+from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
 from server.commands.banner import LoadingDisplay

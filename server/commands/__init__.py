@@ -1,4 +1,4 @@
-"""The command `tokenyard` and those of its subcommands that have no folder of their own (commands).
+"""The command `tokenyard`: its subcommands, and what `serve` prints (API process and commands).
 
 Never: speaks HTTP by itself.
 """

@@ -10,7 +10,7 @@ import sys
 
 from engine.logs.log_lines import fields
 from engine.logs.log_setup import Logs
-from engine.options.config import EngineConfig, ServerConfig
+from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo
 from server.commands.banner import LoadingDisplay, render_banner
 

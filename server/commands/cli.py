@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.option_sources import closest, read_options
 from engine.options.options import OptionError
 from server.commands.command_line import OptionParser

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.types import FinishReason, TokenLogprob, TokenOutput
-from server.errors import ReplyAborted
+from server.error_replies import ReplyAborted
 from server.generate.wire_logprobs import TokenNames
 
 INLINE_PROMPT_LOGPROBS = 256

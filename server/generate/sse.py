@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.types import TokenOutput
-from server.errors import ErrorReply, describe, log_failure
+from server.error_replies import ErrorReply, describe, log_failure
 from server.generate.replies import INLINE_PROMPT_LOGPROBS, StreamReply
 from server.http.connections import WriteChunk, chunk_writer, cut_off, nothing_written
 from server.http.disconnect import while_connected

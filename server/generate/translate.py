@@ -20,7 +20,7 @@ from engine.types import (
     ServiceTerms,
     TimeLimits,
 )
-from server.errors import ModelNotFound, NotPermitted
+from server.error_replies import ModelNotFound, NotPermitted
 from server.generate.chat_messages import num_chars, template_messages
 from server.generate.protocol import (
     ChatCompletionRequest,

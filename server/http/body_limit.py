@@ -9,7 +9,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import RequestRejected
-from server.errors import BodyTimeout, BodyTooLarge
+from server.error_replies import BodyTimeout, BodyTooLarge
 
 BODY_IDLE_S = 30.0
 """A body that stands still for so long is given up."""

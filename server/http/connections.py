@@ -27,7 +27,7 @@ from engine.errors import RequestRejected
 from engine.logs.log_lines import fields
 from engine.types import EngineState, Health
 from server.access.auth import OPEN_PATHS
-from server.errors import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
+from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
 from server.http.lingering import LingeringTransport
 from server.observe.request_ids import new_request_id

@@ -1,6 +1,6 @@
 """What every route holds: the engine's face, the counters, the patience with clients.
 
-Owns: the names under which server/ sees the rest of the program. engine.client.AsyncEngine and the fake
+Owns: the names under which server/ sees the rest of the program. engine.frontend.client.AsyncEngine and the fake
 engine of the tests both fit `Engine`.
 Never: behaviour.
 """
@@ -124,7 +124,7 @@ class Engine(Protocol):
 
 
 class EdgeSettings(Protocol):
-    """What the operator decides about the edge; engine.config.ServerConfig fits."""
+    """What the operator decides about the edge; engine.options.engine_config.ServerConfig fits."""
 
     @property
     def api_keys(self) -> Sequence[str]:

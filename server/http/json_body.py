@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from engine.errors import RequestRejected
-from server.errors import UnsupportedMediaType
+from server.error_replies import UnsupportedMediaType
 from server.http.edge import UnknownFields, edge_of
 from server.http.header_fields import fields_from_headers
 from server.refusals import refuse_unsupported

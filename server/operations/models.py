@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import ModelInfo
-from server.errors import ModelNotFound
+from server.error_replies import ModelNotFound
 from server.http.edge import edge_of
 from server.openapi import MODEL_DOCUMENTATION, MODELS_DOCUMENTATION
 

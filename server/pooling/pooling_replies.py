@@ -14,7 +14,7 @@ import orjson
 from starlette.responses import Response
 
 from engine.types import FinishReason, PooledOutput
-from server.errors import ReplyAborted
+from server.error_replies import ReplyAborted
 from server.generate.replies import ReplyHead
 
 _VECTORS_AT_ONCE = 64

@@ -20,7 +20,7 @@ from engine.errors import ContextLengthExceeded, RequestRejected
 from server.access.auth import KEY_NAME
 from server.chat.chat_replies import ChatStream
 from server.chat.chat_turn import ChatTurn, prepare_turn
-from server.errors import ResponseNotFound
+from server.error_replies import ResponseNotFound
 from server.generate.answering import new_head, new_origin, start, whole
 from server.generate.early_refusal import read_if_room
 from server.generate.replies import ReplyPlan, UsageReport

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from engine.types import TokenOutput
-from server.errors import ErrorReply
+from server.error_replies import ErrorReply
 from server.generate.replies import StreamReply
 from server.responses.responses_replies import (
     FunctionCallItem,

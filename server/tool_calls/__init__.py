@@ -1,4 +1,7 @@
-"""Tool calls in generated text: one small state machine for each way in which models write them (API process).
+"""Tool calls in generated text: a small state machine for each way to write them (API process).
 
-Never: knows endpoints.
+Owns: where a call begins and ends, its name, its arguments as the model wrote them.
+Never: ids of calls, HTTP, which tools there are (tool_use.py), or an exception: whatever a model
+writes is content, or a call.
+Pure: fed with text in pieces of any size. The events, joined, are the same however it was cut.
 """

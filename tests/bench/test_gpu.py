@@ -17,7 +17,7 @@ from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, write_checkpoint
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, continuation
-from worker.config import ModelFacts
+from worker.worker_config import ModelFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 

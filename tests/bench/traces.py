@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench.simulate.fitted_step_time import StepTimeModel
 from engine.core.step_trace import StepTrace
-from engine.messages import StepTimes
+from engine.process_messages import StepTimes
 from scheduler.config import SchedulingPolicy
 from tests.fakes import make_sequence
 from tests.world import World, small_config

@@ -92,7 +92,7 @@ def test_the_final_stage_adds_only_what_the_build_stage_made_and_for_triton_a_co
 def test_the_kernels_are_built_among_the_modules_that_the_final_stage_gets() -> None:
     """`python -m` alone looks into the working directory first, which holds the sources and stays behind."""
     run = next(text for text in texts(BUILD, "RUN") if "worker.cpu.kernel_build" in text)
-    assert "python -P -m worker.cpu.build --in-place" in run
+    assert "python -P -m worker.cpu.kernel_build --in-place" in run
     assert run.index("pip install") < run.index("worker.cpu.kernel_build")
 
 

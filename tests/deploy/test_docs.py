@@ -18,7 +18,7 @@ from engine.types import FinishReason
 from scripts import write_errors_page
 from scripts.write_options_page import PAGE, insert, render
 from server.error_catalogue import CATALOGUE
-from server.errors import _CODES
+from server.error_replies import _CODES
 from server.generate.protocol import ChatCompletionRequest, CompletionRequest
 from server.launch import EXIT_BAD_MODEL
 from server.observe.http_metrics import HttpMetrics

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from worker.config import ModelFacts
+from worker.worker_config import ModelFacts
 
 
 def facts(**found: Any) -> ModelFacts:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import EngineUnavailable, Overloaded
 from engine.frontend.client import AsyncEngine
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
 from engine.types import EngineState, FinishReason, GenerationRequest, SamplingParams
 

@@ -7,7 +7,7 @@ from tests.e2e.serving import ROOT
 
 _PROGRAM = """
 import gc, weakref
-from engine.garbage import keep_what_is_loaded
+from engine.processes.garbage import keep_what_is_loaded
 
 class Node: pass
 

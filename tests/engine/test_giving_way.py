@@ -14,9 +14,9 @@ from engine.errors import Overloaded
 from engine.frontend.active_requests import InFlight
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.waiting_calls import WaitingCalls
-from engine.messages import AddRequest, EndSequences
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.options import Options
+from engine.process_messages import AddRequest, EndSequences
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineDied, EngineUnavailable, Overloaded
-from engine.messages import AddRequest
+from engine.process_messages import AddRequest
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
 from tests.engine.test_giving_way import Door
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import ToClient
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
+from engine.process_messages import ToClient
 from engine.processes import engine_processes as lives
 from engine.processes import supervisor
 from engine.processes.engine_processes import EngineLives
@@ -19,8 +19,8 @@ from tests.checkpoints import write_tokenizer
 _CHILD = """
 import sys, time
 from pathlib import Path
-from engine.messages import Outputs
-from engine.transport import EngineSide
+from engine.process_messages import Outputs
+from engine.processes.transport import EngineSide
 side = EngineSide(Path(sys.argv[1]))
 {body}
 """

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.core.loop import EngineLoop, WorkerBroken
-from engine.messages import (
+from engine.process_messages import (
     AddRequest,
     Beat,
     EndSequences,

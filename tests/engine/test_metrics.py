@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import Overloaded, OverloadReason, RequestRejected
 from engine.frontend.metrics import AbortCause, EngineMetrics, PriorityBand, band_of
 from engine.frontend.queue_limits import Admission
-from engine.messages import Beat, StepTimes
+from engine.process_messages import Beat, StepTimes
 from engine.types import EngineState, Health
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler

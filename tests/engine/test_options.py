@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.options.config import EngineConfig, resolve
+from engine.options.engine_config import EngineConfig, resolve
 from engine.options.option_sources import add_flags, read_options
 from engine.options.option_values import Bytes, Count, Duration, Kind, Share, Switch, show_bytes
 from engine.options.options import DECLARATIONS, Arity, OptionError, Options

@@ -10,9 +10,9 @@ from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import EngineLoop, WorkerBroken
 from engine.core.process import scheduler_config
 from engine.core.step_trace import StepTrace
-from engine.messages import AddRequest, EndSequences, Shutdown
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
+from engine.process_messages import AddRequest, EndSequences, Shutdown
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.engine.model_facts import facts

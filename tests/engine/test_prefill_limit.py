@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.process import scheduler_config
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
 from tests.engine.model_facts import facts
 

@@ -6,7 +6,7 @@ import logging
 from engine.core.loop import EngineLoop
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
-from engine.messages import AddRequest
+from engine.process_messages import AddRequest
 from scheduler.messages import SamplingParams, SequenceId, ServiceTerms
 from scheduler.scheduler import Scheduler
 from tests.engine.test_loop import Desk

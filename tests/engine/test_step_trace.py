@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from engine.core.step_trace import StepTrace
-from engine.messages import StepTimes
+from engine.process_messages import StepTimes
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 from scheduler.scheduler import Scheduler

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import TenantOverloaded
 from engine.frontend.active_requests import InFlight
 from engine.frontend.metrics import EngineMetrics
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.options import Options
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingParams, PoolingRequest, PoolingTask, ServiceTerms

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core.loop import EngineLoop, WorkerBroken
-from engine.messages import AddRequest, EndSequences, Outputs, ResetPrefixCache, ToClient, ToEngine
+from engine.process_messages import AddRequest, EndSequences, Outputs, ResetPrefixCache, ToClient, ToEngine
 from scheduler import scheduler as scheduler_module
 from scheduler.config import Batching, PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.invariants import check_invariants

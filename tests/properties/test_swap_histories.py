@@ -22,11 +22,11 @@ from tests.properties.test_scheduler_histories import _random_history, check_end
 from tests.world import World, small_config
 from worker.attention.interface import AttentionMetadata
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.config import WorkerConfig
 from worker.devices.block_copies import PoolCopier, Pools
 from worker.devices.copy_streams import CopyStreams
 from worker.devices.device import CpuDevice
 from worker.steps.host_pool import HostPool
+from worker.worker_config import WorkerConfig
 
 _NUMBERS_PER_SLOT = 2
 _BLOCKS_PER_PIECE = 2

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from server.errors import BodyTimeout
+from server.error_replies import BodyTimeout
 from server.http.body_limit import BodyLimit
 
 LIMIT = 64 * 1024

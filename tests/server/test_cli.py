@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import server
-from engine.options.config import ServerConfig, resolve
+from engine.options.engine_config import ServerConfig, resolve
 from engine.options.options import Options
 from engine.types import ModelInfo, PoolingFacts, PoolingTask, PromptComputation
 from server.commands.banner import LoadingDisplay, render_banner
@@ -79,7 +79,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
 def test_help_comes_at_once_and_loads_neither_a_tensor_library_nor_a_web_framework() -> None:
     code = (
-        "import sys; from server.cli import main\n"
+        "import sys; from server.commands.cli import main\n"
         "try: main(['serve', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'tokenizers', 'zmq', 'yaml'}\n"

@@ -142,7 +142,7 @@ def test_few_open_files_mean_few_connections(tiny_model: Path) -> None:
 
     code = (
         "from engine import diagnosis; diagnosis._survey = lambda config: iter(()); "
-        "from server.cli import main; main()"
+        "from server.commands.cli import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--port", "0", str(tiny_model)],
@@ -178,7 +178,7 @@ def test_every_verdict_has_its_mark() -> None:
 
 def test_it_imports_neither_torch_nor_transformers_itself() -> None:
     code = (
-        "import sys, server.doctor, server.config_command\n"
+        "import sys, server.commands.doctor, server.commands.config_command\n"
         "found = {'torch', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'loaded: {found}' if found else 0)"
     )

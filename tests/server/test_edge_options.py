@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.frontend.memory_use import MemoryGauge
-from engine.options.config import resolve
+from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from server.access.auth import OPEN_PATHS
 from server.access.key_ring import KeyRing

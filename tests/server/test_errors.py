@@ -15,9 +15,9 @@ from engine.errors import (
     RequestFailed,
     RequestRejected,
 )
-from server import errors
+from server import error_replies as errors
 from server.error_catalogue import CATALOGUE, Retry
-from server.errors import MAX_MESSAGE_CHARS, ErrorBoundary, describe
+from server.error_replies import MAX_MESSAGE_CHARS, ErrorBoundary, describe
 
 
 @pytest.mark.parametrize(

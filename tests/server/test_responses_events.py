@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.types import SamplingParams, TokenOutput
-from server.errors import ErrorReply
+from server.error_replies import ErrorReply
 from server.responses.response_models import ResponseEvent, ResponseObject
 from server.responses.responses_events import ResponseStream
 from server.responses.responses_protocol import ResponsesRequest

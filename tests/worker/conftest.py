@@ -8,8 +8,8 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.worker.plan_driver import PlanDriver
-from worker.config import ModelFacts, WorkerConfig
 from worker.worker import Worker
+from worker.worker_config import ModelFacts, WorkerConfig
 
 # They try the worker within an engine, which needs the server's packages.
 collect_ignore = (

@@ -28,9 +28,7 @@ from tests.checkpoints import vary_constants
 from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
-from worker.config import WorkerConfig
 from worker.devices.device import Device, open_device
-from worker.errors import FamilyRefused
 from worker.model.surgery import Surgery
 from worker.own_cache.own_cache_model import OwnCacheModel, Way
 from worker.progress import LoadStage
@@ -40,6 +38,8 @@ from worker.startup.start_own_cache import find_way
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import FamilyRefused
 
 FIRST, SECOND = SequenceId(0), SequenceId(1)
 # Longer than the families' windows of 12 tokens, and than their chunks of 8.

@@ -14,9 +14,9 @@ from worker.attention.interface import AttentionMetadata, AttentionOptions, acti
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
-from worker.config import WorkerConfig
 from worker.devices.device import CpuDevice
-from worker.errors import UnsupportedAttention
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import UnsupportedAttention
 
 HEADS, GROUPS, KEY_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 8, 4, 128
 

@@ -12,7 +12,7 @@ from server.commands.cli import main
 from tests.e2e.serving import ROOT, running_server
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checksums import Checksums
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 READ = (".json", ".jinja", ".safetensors")
 

@@ -10,11 +10,11 @@ from torch.nn import functional
 from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
-from worker.config import WorkerConfig
 from worker.cpu.cpu_attention import CpuAttention
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Activation, Kernels, Numbers, pack, pack_gate_up
 from worker.devices.device import open_device
+from worker.worker_config import WorkerConfig
 
 # Rounding of a sum of some hundred products, and of the result to its dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}

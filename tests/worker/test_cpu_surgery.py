@@ -17,15 +17,15 @@ from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import ATTENTION_NAME
-from worker.config import WorkerConfig
 from worker.cpu.cpu_layer import FusedLayer
 from worker.cpu.cpu_toolkit import CpuToolkit, PackedEmbedding, PackedLinear
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 from worker.devices.device import open_device
-from worker.errors import StartupError
 from worker.model.mixture import find_experts
 from worker.model.surgery import put_kernels_under
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import FAMILIES, make_checkpoint
-from worker.config import WorkerConfig
 from worker.devices.device import CpuDevice
-from worker.errors import StartupError
 from worker.findings import Verdict
 from worker.startup.forecast import forecast, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey
 from worker.worker import Worker
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 KV_CACHE_BYTES = 4 << 20
 

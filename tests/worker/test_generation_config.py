@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 
 def write(folder: Path, name: str = "generation_config.json", **content: object) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.devices.machine import available_memory_bytes, memory_use, usable_cores
+from worker.machine import available_memory_bytes, memory_use, usable_cores
 
 MIB = 1 << 20
 

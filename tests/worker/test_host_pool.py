@@ -8,11 +8,11 @@ import torch
 
 from scheduler.messages import BlockCopy, BlockId
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.config import WorkerConfig
 from worker.devices.block_copies import BlockRun, Pools, RowCopy, TouchedRows, merge_runs
 from worker.devices.device import CpuDevice, CudaDevice
-from worker.errors import StartupError
 from worker.steps.host_pool import HostPool
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 LAYOUT = BlockLayout(layers={0: LayerShape(1, 8, 8)}, block_size=4, dtype=torch.bfloat16)
 NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 4

@@ -13,12 +13,12 @@ import worker.devices.device
 import worker.startup.loader
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
-from worker.config import LoadProgress, WorkerConfig
 from worker.devices.device import CpuDevice
-from worker.devices.memory_sizes import WeightBytes
-from worker.errors import StartupError
+from worker.memory_sizes import WeightBytes
 from worker.progress import LoadStage
 from worker.startup.loader import find_kind, load_model
+from worker.worker_config import LoadProgress, WorkerConfig
+from worker.worker_errors import StartupError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import worker.startup.loader
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from worker.devices.memory_sizes import (
+from worker.memory_sizes import (
     CacheRequest,
     check_host_memory,
     check_weights_fit,
@@ -13,7 +13,7 @@ from worker.devices.memory_sizes import (
     num_host_blocks,
     size_cache,
 )
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 GIB = 1 << 30
 REQUEST = CacheRequest(

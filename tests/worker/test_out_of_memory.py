@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.core.loop import EngineLoop
-from engine.messages import AddRequest
+from engine.process_messages import AddRequest
 from scheduler import scheduler as scheduler_module
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, ServiceTerms

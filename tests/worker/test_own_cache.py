@@ -15,11 +15,11 @@ from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.test_prompt_logprobs import check
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.config import ModelFacts
 from worker.devices.device import CpuDevice
-from worker.errors import StartupError, StepOutOfMemory, WorkerError
 from worker.own_cache.own_cache_model import OwnCacheModel, Way
 from worker.worker import Worker
+from worker.worker_config import ModelFacts
+from worker.worker_errors import StartupError, StepOutOfMemory, WorkerError
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]
 SHORT = [40, 41, 42, 43, 44]

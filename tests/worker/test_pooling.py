@@ -25,10 +25,10 @@ from scheduler.messages import (
 from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import ENCODERS, make_embedder, make_scorer, write_pooling_files
 from tests.worker.conftest import BLOCK_SIZE, load_worker
-from worker.config import ModelFacts
-from worker.errors import StartupError
 from worker.pooling.encoder_pooling import cut_by_length
 from worker.worker import Worker
+from worker.worker_config import ModelFacts
+from worker.worker_errors import StartupError
 
 PROMPTS = [
     [(7 * index + 3) % 290 + 5 for index in range(29)],

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from worker.config import LoadProgress
 from worker.progress import LoadStage, Stage, run_reporting
+from worker.worker_config import LoadProgress
 
 
 def test_work_that_never_reports_is_reported_at_least_every_half_second() -> None:

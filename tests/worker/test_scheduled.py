@@ -14,8 +14,8 @@ from tests.fakes import make_sequence
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.config import ModelFacts
 from worker.worker import Worker
+from worker.worker_config import ModelFacts
 
 SYSTEM = [(7 * index + 3) % 300 for index in range(25)]
 STRANGER = [(13 * index + 1) % 300 for index in range(45)]

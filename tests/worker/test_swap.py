@@ -17,8 +17,8 @@ from scheduler.messages import (
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.errors import StartupError
 from worker.worker import Worker
+from worker.worker_errors import StartupError
 
 # Longer than the sliding windows of 12 tokens.
 LONG = [(7 * index + 3) % 300 for index in range(29)]

@@ -18,8 +18,8 @@ from scheduler.messages import (
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY, PlanDriver
-from worker.config import LoadProgress, WorkerConfig
 from worker.worker import Worker
+from worker.worker_config import LoadProgress, WorkerConfig
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 OTHER = [200, 100, 3]

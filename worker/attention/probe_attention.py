@@ -9,7 +9,7 @@ from torch import Tensor
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerShape
-from worker.errors import UnsupportedAttention
+from worker.worker_errors import UnsupportedAttention
 
 
 class ProbeAttention:

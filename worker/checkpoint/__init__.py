@@ -1,4 +1,4 @@
-"""A checkpoint's files: found, checked and read, without torch (API process, engine process).
+"""A checkpoint's files: found, checked and read, without torch (API and engine process).
 
 Never: loads weights.
 """

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.devices.memory_sizes import WeightBytes
-from worker.errors import StartupError
+from worker.memory_sizes import WeightBytes
+from worker.worker_errors import StartupError
 
 _READ_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"

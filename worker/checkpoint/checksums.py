@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 _TEXT_SUFFIXES = frozenset({".json", ".jinja"})
 """Configuration, tokenizer and templates; nothing else beside the weights is ever read."""

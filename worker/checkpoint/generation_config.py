@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 _INT32_MAX = 2**31 - 1
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 MODULES_FILE = "modules.json"
 _TRANSFORMER_FILE = "sentence_bert_config.json"

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from worker.checkpoint.pooling_files import MODULES_FILE
-from worker.errors import FamilyRefused, StartupError
+from worker.worker_errors import FamilyRefused, StartupError
 
 _AUTO = "auto"
 _CLASSIFIER = "ForSequenceClassification"

@@ -8,13 +8,13 @@ import logging
 
 import torch
 
-from worker.config import WorkerConfig
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
 from worker.devices.device import Device
-from worker.errors import StartupError
 from worker.findings import Finding, Verdict
 from worker.progress import LoadStage, Stage
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 

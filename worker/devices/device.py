@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.config import WorkerConfig
 from worker.devices.block_copies import PlainCopier, PoolCopier, Pools
 from worker.devices.copy_streams import CopyStreams
 from worker.devices.cuda_streams import open_streams
-from worker.devices.machine import available_memory_bytes, usable_cores
-from worker.devices.memory_sizes import (
+from worker.machine import available_memory_bytes, usable_cores
+from worker.memory_sizes import (
     WeightBytes,
     check_host_memory,
     check_weights_fit,
@@ -29,7 +28,8 @@ from worker.devices.memory_sizes import (
     cuda_budget_bytes,
     graph_bytes,
 )
-from worker.errors import StartupError
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 HostArray = np.ndarray[Any, Any]
 

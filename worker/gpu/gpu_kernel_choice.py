@@ -16,9 +16,7 @@ from pathlib import Path
 
 import torch
 
-from worker.config import WorkerConfig
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.errors import StartupError
 from worker.findings import Finding, Verdict
 from worker.gpu.graphs import GraphSizes
 from worker.gpu.step_buffers import Limits, StepBuffers
@@ -29,6 +27,8 @@ from worker.sampling.row_sampler import RowSampler
 from worker.startup.loader import LoadedModel
 from worker.startup.ready_model import ReadyModel
 from worker.steps.model_runner import ModelRunner, StepRunner
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 

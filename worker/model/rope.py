@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 _CHOOSING = ("dynamic", "longrope")
 

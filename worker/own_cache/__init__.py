@@ -1,4 +1,4 @@
-"""Families without a paged cache: each sequence is computed alone, by the cache of its own model (engine process).
+"""Families without a paged cache: each sequence is computed alone (engine process).
 
 Never: batches.
 """

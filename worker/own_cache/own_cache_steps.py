@@ -21,13 +21,13 @@ from scheduler.messages import (
     SequenceId,
     TokenLogprobs,
 )
-from worker.errors import SequenceRefused, WorkerError
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way
 from worker.sampling.logits import report_logprobs
 from worker.sampling.sampler import Sampler
 from worker.steps.plan_changes import apply_changes
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import check_new_sequence, is_sound
+from worker.worker_errors import SequenceRefused, WorkerError
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from scheduler.messages import BlockId, SchedulerOutput, SequenceId
 from worker.devices.device import Device
-from worker.errors import FamilyRefused
 from worker.pooling.pooler import Pooler, Scores, Span
 from worker.pooling.pooling_step import NOTHING_POOLED, PooledPrompts, PromptTable
+from worker.worker_errors import FamilyRefused
 
 # A batch is padded to its longest prompt: none in it is shorter than this share of that.
 _SHORTEST_SHARE = 0.75

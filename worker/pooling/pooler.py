@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.checkpoint.pooling_files import Activation, DenseLayer, PoolingMode, PoolingRecipe
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.IDENTITY: lambda values: values,

@@ -17,11 +17,11 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
-from worker.config import ModelFacts
-from worker.errors import SequenceRefused
 from worker.steps.plan_changes import apply_changes
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import check_new_sequence
+from worker.worker_config import ModelFacts
+from worker.worker_errors import SequenceRefused
 
 _LITTLE_ENDIAN_FLOATS = "<f4"
 

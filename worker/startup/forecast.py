@@ -16,19 +16,13 @@ from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import BlockLayout
 from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
-from worker.config import WorkerConfig
 from worker.devices.device import Device
-from worker.devices.machine import available_memory_bytes
-from worker.devices.memory_sizes import (
-    CacheRequest,
-    CacheSize,
-    cpu_budget_bytes,
-    cuda_budget_bytes,
-    size_cache,
-)
-from worker.errors import FamilyRefused
+from worker.machine import available_memory_bytes
+from worker.memory_sizes import CacheRequest, CacheSize, cpu_budget_bytes, cuda_budget_bytes, size_cache
 from worker.model.rope import longest_right_len
 from worker.startup.loader import NO_PAGED_ATTENTION, ModelKind, context_window, dtype_name, refuse_layers
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import FamilyRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

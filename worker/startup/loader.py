@@ -43,12 +43,12 @@ from worker.checkpoint.checkpoint_files import (
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
-from worker.config import WorkerConfig
 from worker.devices.device import Device
-from worker.devices.memory_sizes import WeightBytes
-from worker.errors import FamilyRefused, StartupError
+from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.progress import LoadStage, Stage
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,11 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
-from worker.config import ModelFacts, WorkerConfig
 from worker.cpu.cpu_kernel_choice import open_kernels
 from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.cpu.native import Numbers
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.devices.memory_sizes import CacheRequest, CacheSize, size_cache
-from worker.errors import FamilyRefused, StartupError
+from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, Toolkit, put_kernels_under
 from worker.model.temperature import fix_temperatures
@@ -33,6 +31,8 @@ from worker.progress import LoadStage, Stage
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel
 from worker.startup.self_check import Runner, SelfCheck, refusing
 from worker.steps.host_pool import HostPool
+from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from scheduler.messages import (
 from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
-from worker.errors import FamilyRefused, StartupError, UnsupportedAttention
 from worker.startup.loader import LoadedModel
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
+from worker.worker_errors import FamilyRefused, StartupError, UnsupportedAttention
 
 _LONGEST = 12
 _SEED = 7

@@ -8,7 +8,6 @@ Never: runs a plan.
 from dataclasses import replace
 
 from worker.checkpoint.checkpoint_files import find_checkpoint
-from worker.config import ModelFacts, WorkerConfig
 from worker.devices.device import NO_RESERVE, Device
 from worker.progress import LoadStage
 from worker.sampling.grammar_rows import Grammars
@@ -19,6 +18,7 @@ from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
 from worker.steps.row_table import RowTable
+from worker.worker_config import ModelFacts, WorkerConfig
 
 
 def start_generating(

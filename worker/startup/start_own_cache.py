@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.checkpoint_files import find_checkpoint
-from worker.config import ModelFacts, WorkerConfig
 from worker.devices.device import Device
-from worker.devices.memory_sizes import CacheRequest, CacheSize, size_cache
-from worker.errors import FamilyRefused, StartupError
+from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way, num_bytes
 from worker.own_cache.own_cache_steps import CacheTable, OwnCacheSteps
 from worker.progress import LoadStage, Stage
@@ -26,6 +24,8 @@ from worker.sampling.sampler import Sampler
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.self_check import TOLERANCE, refusing, relative_error
 from worker.steps.row_table import RowTable
+from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 

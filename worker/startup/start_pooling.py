@@ -15,9 +15,7 @@ from torch import nn
 from scheduler.messages import PoolingTask, PromptComputation
 from worker.checkpoint.pooling_files import PoolingMode, read_recipe, score_activation
 from worker.checkpoint.task import Task
-from worker.config import ModelFacts, PoolingFacts, WorkerConfig
 from worker.devices.device import Device
-from worker.errors import FamilyRefused, StartupError
 from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
 from worker.pooling.encoder_pooling import (
     Encoder,
@@ -34,6 +32,8 @@ from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import start_loaded
 from worker.startup.self_check import refusing
 from worker.steps.row_table import RowTable
+from worker.worker_config import ModelFacts, PoolingFacts, WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ import transformers
 
 from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.task import Task
-from worker.config import WorkerConfig
 from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.devices.device import Device, open_device
-from worker.devices.machine import available_memory_bytes
-from worker.errors import FamilyRefused, StartupError
 from worker.findings import Finding, Verdict
 from worker.gpu.gpu_kernel_choice import foresee_kernels as foresee_gpu_kernels
+from worker.machine import available_memory_bytes
 from worker.startup.forecast import CannotTell, Forecast, forecast, weight_bytes
 from worker.startup.loader import ModelKind, dtype_name, find_kind
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
 
 
 def survey(config: WorkerConfig) -> Iterator[Finding]:

@@ -29,9 +29,7 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
-from worker.config import ModelFacts
 from worker.devices.device import Device
-from worker.errors import StepOutOfMemory
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.steps.host_pool import HostPool
 from worker.steps.model_runner import StepRunner
@@ -39,6 +37,8 @@ from worker.steps.plan_changes import apply_changes
 from worker.steps.prompt_logprobs import PromptLogprobs, PromptReport
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import StepInputs, build_inputs, check_new_sequence
+from worker.worker_config import ModelFacts
+from worker.worker_errors import StepOutOfMemory
 
 Result = TypeVar("Result")
 

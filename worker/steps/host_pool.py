@@ -21,8 +21,8 @@ from worker.attention.interface import AttentionMetadata
 from worker.attention.kv_cache import KVCache
 from worker.devices.block_copies import Pools, RowCopy, TouchedRows
 from worker.devices.device import Device
-from worker.devices.memory_sizes import num_host_blocks
-from worker.errors import StartupError
+from worker.memory_sizes import num_host_blocks
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ Never: decides; a plan that is wrong about one sequence fails that one.
 from typing import Protocol
 
 from scheduler.messages import BlockId, NewSequence, SchedulerOutput, SequenceId
-from worker.errors import SequenceRefused
 from worker.steps.row_table import RowTable
+from worker.worker_errors import SequenceRefused
 
 
 class Table(Protocol):

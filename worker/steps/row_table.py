@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.messages import BlockId, NewSequence, SequenceId
-from worker.errors import SequenceRefused
+from worker.worker_errors import SequenceRefused
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that the device draws, or has drawn, and that the host has not read yet."""

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
 from worker.attention.interface import AttentionMetadata
-from worker.errors import SequenceRefused
 from worker.steps.row_table import RowTable
+from worker.worker_errors import SequenceRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

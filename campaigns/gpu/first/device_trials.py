@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from campaigns.gpu.first.trial import Build, Disagreement, Place, Trial
-from worker.config import WorkerConfig
 from worker.devices.block_copies import Pools, RowCopy
 from worker.devices.device import Device
+from worker.worker_config import WorkerConfig
 
 _NUMEL = 1 << 20
 

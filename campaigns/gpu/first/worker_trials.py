@@ -13,8 +13,8 @@ from campaigns.gpu.driving import Drive, open_worker, scheduler_config
 from campaigns.gpu.first.trial import Build, Disagreement, Trial
 from campaigns.gpu.shapes import write_checkpoint
 from scheduler.config import PreemptionMode, PrefixCaching
-from worker.config import ModelFacts
 from worker.worker import Worker
+from worker.worker_config import ModelFacts
 
 _PROMPTS = tuple([(number * 7 + place * place) % 64 for place in range(5 + number)] for number in (1, 2, 3))
 _MAX_TOKENS = 5

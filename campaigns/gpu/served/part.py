@@ -21,8 +21,8 @@ from campaigns.gpu.shapes import SHAPES, checkpoint
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
-    from worker.config import ModelFacts
     from worker.worker import Worker
+    from worker.worker_config import ModelFacts
 
 _COLUMNS = (
     *("Load", "Requests", "Cut off", "Output tokens per second"),

@@ -21,8 +21,8 @@ from triton import TritonError
 from campaigns.gpu.device_facts import timed
 from campaigns.gpu.results import Record, Table
 from campaigns.gpu.tune.candidates import Candidate, Question, questions
-from worker.config import WorkerConfig
 from worker.devices.device import Device, open_device
+from worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings

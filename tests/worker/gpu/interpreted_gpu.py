@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from tests.worker.gpu.interpreter import mend_interpreter
-from worker.config import WorkerConfig
 from worker.devices.device import CpuDevice, Device, Event, Graph, open_device
+from worker.worker_config import WorkerConfig
 
 mend_interpreter()
 HAS_GPU = os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu"

@@ -16,7 +16,6 @@ from torch import Tensor
 from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
-from worker.config import WorkerConfig
 from worker.devices.device import CpuDevice
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels import attention_decode
@@ -24,6 +23,7 @@ from worker.gpu.kernels.attention_decode import count_segments
 from worker.gpu.kernels.attention_prefill import attend_prefills, find_tokens
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.triton_attention import TritonAttention
+from worker.worker_config import WorkerConfig
 
 LAYER = 7
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}

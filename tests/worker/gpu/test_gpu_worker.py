@@ -25,8 +25,6 @@ from tests.worker.gpu.interpreted_gpu import open_gpu
 from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
-from worker.config import ModelFacts, WorkerConfig
-from worker.errors import FamilyRefused, StartupError
 from worker.gpu import gpu_kernel_choice as opening
 from worker.gpu import graphs
 from worker.gpu.gpu_runner import GpuSteps
@@ -34,6 +32,8 @@ from worker.gpu.triton_attention import TritonAttention
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps
 from worker.worker import Worker
+from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
 
 LONG = [(7 * index + 3) % 300 for index in range(17)]
 SHORT = [5, 9, 100, 7, 3]

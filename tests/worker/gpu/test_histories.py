@@ -27,11 +27,11 @@ from scheduler.sequence import Sequence
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu
-from worker.config import ModelFacts
-from worker.errors import StepOutOfMemory
 from worker.gpu import graphs
 from worker.steps.generation_step import GenerationSteps, LaunchedStep
 from worker.worker import Worker
+from worker.worker_config import ModelFacts
+from worker.worker_errors import StepOutOfMemory
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there")
 

@@ -17,10 +17,10 @@ from scheduler.messages import (
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.ahead import AheadDriver, RememberingSteps, let_work_ahead, nan_for
 from tests.worker.plan_driver import GREEDY, PlanDriver
-from worker.errors import StepOutOfMemory
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.row_table import UNKNOWN_TOKEN
 from worker.worker import Worker
+from worker.worker_errors import StepOutOfMemory
 
 PROMPTS = ([5, 9, 100, 7, 3, 11, 20], [4, 8, 15, 16, 23, 42] * 3, [77], [200, 1, 2, 3, 9])
 PARAMS = (

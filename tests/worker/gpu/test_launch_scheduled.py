@@ -11,8 +11,8 @@ from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.ahead import let_work_ahead
 from tests.worker.gpu.served import Served, serve
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.config import ModelFacts
 from worker.worker import Worker
+from worker.worker_config import ModelFacts
 
 PROMPTS = [
     [(step * index + 3) % 300 for index in range(length)]

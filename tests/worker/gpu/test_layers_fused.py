@@ -16,12 +16,12 @@ from tests.families import ALTERNATING, Family
 from tests.worker.family_trial import tiny_config
 from worker.attention.interface import ATTENTION_NAME, AttentionMetadata, active, num_layers_begun
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.config import WorkerConfig
 from worker.devices.device import open_device
 from worker.gpu.gpu_toolkit import GpuToolkit
 from worker.gpu.triton_attention import TritonAttention
 from worker.gpu.triton_layer import FusedLayer
 from worker.model.surgery import put_kernels_under
+from worker.worker_config import WorkerConfig
 
 BLOCK_SIZE = 4
 # A later chunk beside the first of another sequence, then a decode beside a chunk. The interpreter is slow.

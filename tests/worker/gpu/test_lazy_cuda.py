@@ -30,12 +30,12 @@ from tests.worker.gpu.lazy_cuda import LazyCuda
 from tests.worker.gpu.test_launch import new, plan
 from tests.worker.gpu.test_launch_scheduled import expected_tokens, serve_with_scheduler
 from tests.worker.plan_driver import PlanDriver
-from worker.config import ModelFacts, WorkerConfig
 from worker.devices.device import CudaDevice, open_device
-from worker.errors import StepOutOfMemory
 from worker.gpu import graphs
 from worker.steps.generation_step import GenerationSteps, LaunchedStep
 from worker.worker import Worker
+from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_errors import StepOutOfMemory
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="it stands for one")
 NUM_LAYERS = {"llama": 1, "qwen3": 1}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
-from worker.config import WorkerConfig
 from worker.devices.device import Device, open_device
 from worker.gpu.kernels.input_fill import fill_unknown_tokens
+from worker.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="it stands for one")
 SEEDS = range(12)

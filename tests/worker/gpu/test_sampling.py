@@ -15,13 +15,13 @@ from scheduler.messages import Grammar, GrammarKind, SamplingParams, TokenLogpro
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu, WaitsForDevice
 from tests.worker.sampling_oracle import choose
 from tests.worker.test_sampler import GREEDY, VOCAB, histories, rows_of_logits, sampling_params
-from worker.config import WorkerConfig
 from worker.gpu.sampling import logit_edits as edits
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import PendingSample, RowSampler, SampleResult
 from worker.sampling.sampler import Sampler
+from worker.worker_config import WorkerConfig
 
 Rows = list[tuple[SamplingParams, list[int], list[int]]]
 CPU = torch.device("cpu")

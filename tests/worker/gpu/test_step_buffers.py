@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from scheduler.messages import SequenceId
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
 from worker.attention.interface import AttentionMetadata
-from worker.config import WorkerConfig
 from worker.devices.device import Event
 from worker.gpu.kernels.input_fill import spread_tables
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
 from worker.steps.step_inputs import StepInputs
+from worker.worker_config import WorkerConfig
 
 LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4)
 

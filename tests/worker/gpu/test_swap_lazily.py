@@ -14,10 +14,10 @@ from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import LazyCuda
 from tests.worker.gpu.served import Served, serve
 from tests.worker.transformers_generate import expected
-from worker.config import ModelFacts, WorkerConfig
 from worker.devices.copy_streams import CopyStreams
 from worker.devices.device import CudaDevice
 from worker.worker import Worker
+from worker.worker_config import ModelFacts, WorkerConfig
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="a device that stands for one is needed")
 

@@ -73,8 +73,7 @@ class Lengths(NamedTuple):
 
 
 class DecodeChoices(NamedTuple):
-    """All that decides the speed of decodes, and nothing of their result: to be measured
-    (campaigns/gpu/tune)."""
+    """All that decides the speed of decodes, none of their results; campaigns/gpu/tune measures them."""
 
     tiles: Tiles
     lengths: Lengths

@@ -1,4 +1,4 @@
-"""Logits to tokens on a GPU: the tokens of worker/sampling/sampler.py, asked for without waiting for anything.
+"""Logits to tokens on a GPU: the tokens of worker/sampling/sampler.py, without waiting for the device.
 
 Owns: how each row is drawn, which kernels are asked, and what comes down again.
 Never: the state of rows (row_sampler.py), or how a token is drawn (kernels/sampling.py).

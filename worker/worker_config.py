@@ -7,8 +7,7 @@ from scheduler.messages import PoolingTask, PromptComputation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Resolved by engine/options/config.py; nothing here is left for the worker to guess, unless it must
-    measure."""
+    """Resolved by engine/options/engine_config.py: the worker guesses nothing that it need not measure."""
 
     model_path: str
     """A checkpoint folder on this machine."""
@@ -30,7 +29,7 @@ class WorkerConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
     kv_cache_bytes: int | None = None
-    """Memory for the KV cache on CPU. None: a share of what is free, worker/devices/memory_sizes.py says
+    """Memory for the KV cache on CPU. None: a share of what is free, worker/memory_sizes.py says
     which."""
     swap_space_bytes: int = 0
     """Host memory for the KV blocks of preempted sequences. 0: there is no host pool."""

@@ -15,7 +15,7 @@ from scheduler.messages import (
     SequenceReport,
     ServiceTerms,
 )
-from worker.config import LoadProgress, ModelFacts
+from worker.worker_config import LoadProgress, ModelFacts
 
 # To the engine process.
 

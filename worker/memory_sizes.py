@@ -6,7 +6,7 @@ Never: measures (machine.py, device.py) or allocates (startup.py, host_pool.py).
 
 from dataclasses import dataclass
 
-from worker.errors import StartupError
+from worker.worker_errors import StartupError
 
 CPU_SHARE_OF_AVAILABLE = 0.25
 """Other processes live here too, and activations and the page cache of the weights need room."""

@@ -1,7 +1,7 @@
 """What this machine lets the process use: memory and cores.
 
 Owns: reading /proc, /sys and control groups (version 2, then 1), where a container's real limits stand.
-Never: decides anything; worker/devices/memory_sizes.py and worker/devices/device.py do.
+Never: decides anything; worker/memory_sizes.py and worker/devices/device.py do.
 Every path hangs on a root folder, so that a test can bring its own machine.
 """
 

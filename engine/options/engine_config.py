@@ -28,8 +28,8 @@ from scheduler.config import (
 )
 from scheduler.messages import TimeLimits
 from worker.checkpoint.checksums import Checksums
-from worker.config import WorkerConfig
-from worker.errors import StartupError
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
