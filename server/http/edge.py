@@ -1,6 +1,6 @@
 """What every route holds: the engine's face, the counters, the patience with clients.
 
-Owns: the names under which server/ sees the rest of the program. engine.frontend.client.AsyncEngine and the fake
+Owns: the names under which server/ sees the rest of the program. AsyncEngine and the fake
 engine of the tests both fit `Engine`.
 Never: behaviour.
 """

@@ -1,7 +1,7 @@
 """The engine process with faults on demand: a prompt that ends with one of these tokens meets its fault.
 
-Run as engine.core.process is, with one more argument: the file for what it says on stderr. Only tests start it:
-the engine itself has no such switch.
+Run as engine.core.process is, with one more argument: the file for what it says on stderr. Only tests
+start it: the engine itself has no such switch.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""An engine without a model: the same face as engine.frontend.client.AsyncEngine, predictable text, faults on demand.
+"""An engine without a model: the face of AsyncEngine, predictable text, faults on demand.
 
 A token is one byte; the reply repeats the prompt's letters in capitals, one token per output.
 """
