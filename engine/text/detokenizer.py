@@ -23,6 +23,8 @@ REPLACEMENT = "\ufffd"
 
 # No character has more than 4 bytes, so no more than 4 tokens of the prompt can have begun the first one.
 _NUM_CONTEXT_TOKENS = 4
+# How a byte within a character begins, in UTF-8.
+_CONTINUATION = 0b1000_0000
 # A window that does not come to a whole character within so many tokens never will: the bytes are noise.
 _MAX_UNFINISHED_TOKENS = 16
 
@@ -164,7 +166,11 @@ def _visible_tail(prompt: tuple[int, ...], table: Mapping[int, bytes]) -> tuple[
             break
         if table[token_id]:
             tail.append(token_id)
-    return tuple(reversed(tail))
+    tail.reverse()
+    # A tail that begins inside of a character would spoil the run of bytes that follows.
+    while tail and table[tail[0]][0] & 0b1100_0000 == _CONTINUATION:
+        del tail[0]
+    return tuple(tail)
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

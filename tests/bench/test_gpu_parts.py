@@ -336,7 +336,7 @@ def test_a_checkpoint_is_written_once_and_not_taken_for_whole_when_it_was_cut_of
 def test_the_process_that_begins_the_parts_loads_none_of_what_they_need() -> None:
     """A stand-in of a package, say, would make it look for that package in vain."""
     packages = {"torch", "numpy", "triton", "llguidance"}
-    code = f"import sys, bench.gpu.cli; sys.exit(bool({packages} & set(sys.modules)))"
+    code = f"import sys, campaigns.gpu.cli; sys.exit(bool({packages} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

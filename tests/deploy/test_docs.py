@@ -264,7 +264,7 @@ def test_the_exit_codes_are_those_of_the_source() -> None:
         int(code) for code in re.findall(r"^\| (\d+) \|", read("docs/operations.md"), flags=re.MULTILINE)
     }
     source = "\n".join(
-        path.read_text() for path in [*(ROOT / "server").glob("*.py"), *(ROOT / "engine").glob("*.py")]
+        path.read_text() for path in [*(ROOT / "server").glob("**/*.py"), *(ROOT / "engine").glob("**/*.py")]
     )
     assert listed == {0} | {
         int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)
