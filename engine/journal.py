@@ -16,7 +16,7 @@ _MAX_EVENTS = 64
 """A request that is preempted for ever must not grow for ever."""
 
 
-class Stage(StrEnum):
+class JournalStage(StrEnum):
     """What a span's events are called."""
 
     QUEUED = "queued"
@@ -27,10 +27,10 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class JournalEvent:
     """Something that happened to one of the request's sequences."""
 
-    stage: Stage
+    stage: JournalStage
     time_ns: int
     """Unix time."""
     detail: str = ""
@@ -59,7 +59,7 @@ class Journal:
         """Of the choices, in the order in which they ended."""
         self.abort_cause = ""
         """A word of AbortCause, if it was cut short."""
-        self.events: list[Event] = []
+        self.events: list[JournalEvent] = []
         self._preemptions: dict[SequenceId, int] = {}
 
     @property
@@ -75,14 +75,14 @@ class Journal:
         """One of its prompts may wait now."""
         self.num_prompt_tokens += num_prompt_tokens
         if self.priority is None:
-            self._add(Stage.QUEUED)
+            self._add(JournalStage.QUEUED)
         self.priority = priority
 
     def note_start(self, queue_s: float) -> None:
         """One of its sequences is part of a step for the first time."""
         if self.queue_s is None:
             self.queue_s = queue_s
-            self._add(Stage.STARTED)
+            self._add(JournalStage.STARTED)
 
     def note_cached_tokens(self, num_tokens: int) -> None:
         """Of one of its prompts, once."""
@@ -92,20 +92,20 @@ class Journal:
         """Of a choice; that of the first choice counts."""
         if self.first_token_s is None:
             self.first_token_s = since_arrival_s
-            self._add(Stage.FIRST_TOKEN)
+            self._add(JournalStage.FIRST_TOKEN)
 
     def note_preemptions(self, sequence_id: SequenceId, num_so_far: int) -> None:
         """As its sequence counts them."""
         if num_so_far > self._preemptions.get(sequence_id, 0):
             self._preemptions[sequence_id] = num_so_far
-            self._add(Stage.PREEMPTED)
+            self._add(JournalStage.PREEMPTED)
 
     def note_end(self, reason: FinishReason, num_tokens: int) -> None:
         """Of a choice."""
         self.finish_reasons.append(reason)
         self.num_output_tokens += num_tokens
-        self._add(Stage.FINISHED, reason.value)
+        self._add(JournalStage.FINISHED, reason.value)
 
-    def _add(self, stage: Stage, detail: str = "") -> None:
+    def _add(self, stage: JournalStage, detail: str = "") -> None:
         if len(self.events) < _MAX_EVENTS:
-            self.events.append(Event(stage, time.time_ns(), detail))
+            self.events.append(JournalEvent(stage, time.time_ns(), detail))

@@ -20,7 +20,7 @@ from engine.errors import (
     OverloadReason,
     RequestRejected,
 )
-from engine.grammars.grammar_messages import LENGTH, Tokens, Verdict, frame
+from engine.grammars.grammar_messages import LENGTH, Tokens, GrammarVerdict, frame
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
 from engine.types import ModelInfo
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._refuses_all = ""
 
     @property
@@ -81,7 +81,7 @@ class GrammarCompiler:
         """End the process; nothing is left of it."""
         await self._kill()
 
-    async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> Verdict:
+    async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded(
                 "too many grammars wait to be compiled; try again later",
@@ -98,7 +98,7 @@ class GrammarCompiler:
         self._remember(grammar, verdict)
         return verdict
 
-    async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> Verdict:
+    async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         try:
             await self._start(info)
         except (TimeoutError, OSError, _Ended):
@@ -134,7 +134,7 @@ class GrammarCompiler:
         tokens = Tokens(folder=self._folder, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._refuses_all = (await self._ask(tokens, _START_TIMEOUT_S)).refusal
 
-    async def _ask(self, message: object, timeout_s: float) -> Verdict:
+    async def _ask(self, message: object, timeout_s: float) -> GrammarVerdict:
         """Raises TimeoutError, _Ended; afterwards, or when cancelled, the process is gone."""
         child = self._child
         assert child is not None
@@ -145,7 +145,7 @@ class GrammarCompiler:
                 child.stdin.write(frame(message))
                 await child.stdin.drain()
                 (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-                return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=Verdict)
+                return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=GrammarVerdict)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _Ended(await child.wait()) from None
         except BaseException:
@@ -160,13 +160,13 @@ class GrammarCompiler:
                 child.kill()
             await child.wait()
 
-    def _recall(self, grammar: Grammar) -> Verdict | None:
+    def _recall(self, grammar: Grammar) -> GrammarVerdict | None:
         key = _key(grammar)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    def _remember(self, grammar: Grammar, verdict: Verdict) -> None:
+    def _remember(self, grammar: Grammar, verdict: GrammarVerdict) -> None:
         self._verdicts[_key(grammar)] = verdict
         if len(self._verdicts) > _MAX_REMEMBERED:
             self._verdicts.popitem(last=False)

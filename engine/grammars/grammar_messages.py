@@ -20,7 +20,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """From the child, for the tokens and then for each grammar."""
 
     text: str = ""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from engine.grammars.grammar_messages import LENGTH, Tokens, Verdict, frame
+from engine.grammars.grammar_messages import LENGTH, Tokens, GrammarVerdict, frame
 from engine.processes.child_process import die_with_parent, leave_signals_to_parent
 from engine.text.tokenizer import DecoderKind, Tokenizer, TokenizerError
 from scheduler.messages import Grammar, GrammarKind
@@ -60,9 +60,9 @@ def main(parent_pid: int) -> None:
     except (GrammarRefused, TokenizerError, OSError) as error:
         known = isinstance(error, GrammarRefused)  # the others name folders of this machine
         reason = error if known else "this model's tokenizer cannot be read"
-        _answer(answers, Verdict(refusal=_shortened(reason)))
+        _answer(answers, GrammarVerdict(refusal=_shortened(reason)))
         return
-    _answer(answers, Verdict())
+    _answer(answers, GrammarVerdict())
     plain_ids = _plain_ids(tokenizer)
     while (grammar := _read(sys.stdin.buffer, Grammar)) is not None:
         _answer(answers, _try(tokenizer, grammar, plain_ids))
@@ -76,7 +76,7 @@ def _read(stream: BinaryIO, kind: type[_MessageT]) -> _MessageT | None:
     return msgspec.msgpack.decode(stream.read(LENGTH.unpack(head)[0]), type=kind)
 
 
-def _answer(stream: BinaryIO, verdict: Verdict) -> None:
+def _answer(stream: BinaryIO, verdict: GrammarVerdict) -> None:
     stream.write(frame(verdict))
     stream.flush()
 
@@ -102,24 +102,24 @@ def _plain_ids(tokenizer: Any) -> list[int]:
     return [each[0] for char, each in ids if len(each) == 1 and tokenizer.decode_str(each) == char]
 
 
-def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> Verdict:
+def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> GrammarVerdict:
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar(kind=grammar.kind, text=as_lark(grammar.text))
         began_s = time.process_time()
         matcher = new_matcher(tokenizer, grammar)
     except GrammarRefused as error:
-        return Verdict(refusal=_shortened(error))
+        return GrammarVerdict(refusal=_shortened(error))
     except Exception as error:  # noqa: BLE001 -- the translator raises whatever its parser stumbles over
-        return Verdict(refusal=_shortened(error) or type(error).__name__)
+        return GrammarVerdict(refusal=_shortened(error) or type(error).__name__)
     mask = new_bitmasks(tokenizer, 1)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
-        return Verdict(refusal=_shortened(matcher.get_error()))
+        return GrammarVerdict(refusal=_shortened(matcher.get_error()))
     cost_s = time.process_time() - began_s
     if obstacle := _obstacle_under_way(matcher, mask, plain_ids):
-        return Verdict(refusal=_shortened(obstacle))
-    return Verdict(text=grammar.text, cost_s=cost_s)
+        return GrammarVerdict(refusal=_shortened(obstacle))
+    return GrammarVerdict(text=grammar.text, cost_s=cost_s)
 
 
 def _obstacle_under_way(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> str:
