@@ -30,8 +30,8 @@ from engine.process_messages import (
 )
 from engine.processes.engine_processes import Death, EngineProcesses, GaveUp
 from engine.text.checkpoint_texts import load_texts
-from engine.text.tokenizer_threads import TokenizerThreads
 from engine.text.tokenizer import SpecialTokens
+from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
     ChatOptions,
     GenerationRequest,

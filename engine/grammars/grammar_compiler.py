@@ -20,7 +20,7 @@ from engine.errors import (
     OverloadReason,
     RequestRejected,
 )
-from engine.grammars.grammar_messages import LENGTH, Tokens, GrammarVerdict, frame
+from engine.grammars.grammar_messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
 from engine.types import ModelInfo

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from engine.grammars.grammar_messages import LENGTH, Tokens, GrammarVerdict, frame
+from engine.grammars.grammar_messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes.child_process import die_with_parent, leave_signals_to_parent
 from engine.text.tokenizer import DecoderKind, Tokenizer, TokenizerError
 from scheduler.messages import Grammar, GrammarKind

@@ -11,8 +11,7 @@ import pytest
 from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
 from engine.process_messages import ToClient
-from engine.processes import engine_processes
-from engine.processes import supervisor
+from engine.processes import engine_processes, supervisor
 from engine.processes.engine_processes import EngineProcesses
 from tests.checkpoints import write_tokenizer
 
