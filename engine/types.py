@@ -124,7 +124,7 @@ class LogprobEntry:
 
     token_id: int
     token: str
-    """Its text alone; U+FFFD where its bytes are not whole characters."""
+    """The token's own text, with U+FFFD where its bytes are not whole characters."""
     token_bytes: bytes
     logprob: float
 
@@ -134,7 +134,7 @@ class TokenText(NamedTuple):
 
     token_id: int
     token: str
-    """Its text alone; U+FFFD where its bytes are not whole characters."""
+    """The token's own text, with U+FFFD where its bytes are not whole characters."""
     token_bytes: bytes
 
 

@@ -234,7 +234,7 @@ class EngineLoop:
             self._observe(step)
             if not result.failures:
                 # Aborts that came during the step win over its results. They must not win over failures:
-                # the KV that those wrote is forgotten while its sequence is still known.
+                # the KV that failed sequences wrote is forgotten while they are still known.
                 self._take_messages(wait_s=0.0)
             self._update(step, lambda: self._scheduler.update_from_output(step.plan, result))
 

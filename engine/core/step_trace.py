@@ -34,7 +34,7 @@ class StepTrace:
 
     def __init__(self, path: Path, *, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
         self._path = path
-        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115  (it lives as long as the engine)
+        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115  (it stays open as long as the engine runs)
         self._num_bytes_left = max_file_bytes - path.stat().st_size
         self._pending: list[bytes] = []
         self._num_pending_bytes = 0

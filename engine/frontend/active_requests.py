@@ -41,7 +41,7 @@ _NO_SAMPLING = SamplingParams()
 
 
 class ActiveRequests:
-    """All admitted requests. Fed by the receiver of messages; `send` posts to the engine process."""
+    """The admitted requests. The receiver of messages feeds them; `send` posts to the engine process."""
 
     def __init__(
         self,

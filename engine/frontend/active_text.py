@@ -74,7 +74,7 @@ class TextChoice:
             self.finish_reason = output.finish_reason
             if output.finish_reason is FinishReason.STOP and output.token_ids[-1] not in eos_token_ids:
                 self._stop_reason = output.token_ids[-1]
-        if self._detokenizer.matched_stop is not None:  # also in what was held back until the end
+        if self._detokenizer.matched_stop is not None:  # also in text held back until the end
             self.finish_reason = FinishReason.STOP
             self._stop_reason = self._detokenizer.matched_stop
 

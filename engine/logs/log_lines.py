@@ -73,7 +73,7 @@ class TextLines(LineFormatter):
     """Text such as `2026-11-21 19:06:51.123 INFO api[17] server.launch: words field=value`, then a stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """As the base class says."""
+        """Make the line; see the base class."""
         when = _time_of(record).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         head = f"{when} {record.levelname} {self._process}[{self._pid}] {_logger_name(record)}"
         facts = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
@@ -86,7 +86,7 @@ class JsonLines(LineFormatter):
     """JSON with time (UTC), level, process, pid, logger, message, the fields, and any stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """As the base class says."""
+        """Make the line; see the base class."""
         document: dict[str, Field] = {
             "time": _time_of(record).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),

@@ -22,9 +22,9 @@ class TlsFiles:
 
     cert: str
     key: str | None
-    """None: the key is in the certificate's file."""
+    """The key's file; None: the key is in the certificate's file."""
     client_ca: str | None
-    """None: clients need no certificate."""
+    """The client authorities; None: clients need no certificate."""
 
     def load(self) -> ssl.SSLContext:
         """Make a context for servers. Raises OptionError, which names the file."""

@@ -77,7 +77,7 @@ class Tokenizer:
         self._backend = backend
         self.rule = rule
         self.special_tokens = dict(special_tokens)
-        """By name: `bos_token`, `eos_token` and so on; only those that the checkpoint sets."""
+        """Tokens by name, such as `bos_token`; only names that the checkpoint sets."""
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )

@@ -1,6 +1,6 @@
 """Threads that render and tokenize text beside the event loop, which takes seconds for megabytes of text.
 
-Owns: the threads and the bounds on what waits for them. Long texts have a thread of their own, so short ones
+Owns: the threads and the bounds on waiting texts. Long texts have a thread of their own, so short ones
 never wait for them.
 """
 
@@ -30,7 +30,7 @@ class _Lane:
         self._num_under_way = 0
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Raises Overloaded, and what `work` raises."""
+        """Run `work` in a thread. Raises Overloaded, and the errors of `work`."""
         if self._num_under_way >= self._max_under_way:
             raise Overloaded(
                 "too many prompts are being tokenized; try again later",
