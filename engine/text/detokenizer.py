@@ -23,7 +23,7 @@ REPLACEMENT = "\ufffd"
 
 # No character has more than 4 bytes, so no more than 4 tokens of the prompt can have begun the first one.
 _NUM_CONTEXT_TOKENS = 4
-# A window without a whole character after this many tokens holds noise.
+# A window that does not come to a whole character within so many tokens never will: the bytes are noise.
 _MAX_UNFINISHED_TOKENS = 16
 
 
