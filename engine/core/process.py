@@ -110,7 +110,7 @@ def _open_trace(path: str | None) -> StepTrace | None:
 
 
 def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig:
-    """Complete the operator's configuration by the facts of the loaded model."""
+    """What the operator asked, with what the worker found."""
     asked = config.max_prefill_tokens
     max_prefill_tokens = facts.saturating_tokens if asked is None else asked
     return replace(
@@ -129,7 +129,7 @@ def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig
 
 
 def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:
-    """Lower a chunk limit that is as large as the prefill limit to half of that. 0 is no limit."""
+    """0 is no limit. One that leaves nothing of what all prompts get is lowered to half of that."""
     if 0 < max_prefill_tokens <= asked:
         return max(max_prefill_tokens // 2, 1)
     return asked

@@ -49,7 +49,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
     max_prefill_tokens: int | None
-    """Limit on prefill in a step. None: the worker measures it when the model is loaded."""
+    """Of a step. None: as many as the device computes best, which is known when the model is loaded."""
     time_limits: TimeLimits
     """Upper bounds of the limits that requests ask for."""
     trace_file: str | None

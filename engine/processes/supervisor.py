@@ -22,8 +22,8 @@ from engine.processes.transport import ClientSide
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
-    # By default, waiting threads spin: one busy neighbour (our own API process) then makes a decode step
-    # 30 times slower; passive waiting costs 13 % on an idle machine. Measured on 2 cores,
+    # With the default, a thread that waits spins: one busy neighbour (our own API process) then makes
+    # a decode step 30 times slower; passive waiting costs 13 % on an idle machine. Measured on 2 cores,
     # docs/decisions/0005-openmp-wait-policy.md.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
