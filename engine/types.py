@@ -178,7 +178,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation is rendered by the model's chat template."""
+    """Options for rendering a conversation by the model's chat template."""
 
     add_generation_prompt: bool = True
     """End with the header of the assistant's turn."""

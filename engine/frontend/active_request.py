@@ -106,7 +106,7 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
 
     @property
     def abort_cause(self) -> AbortCause | None:
-        """Why it was cut short, for the metrics. None if the request itself was at fault."""
+        """The cause of an early end, for the metrics. None if the request itself was at fault."""
         if self.error is None:
             return AbortCause.CLIENT_LEFT
         return _ABORT_CAUSES.get(type(self.error))

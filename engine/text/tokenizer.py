@@ -47,7 +47,7 @@ class SpecialTokens(StrEnum):
 
 
 class DecoderKind(StrEnum):
-    """How tokens become text, as far as it is known."""
+    """Kinds of decoders, by what is known of the step from tokens to text."""
 
     BYTE_LEVEL = "byte-level"  # tokens are bytes in disguise; the text is their concatenation
     BYTE_FALLBACK = "byte-fallback"  # tokens are text with a mark for the space; <0xNN> is one byte
