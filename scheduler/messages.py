@@ -401,29 +401,29 @@ class PreemptionCount(NamedTuple):
 class SchedulerStats:
     """Gauges of this moment and counters since the start, for the metrics."""
 
-    num_running: int
-    num_waiting: int
-    wait_reason: WaitReason
-    num_swapped: int
-    num_used_blocks: int
+    num_running: int = 0
+    num_waiting: int = 0
+    wait_reason: WaitReason = WaitReason.STEP
+    num_swapped: int = 0
+    num_used_blocks: int = 0
     num_blocks: int
-    num_steps: int
-    num_used_host_blocks: int
-    num_host_blocks: int
-    num_stalls: int
+    num_steps: int = 0
+    num_used_host_blocks: int = 0
+    num_host_blocks: int = 0
+    num_stalls: int = 0
     """Requests failed because the scheduler found no way to serve them: each one is a fault of ours."""
-    preemptions: tuple[PreemptionCount, ...]
-    num_swap_space_full: int
+    preemptions: tuple[PreemptionCount, ...] = ()
+    num_swap_space_full: int = 0
     """Preemptions that would have swapped, had there been room."""
-    num_prefix_queries: int
+    num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, at first admissions."""
-    num_prefix_hits: int
+    num_prefix_hits: int = 0
     """Prompt tokens found there."""
-    num_prefix_host_hits: int
+    num_prefix_host_hits: int = 0
     """Of these, tokens that were found on the host only, and were copied back."""
-    num_kept_host_blocks: int
+    num_kept_host_blocks: int = 0
     """Blocks copied to the host because the prefix cache on the device gave them up."""
-    num_recomputed_tokens: int
+    num_recomputed_tokens: int = 0
     """Tokens computed again because a preemption lost them; what a cache still had is not computed again."""
     num_out_of_memory: int = 0
     """Steps for which the device had too little memory: they were taken back, and made again in parts."""

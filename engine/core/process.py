@@ -1,7 +1,7 @@
-"""The engine process: from `python -m engine.core.process DIRECTORY` to its last turn.
+"""The engine process: `python -m engine.core.process DIRECTORY PARENT_PID LOG_LEVEL`.
 
-Owns: the order of birth (parent watch, sockets, model, scheduler, loop) and the exit code.
-Never: reads the command line of the server; all it needs lies in DIRECTORY/config.msgpack.
+Owns: the order of the start (parent watch, sockets, model, scheduler, loop) and the exit code.
+Never: reads the server's command line; its configuration is in DIRECTORY/config.msgpack.
 """
 
 import faulthandler
@@ -43,10 +43,10 @@ EXIT_UNEXPECTED = 1
 
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
-    """Serve until told to leave; returns the exit code."""
+    """Serve until Shutdown arrives; return the exit code."""
     die_with_parent(parent_pid)
     leave_signals_to_parent()
-    _tell_stacks_when_asked()
+    _write_stacks_on_signal()
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
         mailbox = EngineSide(directory)
@@ -62,7 +62,7 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
-    # Only here: importing torch takes seconds, and the parent wants to hear from us before.
+    # Not at the top: importing torch takes seconds, and the first message should leave before.
     from worker.attention.interface import num_layers_begun
     from worker.worker import Worker
     from worker.worker_errors import StartupError
@@ -92,14 +92,14 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     return 0
 
 
-def _tell_stacks_when_asked() -> None:
-    """All threads, to stderr, from within the signal: also of a thread that waits in C for ever."""
-    faulthandler.enable()  # the same for a segmentation fault, before it ends us
+def _write_stacks_on_signal() -> None:
+    """Write all threads' stacks to stderr from the signal handler, even if a thread is stuck in C."""
+    faulthandler.enable()  # the same at a segmentation fault
     faulthandler.register(SIGNAL_FOR_STACKS, all_threads=True, chain=False)
 
 
 def _open_trace(path: str | None) -> StepTrace | None:
-    """A trace that cannot be written costs the trace, not the service."""
+    """Open the trace; one that cannot be opened is logged and does not stop the service."""
     if path is None:
         return None
     try:
@@ -136,7 +136,7 @@ def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Everything is closed: to take down modules and model object by object would take a second or two."""
+    """Exit at once, with everything closed: freeing modules and model one by one takes seconds."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

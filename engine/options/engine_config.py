@@ -1,7 +1,7 @@
-"""What runs: frozen, complete, printed once at start. Made from what the operator asked.
+"""The resolved configuration: frozen, complete, printed once at start. Made from the operator's options.
 
-Owns: what each open option comes to, and every check that needs no tensor library: so a mistake is told
-in a tenth of a second, not after the model was loaded.
+Owns: the resolution of each open option, and every check that needs no tensor library, so that a mistake is
+reported in a tenth of a second and not after the model was loaded.
 Never: downloads, measures memory (the worker does), or opens a port (server/http/listening.py).
 """
 
@@ -34,13 +34,13 @@ from worker.worker_errors import StartupError
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-# One that the device computes, and one that it finds when it is done.
+# One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine process needs to know. Travels to it as msgpack: JSON has no infinity."""
+    """The engine's configuration. Sent to its process as msgpack, since JSON has no infinity."""
 
     model_path: str
     """A checkpoint folder on this machine."""
@@ -51,9 +51,9 @@ class EngineConfig:
     max_prefill_tokens: int | None
     """Of a step. None: as many as the device computes best, which is known when the model is loaded."""
     time_limits: TimeLimits
-    """For requests that bring none of their own, or longer ones."""
+    """Upper bounds of the limits that requests ask for."""
     trace_file: str | None
-    """Where each step is written down."""
+    """File for the trace of steps; None: no trace."""
     log_format: LogFormat
     """The same in both processes."""
     max_queued_requests: int
@@ -65,13 +65,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP edge needs to know."""
+    """The server's configuration."""
 
     host: str
     port: int
     """0 until a free one is taken; the listening socket knows."""
     api_keys: tuple[str, ...] = field(repr=False)
-    """Those of --api-key; there may be more in the file that `edge` names."""
+    """Keys of --api-key; the file that `edge` names may hold more."""
     edge: EdgeConfig
     enable_admin: bool
     tool_call_parser: str
@@ -87,18 +87,18 @@ class ServerConfig:
     responses_store_ttl_s: float
     shutdown_timeout_s: float
     drain_delay_s: float
-    """For so long newcomers are served after probes were told that the server leaves."""
+    """Time for which requests are accepted after probes report the shutdown."""
     health_port: int | None
-    """Where a thread of its own answers probes too; None: nowhere."""
+    """One more port for probes, answered by a thread of its own; None: no such port."""
     log_level: str
     otlp_traces_endpoint: str | None
-    """Where spans go; None: there are none."""
+    """Address of the collector of spans; None: no spans."""
 
 
 def resolve(
     options: Options, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
+    """Check and resolve the options. Raises OptionError. `environment` names the hub cache."""
     edge = edge_config(options)
     _check_health_port(options)
     _check_limits(options)
@@ -321,7 +321,7 @@ def _check_device(options: Options) -> None:
 
 
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
-    """The checkpoint's folder, and the name it goes by unless the operator says otherwise."""
+    """Find the checkpoint's folder and its default name."""
     if model is None:
         return DEMO_MODEL, _DEMO_NAME
     folder = Path(model).expanduser()
@@ -340,7 +340,7 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
 
 
 def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
-    """The snapshot that the branch `main` stood at when it was downloaded.
+    """Find the snapshot of the branch `main` as it was downloaded.
 
     Source: the cache layout that huggingface_hub documents: models--ORG--NAME/refs, snapshots.
     """
@@ -375,7 +375,7 @@ def _check_checkpoint(folder: Path) -> None:
 
 
 def _check_checksums(path: str | None) -> None:
-    """Only the list: the files of the checkpoint are compared where they are read."""
+    """Check the list alone; the checkpoint's files are compared where they are read."""
     if path is None:
         return
     try:

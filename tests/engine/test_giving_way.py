@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine.errors import Overloaded
-from engine.frontend.active_requests import InFlight
+from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.waiting_calls import WaitingCalls
 from engine.options.engine_config import resolve
@@ -24,14 +24,14 @@ from tests.e2e.serving import running_server
 
 
 class Door:
-    """InFlight with a queue of four sequences, and everything that it sends."""
+    """ActiveRequests with a queue of four sequences, and everything that it sends."""
 
     def __init__(self, folder: Path, **options) -> None:
         asked = replace(Options(), model=str(folder), max_queued_requests=4, **options)
         config, _ = resolve(asked, environment={})
         self.metrics = EngineMetrics("tiny")
         self.sent: list = []
-        self.in_flight = InFlight(config, Tokenizer.load(folder), self.metrics, self.sent.append)
+        self.in_flight = ActiveRequests(config, Tokenizer.load(folder), self.metrics, self.sent.append)
 
     def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
         """Raises Overloaded."""

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import Overloaded
 from engine.text.chat_template import ChatTemplate
-from engine.text.encoding import Encoder
+from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import ChatOptions
 
 LONG = "a" * 100_000
@@ -35,10 +35,10 @@ def tokenizer() -> StuckOnLongTexts:
 
 
 @pytest.fixture
-def encoder(tokenizer: StuckOnLongTexts) -> Iterator[Encoder]:
+def encoder(tokenizer: StuckOnLongTexts) -> Iterator[TokenizerThreads]:
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, special_tokens={})
     stuck: Any = tokenizer
-    encoder = Encoder(stuck, template)
+    encoder = TokenizerThreads(stuck, template)
     yield encoder
     tokenizer.go_on.set()
     encoder.close()
@@ -48,7 +48,9 @@ def chat(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-async def test_short_texts_do_not_wait_for_long_ones(encoder: Encoder, tokenizer: StuckOnLongTexts) -> None:
+async def test_short_texts_do_not_wait_for_long_ones(
+    encoder: TokenizerThreads, tokenizer: StuckOnLongTexts
+) -> None:
     long_ones = [
         asyncio.create_task(each)
         for each in (
@@ -66,7 +68,7 @@ async def test_short_texts_do_not_wait_for_long_ones(encoder: Encoder, tokenizer
 
 
 async def test_too_many_long_texts_are_refused_and_short_ones_still_taken(
-    encoder: Encoder, tokenizer: StuckOnLongTexts
+    encoder: TokenizerThreads, tokenizer: StuckOnLongTexts
 ) -> None:
     waiting = [asyncio.create_task(encoder.encode(LONG)) for _ in range(32)]
     await asyncio.sleep(0)

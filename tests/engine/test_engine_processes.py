@@ -11,9 +11,8 @@ import pytest
 from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
 from engine.process_messages import ToClient
-from engine.processes import engine_processes as lives
-from engine.processes import supervisor
-from engine.processes.engine_processes import EngineLives
+from engine.processes import engine_processes, supervisor
+from engine.processes.engine_processes import EngineProcesses
 from tests.checkpoints import write_tokenizer
 
 _CHILD = """
@@ -36,12 +35,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
+    monkeypatch.setattr(engine_processes, "_FIRST_BACK_OFF_S", 0.01)
 
 
-def make_lives(
+def make_processes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, deaths: list[str], **changes: object
-) -> EngineLives:
+) -> EngineProcesses:
     """The child runs `body`."""
     script = folder / "child.py"
     script.write_text(_CHILD.format(body=body))
@@ -49,7 +48,7 @@ def make_lives(
     config, _ = resolve(read_options({"model": str(folder)}, {}), environment={})
 
     on_message = changes.get("on_message", lambda message: None)
-    return EngineLives(config, on_message=on_message, on_death=lambda death: deaths.append(death.what))
+    return EngineProcesses(config, on_message=on_message, on_death=lambda death: deaths.append(death.what))
 
 
 @pytest.mark.usefixtures("quick")
@@ -57,7 +56,7 @@ async def test_a_process_that_dies_again_and_again_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaths: list[str] = []
-    engine = make_lives(folder, monkeypatch, "sys.exit(3)", deaths)
+    engine = make_processes(folder, monkeypatch, "sys.exit(3)", deaths)
     gave_up = await asyncio.wait_for(engine.run(), 30)
     assert gave_up is not None
     assert gave_up.exit_code == 70
@@ -75,7 +74,7 @@ async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_si
         raise KeyError("planted")
 
     body = "side.send(Outputs([]))\ntime.sleep(60)"
-    engine = make_lives(folder, monkeypatch, body, deaths, on_message=explode)
+    engine = make_processes(folder, monkeypatch, body, deaths, on_message=explode)
     gave_up = await asyncio.wait_for(engine.run(), 30)
     assert gave_up is not None
     assert deaths == ["was killed by signal SIGKILL"] * 4
@@ -84,7 +83,7 @@ async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_si
 async def test_stopping_while_the_process_is_being_born_ends_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_lives(folder, monkeypatch, "time.sleep(60)", [])
+    engine = make_processes(folder, monkeypatch, "time.sleep(60)", [])
     living = asyncio.create_task(engine.run())
     await asyncio.sleep(0)
     await asyncio.wait_for(engine.stop(), 5)
@@ -92,9 +91,9 @@ async def test_stopping_while_the_process_is_being_born_ends_it(
 
 
 async def test_stopping_does_not_wait_for_the_back_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "_FIRST_BACK_OFF_S", 60.0)
+    monkeypatch.setattr(engine_processes, "_FIRST_BACK_OFF_S", 60.0)
     deaths: list[str] = []
-    engine = make_lives(folder, monkeypatch, "sys.exit(3)", deaths)
+    engine = make_processes(folder, monkeypatch, "sys.exit(3)", deaths)
     living = asyncio.create_task(engine.run())
     while not deaths:
         await asyncio.sleep(0.01)
@@ -109,7 +108,7 @@ async def test_a_folder_for_sockets_with_too_long_a_name_is_reported_and_leaves_
     long = folder / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    engine = make_lives(folder, monkeypatch, "", [])
+    engine = make_processes(folder, monkeypatch, "", [])
     gave_up = await asyncio.wait_for(engine.run(), 30)
     assert gave_up is not None
     assert "could not be started" in gave_up.what
@@ -128,7 +127,7 @@ async def test_messages_that_come_faster_than_they_are_sent_on_do_not_stop_the_o
         turns.append(turn)
 
     body = f"for _ in range({num_messages}): side.send(Outputs([]))\ntime.sleep(60)"
-    engine = make_lives(folder, monkeypatch, body, [], on_message=take)
+    engine = make_processes(folder, monkeypatch, body, [], on_message=take)
     running = asyncio.create_task(engine.run())
     async with asyncio.timeout(30):
         while len(turns) < num_messages:
@@ -152,8 +151,8 @@ async def test_all_that_a_process_said_before_it_died_is_taken_in_however_long_t
         taken.append(message)
 
     body = f"for _ in range({num_messages}): side.send(Outputs([]))\nside.close()\nsys.exit(3)"
-    engine = make_lives(folder, monkeypatch, body, [], on_message=take)
+    engine = make_processes(folder, monkeypatch, body, [], on_message=take)
     monkeypatch.setattr(engine, "_on_death", lambda _: num_taken_at_death.append(len(taken)))
-    engine.no_more_lives()
+    engine.stop_replacing()
     assert await asyncio.wait_for(engine.run(), 30) is not None
     assert num_taken_at_death == [num_messages]

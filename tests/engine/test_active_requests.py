@@ -53,7 +53,7 @@ class Hall:
         if operation == "ask":
             self._ask(priority=first, n=second)
         elif operation == "die":
-            self.in_flight.outlive_engine()
+            self.in_flight.engine_died()
         elif operation == "replay":
             self.in_flight.replay()
         elif self.lives:
@@ -94,11 +94,11 @@ async def test_no_place_in_the_queue_is_lost_or_given_twice(tiny_model: Path) ->
         hall = Hall(tiny_model)
         for operation in history:
             hall.play(*operation)
-            assert hall.in_flight._admission.num_queued >= 0
-            assert hall.in_flight._admission.num_queued_tokens >= 0
+            assert hall.in_flight._queue_limits.num_queued >= 0
+            assert hall.in_flight._queue_limits.num_queued_tokens >= 0
         hall.close()
-        assert hall.in_flight._admission.num_queued == 0
-        assert hall.in_flight._admission.num_queued_tokens == 0
+        assert hall.in_flight._queue_limits.num_queued == 0
+        assert hall.in_flight._queue_limits.num_queued_tokens == 0
         assert not hall.in_flight._tenant_tokens._num_queued
         assert not len(hall.in_flight._waiting)
         assert not hall.in_flight._by_sequence
@@ -112,7 +112,7 @@ async def test_one_that_is_complete_is_read_to_its_end_whatever_becomes_of_the_e
     for live in (done, cut):
         door.begin(live)
     finish(door, done, FinishReason.LENGTH)
-    door.in_flight.outlive_engine()
+    door.in_flight.engine_died()
     door.in_flight.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
     (output,) = done.take()
     assert output.finish_reason is FinishReason.LENGTH
@@ -128,7 +128,7 @@ async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
     (live,) = door.ask("a", 0)
     if is_aborted_first:
         finish(door, live, FinishReason.ABORTED)
-    door.in_flight.outlive_engine()
+    door.in_flight.engine_died()
     if not is_aborted_first:
         door.in_flight.abort(live, EOS)
     door.sent.clear()

@@ -1,7 +1,7 @@
-"""Prompts and conversations to token ids and back, beside the event loop.
+"""Threads that render and tokenize text beside the event loop, which takes seconds for megabytes of text.
 
-Owns: the bounded threads in which text is rendered and tokenized: seconds, for megabytes of text; so long
-texts have a thread of their own, and short ones never wait for them.
+Owns: the threads and the bounds on waiting texts. Long texts have a thread of their own, so short ones
+never wait for them.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from engine.errors import Overloaded, OverloadReason
-from engine.text.bad_words import token_sequences
 from engine.text.chat_template import ChatTemplate, FinalMessage
 from engine.text.infill import encode_infill
 from engine.text.tokenizer import SpecialTokens, Tokenizer
@@ -19,11 +18,11 @@ from engine.types import ChatOptions, TextCut, TokenizedText
 ResultT = TypeVar("ResultT")
 
 _LONG_CHARS = 64 * 1024
-"""A tenth of a second's work, most of the time."""
+"""About a tenth of a second of tokenizing."""
 
 
 class _Lane:
-    """So many threads, and a bound on what waits for them."""
+    """A pool of threads with a bound on the texts that run and wait."""
 
     def __init__(self, name: str, *, num_threads: int, max_under_way: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -31,7 +30,7 @@ class _Lane:
         self._num_under_way = 0
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Raises Overloaded, and what `work` raises."""
+        """Run `work` in a thread. Raises Overloaded, and the errors of `work`."""
         if self._num_under_way >= self._max_under_way:
             raise Overloaded(
                 "too many prompts are being tokenized; try again later",
@@ -48,8 +47,11 @@ class _Lane:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Encoder:
-    """Raises RequestRejected for text that has no tokens, Overloaded if too many texts wait."""
+class TokenizerThreads:
+    """Tokenizer and chat template, run in threads.
+
+    Methods raise RequestRejected for text that has no tokens, Overloaded if too many texts wait.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -78,7 +80,7 @@ class Encoder:
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_plain(text, param="prompt"))
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        return await self._short.run(lambda: token_sequences(words, self._tokenizer))
+        return await self._short.run(lambda: self._tokenizer.encode_bad_words(words))
 
     async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
         lane = self._lane(len(prefix) + len(suffix))

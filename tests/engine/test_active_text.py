@@ -11,7 +11,7 @@ from engine.errors import (
     RequestFailed,
     RequestRejected,
 )
-from engine.frontend.active_text import LiveRequest
+from engine.frontend.active_text import ActiveText
 from engine.text.tokenizer import SpecialTokens
 from engine.types import GenerationRequest
 from scheduler.messages import (
@@ -28,14 +28,14 @@ TOKENIZER = byte_level()
 EOS = (0,)
 
 
-def live_request(*, n: int = 1, **changes: object) -> LiveRequest:
+def live_request(*, n: int = 1, **changes: object) -> ActiveText:
     request = GenerationRequest(
         request_id="r", prompt_token_ids=(1, 2), params=SamplingParams(), n=n, **changes
     )
-    return LiveRequest(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
+    return ActiveText(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
 
 
-def feed(live: LiveRequest, text: str, *, index: int = 0, end: FinishReason | None = None) -> None:
+def feed(live: ActiveText, text: str, *, index: int = 0, end: FinishReason | None = None) -> None:
     ids = TOKENIZER.encode_rendered_chat(text)
     for place, token_id in enumerate(ids):
         reason = end if place == len(ids) - 1 else None
@@ -161,11 +161,11 @@ def of_prompt(*token_ids: int) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(token_id, -1.0, 1, ((token_id, -1.0),)) for token_id in token_ids)
 
 
-def scored_request(n: int = 1) -> LiveRequest:
+def scored_request(n: int = 1) -> ActiveText:
     """Its prompt has four tokens, of which three have log-probabilities."""
     params = SamplingParams(num_prompt_logprobs=1)
     request = GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3, 4), params=params, n=n)
-    return LiveRequest(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
+    return ActiveText(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
 
 
 async def test_a_reply_begins_with_all_logprobs_of_its_prompt() -> None:
