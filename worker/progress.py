@@ -50,26 +50,26 @@ class LoadStage:
     """Present phase of a load. Written by the thread that loads, read by the one that reports."""
 
     def __init__(self) -> None:
-        # One tuple, replaced whole: the reader never sees one stage with the bytes of another.
+        # One tuple, replaced whole: the reader never sees one phase with the bytes of another.
         self._now = (LoadPhase.STARTING, 0, 0)
 
-    def enter(self, stage: LoadPhase, *, total_bytes: int = 0) -> None:
+    def enter(self, phase: LoadPhase, *, total_bytes: int = 0) -> None:
         """Go on to a phase that counts `total_bytes`, or none."""
-        self._now = (stage, 0, total_bytes)
+        self._now = (phase, 0, total_bytes)
 
     def count(self, num_bytes: int) -> None:
-        stage, done_bytes, total_bytes = self._now
-        self._now = (stage, done_bytes + num_bytes, total_bytes)
+        phase, done_bytes, total_bytes = self._now
+        self._now = (phase, done_bytes + num_bytes, total_bytes)
 
     def progress(self, elapsed_s: float) -> LoadProgress:
-        stage, done_bytes, total_bytes = self._now
+        phase, done_bytes, total_bytes = self._now
         return LoadProgress(
-            stage=stage.value,
+            stage=phase.value,
             done_bytes=done_bytes,
             total_bytes=total_bytes,
             elapsed_s=elapsed_s,
-            share_before=_SHARES_BEFORE[stage],
-            share=_SHARES[stage],
+            share_before=_SHARES_BEFORE[phase],
+            share=_SHARES[phase],
         )
 
 

@@ -49,13 +49,13 @@ class Draw:
     """Random number and limits of one row."""
 
     uniform: float
-    """In [0, 1)."""
+    """Random number in [0, 1)."""
     temperature: float
     min_p: float
     top_k: int
-    """0 keeps all."""
+    """Tokens to keep; 0 keeps all."""
     top_p: float
-    """From LEAST_TOP_P; 1 keeps all."""
+    """Share of the mass to keep, from LEAST_TOP_P; 1 keeps all."""
 
     @property
     def is_truncated(self) -> bool:
@@ -106,7 +106,7 @@ def _column(values: Sequence[float], *, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_blocks(weights_NW: torch.Tensor) -> torch.Tensor:
-    """Mass of each block, [N, B] in float64."""
+    """Sum up the mass of each block, [N, B] in float64."""
     return weights_NW.view(len(weights_NW), -1, BLOCK).sum(-1, dtype=torch.float64)
 
 
@@ -176,7 +176,7 @@ def _draw_among_heaviest(
 
 
 def _heaviest(weights_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The heaviest tokens of each row, weights and ids, heaviest first, equals by id."""
+    """Select the heaviest tokens of each row, weights and ids, heaviest first, equals by id."""
     weights_NK, ids_NK = weights_NW.topk(_NUM_CANDIDATES, sorted=False)
     # topk leaves the order of equals open. The bits of a non-negative float sort like the float, so
     # weight and id make one integer key, and one sort makes a total order.

@@ -57,7 +57,7 @@ class RowGrammar:
 
 
 class Grammars:
-    """Factory of rows with grammars. The first row opens the tokenizer; the first large mask, threads."""
+    """Factory of rows with grammars; opens the tokenizer and starts threads when first needed."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder = folder

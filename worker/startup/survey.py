@@ -72,7 +72,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Fi
         return Finding(
             topic="memory",
             verdict=Verdict.WARNING,
-            what=f"{weights}; how much KV cache fits cannot be told without loading this family",
+            what=f"{weights}; how much KV cache fits is not known without loading this family",
             fix="start the server: it measures, and says what does not fit",
         )
     except FamilyRefused as refused:

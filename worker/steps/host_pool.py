@@ -38,7 +38,7 @@ CopyRows = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class HostPool:
-    """Host pool of one worker. Without swap space it has no blocks, and refuses every copy."""
+    """Host pool of one worker. Without swap space it has no blocks, and refuses every swap."""
 
     def __init__(self, swap_bytes: int, cache: KVCache, device: Device) -> None:
         """Allocate. Raises StartupError, with numbers, for a swap space that is too large or too small."""
