@@ -26,7 +26,7 @@ from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import TokenizerError
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.checksums import Checksums
-from worker.findings import Finding, Verdict
+from worker.doctor_findings import Finding, Verdict
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 

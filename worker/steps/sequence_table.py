@@ -1,7 +1,7 @@
-"""What a plan changes before anything is computed, whatever is computed then.
+"""The worker's sequences, and a plan's changes to them before a step is computed.
 
-Owns: the order: release, copy, add, grow; and who fails because a block of theirs did not arrive.
-Never: decides; a plan that is wrong about one sequence fails that one.
+Owns: the order: release, copy, add, grow; the failure of a sequence whose blocks did not arrive.
+Never: decides; a plan that is wrong about one sequence fails that sequence.
 """
 
 from typing import Protocol
@@ -11,8 +11,8 @@ from worker.steps.row_table import RowTable
 from worker.worker_errors import SequenceRefused
 
 
-class Table(Protocol):
-    """The sequences that a worker knows, and the blocks that are theirs."""
+class SequenceTable(Protocol):
+    """Sequences that a worker knows, and their blocks."""
 
     rows: RowTable
 
@@ -20,17 +20,17 @@ class Table(Protocol):
         """Carry out the plan's copies. Returns the blocks whose content did not arrive, with the reason."""
 
     def add(self, new: NewSequence) -> None:
-        """Raises SequenceRefused."""
+        """Admit a sequence. Raises SequenceRefused."""
 
     def release(self, sequence_id: SequenceId) -> None:
-        """Forget it; a sequence that is not known is passed over."""
+        """Forget a sequence; an unknown one is ignored."""
 
 
-def apply_changes(plan: SchedulerOutput, table: Table, failures: dict[SequenceId, str]) -> None:
-    """Bring the table to what the plan computes on. Explains in `failures` who cannot be in it."""
+def apply_changes(plan: SchedulerOutput, table: SequenceTable, failures: dict[SequenceId, str]) -> None:
+    """Bring the table to the state that the plan computes on; sequences that cannot get there fail."""
     for sequence_id in plan.released:
         table.release(sequence_id)
-    # Before anything else is written: blocks that go out may belong to others from this step on.
+    # Before any other write: blocks that are swapped out may belong to other sequences from this step on.
     lost_blocks = table.copy_blocks(plan)
     for new in plan.new_sequences:
         # A step that failed half-way may have left a row behind.
