@@ -44,7 +44,7 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.scheduler import Outputs as OutputsByClient
 from scheduler.sequence import Sequence
-from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
+from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
 from worker.worker_errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class EngineLoop:
             self._note(later.plan, later.planned_s)
 
     def _make_again(self, plan: SchedulerOutput) -> OutputsByClient:
-        outputs = self._scheduler.take_back(_TOO_LITTLE_MEMORY)
+        outputs = self._scheduler.roll_back(_TOO_LITTLE_MEMORY)
         told = (output for news in outputs.values() for output in news)
         has_failed = any(output.finish_reason is FinishReason.FAILED for output in told)
         if has_failed and plan.num_scheduled_tokens <= SMALLEST_CHUNK_TOKENS:
