@@ -125,7 +125,7 @@ class SchedulerOptions:
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
     max_encoder_tokens: int = 0
-    """Of a step, for the encoder inputs of prompts; 0: no prompt has any."""
+    """Most encoder tokens of a step, for inputs of prompts; 0: no prompt has any."""
     encoder_cache_tokens: int = 0
     """Room for encoder outputs that wait for their positions to be computed, in tokens."""
     max_adapters: int = 0
@@ -161,7 +161,7 @@ class SchedulerConfig(SchedulerOptions):
     max_model_len: int
     """Prompt and generated tokens of one sequence together."""
     max_prefill_tokens: int = 0
-    """As in the options; 0 is no limit."""
+    """Limit as in the options, decided; 0 is none."""
     sliding_window: int | None = None
     """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
     num_host_blocks: int = 0

@@ -132,7 +132,7 @@ class Sequence:
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_reported_positions = 0  # of the prompt, whose log-probabilities the client has
+        self.num_reported_positions = 0  # of the prompt: the client has their log-probabilities
         self.block_ids: list[BlockId] = []
         self.num_passed_blocks = 0  # of these, passed by a sliding window: 0 stands in their place
         self.num_slots = 0  # len(block_ids) * block_size
@@ -144,7 +144,7 @@ class Sequence:
     def reads_prefix_cache(self) -> bool:
         """Whether its prompt may come from the prefix cache.
 
-        Nothing is asked of each position, or all was reported.
+        Not while log-probabilities, or hidden states, of each position are still to be reported.
         """
         if self.prompt_computation is PromptComputation.REUSING:
             return True

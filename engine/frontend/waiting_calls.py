@@ -108,7 +108,9 @@ class WaitingCalls(Generic[WaitingT]):
         return self._largest_backlog_first(list(calls)) if self._is_fair else calls
 
     def _largest_backlog_first(self, calls: list[Call[WaitingT]]) -> Iterator[Call[WaitingT]]:
-        """Inside each priority the last call of the tenant that has most to be served.
+        """Reorder calls.
+
+        Inside each priority, the last call of the tenant that has most to be served comes first.
 
         Tenants that wait get equal service, so this one's last call is the last to be served. The counters of
         the service that they had are the scheduler's, in another process, and not far apart.

@@ -284,7 +284,7 @@ class KVCacheManager:
 
         A plan copies out before it writes, so their content is still there.
 
-        If they are too many for a step, those that were used last are kept.
+        If they are too many for a step, the ones that were used last are kept.
         """
         most = min(self._max_kept, self.swap_space.num_free)
         copies = []

@@ -69,7 +69,7 @@ class PrefixCache:
         self.publish(key, block)
 
     def forget(self, block: BlockId) -> bytes | None:
-        """Remove a block whose content is about to change, or was never written.
+        """Remove a block: its content is about to change, or was never written.
 
         Returns its key, if it had one.
         """

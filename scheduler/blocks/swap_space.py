@@ -1,7 +1,7 @@
 """Swap space: host memory for KV blocks of preempted sequences, and of cached prefixes that left the device.
 
 Owns: which host blocks a preempted sequence holds, what content the others keep, and which is reused next.
-Never: contents; the plan's copies move those.
+Never: moves contents; the plan's copies do.
 Source: block_pool.py and prefix_cache.py once more, for the host: a block without a holder may keep content
 that is found by its key, until the block is needed.
 
@@ -37,11 +37,6 @@ class SwapSpace:
     def num_used(self) -> int:
         """Blocks that preempted sequences hold, between two plans."""
         return self._pool.num_used
-
-    @property
-    def num_kept(self) -> int:
-        """Blocks whose content can be found by its key."""
-        return len(self._kept)
 
     @property
     def num_changes(self) -> int:

@@ -88,7 +88,7 @@ class TenantLedger:
     def _forget_the_idle(self) -> None:
         """Drop idle tenants that `join` would lift anyway.
 
-        And all idle ones, should there still be too many.
+        All idle ones are dropped, should there still be too many.
         """
         floor = self._least_of_the_active()
         kept = {
@@ -169,9 +169,9 @@ class _PriorityLevel:
 
 
 class FairWaitingQueue:
-    """Waiting queue with the interface of WaitingQueue.
+    """Waiting queue by levels of priority, inside them the least served tenant first.
 
-    Levels of priority, inside them the least served tenant.
+    Its interface is WaitingQueue's.
     """
 
     def __init__(self, order: OrderOfService, ledger: TenantLedger) -> None:

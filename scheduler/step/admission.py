@@ -1,6 +1,6 @@
 """Admission: which waiting sequences join a step, and what the others wait for.
 
-Owns: the sequence of admissions, bounded bypass, and what is noted when a sequence starts.
+Owns: the order of admissions, bounded bypass, and what is noted when a sequence starts.
 Never: serves the running queue (planner.py), or chooses victims and preempts them (preemption.py).
 """
 
@@ -161,7 +161,7 @@ class Admission:
         return adapter in in_use or len(in_use) < self._config.max_adapters
 
     def _memory_state(self) -> tuple[int, ...]:
-        """All that decides whether any waiting sequence fits."""
+        """Facts that decide whether any waiting sequence fits."""
         waiting = self._queues.waiting
         head = waiting.peek().admission if len(waiting) else 0
         return (

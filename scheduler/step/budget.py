@@ -51,7 +51,7 @@ class StepLimit:
             self.max_tokens = min(2 * self.max_tokens, self._most_tokens)
 
     def did_not_fit(self, num_tokens: int) -> None:
-        """Note a step of `num_tokens` that did not."""
+        """Note a step of `num_tokens` that found too little."""
         self._num_that_fitted = 0
         self.max_tokens = max(min(self.max_tokens, num_tokens) // 2, 1)
 

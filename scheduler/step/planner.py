@@ -5,7 +5,7 @@ Never: chooses among the waiting (admission.py), sizes a share (token_shares.py)
 step, or ends a sequence (scheduler.py).
 
 The running queue is kept in order of rank. It is served from the front; a sequence that lacks a block takes
-those of the back. So the worst pays first:
+blocks of the back. So the worst pays first:
 
     served -->                               <-- preempted
     [ best, ..., here, ........, worse, worst ]

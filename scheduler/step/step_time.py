@@ -46,10 +46,8 @@ class StepTimeModel:
     def _without_hiccup(self, num_tokens: int, seconds: float) -> float:
         """Duration to learn from. A step much slower than expected counts as somewhat slower.
 
-        One page-in must not
-        bend the line.
-
-        A machine that has really become slower is believed all the same, after a few steps.
+        One page-in must not bend the line. A machine that has really become slower is believed all the same,
+        after a few steps.
         """
         if self.slope_s is None:
             return seconds

@@ -250,7 +250,7 @@ def test_the_queue_gives_way_in_the_reverse_of_the_order_in_which_the_scheduler_
         world.add(make_sequence(number, [1], max_tokens=1, priority=priority, time_limits=limits))
         terms = terms_of(priority, arrived_s=world.now_s, time_limit_s=limits.nearest_s)
         calls.append((number, terms))
-        world.now_s += 3.0
+        world.now_s += 30.0
     world.run()
     assert leaving(queue_of(*calls, **options)) == list(reversed(world.ended))
 

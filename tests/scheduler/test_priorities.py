@@ -272,3 +272,15 @@ def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
     assert world.scheduler.get_request_counts() == (1, 0, 0)
     assert len(world.scheduler._queues.waiting._heap) < 100
+
+
+@pytest.mark.parametrize("priority", [0, 9])
+def test_in_order_of_arrival_the_cheapest_victim_is_chosen_whatever_priorities_requests_have(
+    priority: int,
+) -> None:
+    world = World(small_config(num_blocks=6, max_num_batched_tokens=32))
+    world.add(make_sequence(1, prompt(8, 1), max_tokens=9))
+    world.add(make_sequence(2, prompt(3, 2), max_tokens=9))
+    world.add(make_sequence(3, prompt(9, 3), max_tokens=9, priority=priority))
+    world.step()
+    assert [preemption.sequence_id for preemption in world.step().preemptions] == [2]
