@@ -13,6 +13,7 @@ with arrival. So a request of priority p waits behind later ones of priority q <
 aging_s; still later ones have a later deadline than its own.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from math import inf, isinf
 from typing import NamedTuple, Protocol, TypeVar
@@ -59,30 +60,61 @@ RankedT = TypeVar("RankedT", bound=Ranked)
 _SortKey = Callable[[Standing], Rank]
 
 
-class OrderOfService:
-    """First come, first served: all requests are equals, and none takes the place of another."""
+class OrderOfService(ABC):
+    """Order of one policy. Unless a policy says otherwise all requests are equals."""
 
-    ranks_by_priority = False
+    displaces = False
+    """Whether a request may ever take the place of another."""
 
     def __init__(self, among_equals: _SortKey) -> None:
         self._among_equals = among_equals
 
+    @abstractmethod
     def rank(self, standing: Standing) -> Rank:
         """Sort key, best first. No two requests have the same one."""
-        return self._among_equals(standing)
 
-    def level(self, priority: int) -> int:
+    def level(self, priority: int) -> int:  # noqa: ARG002
         """Group of equals that a priority belongs to; fairness between tenants holds inside each."""
-        return priority if self.ranks_by_priority else 0
+        return 0
 
-    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:
+    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:  # noqa: ARG002
         """Requests whose place `newcomer` may take, the one that is served last first.
 
-        `line` is in order of rank. Only what is strictly less urgent gives way, by priority and by rank: two
-        of one priority never displace each other.
+        `line` is in order of rank.
         """
-        if not self.ranks_by_priority:
-            return
+        return iter(())
+
+    def equals_of_last(self, line: Sequence[RankedT]) -> list[RankedT]:
+        """Requests of `line`, in order of rank, that are as little urgent as its last.
+
+        One of them gives way when a better one needs room to grow.
+        """
+        return list(line)
+
+
+class FirstComeFirstServed(OrderOfService):
+    """No request takes the place of another."""
+
+    def rank(self, standing: Standing) -> Rank:
+        return self._among_equals(standing)
+
+
+class StrictPriority(OrderOfService):
+    """A more urgent request always comes first."""
+
+    displaces = True
+
+    def rank(self, standing: Standing) -> Rank:
+        return (standing.priority, *self._among_equals(standing))
+
+    def level(self, priority: int) -> int:
+        return priority
+
+    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:
+        """Requests that are strictly less urgent, by priority and by rank, the one that is served last first.
+
+        Two requests of one priority never displace each other.
+        """
         priority, rank = newcomer.priority, newcomer.rank
         for each in reversed(line):
             if each.rank < rank:
@@ -91,29 +123,12 @@ class OrderOfService:
                 yield each
 
     def equals_of_last(self, line: Sequence[RankedT]) -> list[RankedT]:
-        """Requests of `line`, in order of rank, that are as little urgent as its last.
-
-        One of them gives way.
-        """
-        if not self.ranks_by_priority:
-            return list(line)
         last = line[-1].priority
         return [each for each in line if each.priority == last]
 
 
-class StrictPriority(OrderOfService):
-    """A more urgent request always comes first."""
-
-    ranks_by_priority = True
-
-    def rank(self, standing: Standing) -> Rank:
-        return (standing.priority, *self._among_equals(standing))
-
-
-class AgingPriority(OrderOfService):
+class AgingPriority(StrictPriority):
     """A level of priority is a head start of `aging_s` seconds, so that no request waits for ever."""
-
-    ranks_by_priority = True
 
     def __init__(self, among_equals: _SortKey, *, aging_s: float) -> None:
         super().__init__(among_equals)
@@ -129,7 +144,7 @@ def order_of_service(options: SchedulerOptions) -> OrderOfService:
     is_by_deadline = options.order_among_equals is OrderAmongEquals.DEADLINE
     among_equals = _nearest_deadline if is_by_deadline else _arrival
     if options.policy is SchedulingPolicy.FCFS:
-        return OrderOfService(among_equals)
+        return FirstComeFirstServed(among_equals)
     if isinf(options.priority_aging_s):
         return StrictPriority(among_equals)
     return AgingPriority(among_equals, aging_s=options.priority_aging_s)

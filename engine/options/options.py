@@ -13,6 +13,7 @@ from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
 
@@ -191,7 +192,7 @@ class Options(EdgeOptions):
     )
     scheduling_policy: str = _option(
         Group.SCHEDULER,
-        Choice(words=("fcfs", "priority")),
+        Choice(words=tuple(each.value for each in SchedulingPolicy)),
         "fcfs serves in order of arrival; priority serves lower `priority` values first and may preempt.",
         default="fcfs",
     )
@@ -205,7 +206,7 @@ class Options(EdgeOptions):
     )
     order_among_equals: str = _option(
         Group.SCHEDULER,
-        Choice(words=("arrival", "deadline")),
+        Choice(words=tuple(each.value for each in OrderAmongEquals)),
         "Who of equal priority comes first: the earlier, or the one whose nearest time limit runs out first "
         "(those without a limit last).",
         default="arrival",

@@ -53,7 +53,7 @@ class Planner:
         self._preemptor = Preemptor(state, shares, self._step_time)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._has_window = self._kv.attended.is_limited
-        self._may_displace = state.order.ranks_by_priority and self._config.displacement is Displacement.ON
+        self._may_displace = state.order.displaces and self._config.displacement is Displacement.ON
 
     @property
     def wait_reason(self) -> WaitReason:
