@@ -1,4 +1,4 @@
-"""What is simulated: the scheduler's configuration, how long steps take, how many replicas, how much load.
+"""Setup of a simulation: the scheduler's configuration, the duration of steps, replicas, load.
 
 Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
 field of SchedulerConfig may stand there under its own name, and load, replicas and router.

@@ -44,7 +44,7 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.scheduler import Outputs as OutputsByClient
 from scheduler.sequence import Sequence
-from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
+from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
 from worker.worker_errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class EngineLoop:
             self._trace_step(later.plan, later.planned_s)
 
     def _retry_in_parts(self, plan: SchedulerOutput) -> OutputsByClient:
-        outputs = self._scheduler.take_back(_TOO_LITTLE_MEMORY)
+        outputs = self._scheduler.roll_back(_TOO_LITTLE_MEMORY)
         ends = (output.finish_reason for of_client in outputs.values() for output in of_client)
         has_failed = FinishReason.FAILED in ends
         if has_failed and plan.num_scheduled_tokens <= SMALLEST_CHUNK_TOKENS:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from math import inf
 
 from engine.errors import (
     DeadlineExceeded,
@@ -26,12 +25,11 @@ from engine.frontend.active_text import ActiveText
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.queue_limits import QueueLimits, TenantTokens
 from engine.frontend.replay import ReplayQueue, remaining_limits
-from engine.frontend.waiting_calls import Call, WaitingCalls
+from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
-from scheduler.config import SchedulingPolicy
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, SequenceStart
 
 log = logging.getLogger(__name__)
@@ -58,8 +56,7 @@ class ActiveRequests:
             max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
         )
         self._tenant_tokens = TenantTokens()
-        self._gives_way = config.scheduler.policy is SchedulingPolicy.PRIORITY
-        self._waiting: WaitingCalls[AnyActive] = WaitingCalls(aging_s=config.scheduler.priority_aging_s)
+        self._waiting: WaitingCalls[AnyActive] = WaitingCalls(config.scheduler)
         self._next_id = 1
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
@@ -83,10 +80,13 @@ class ActiveRequests:
         if self._queue_limits.has_room(1, 1):
             return
         now_s = time.monotonic()
-        if self._gives_way:
-            rank = -inf if priority is None else self._waiting.rank(priority, arrived_s=now_s)
-            if self._giving_way(1, 1, rank):
-                return
+        terms = None
+        if priority is not None:
+            terms = CallTerms(
+                priority=priority, tenant="", arrived_s=now_s, time_limit_s=self._limits.nearest_s
+            )
+        if self._giving_way(1, 1, terms):
+            return
         with self._metrics.counting_refusals():
             raise self._queue_limits.refusal(1, now_s=now_s)
 
@@ -217,9 +217,8 @@ class ActiveRequests:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
         self._require_tenants_room(requests, num_tokens, now_s)
-        if self._gives_way and not self._queue_limits.has_room(num_sequences, num_tokens):
-            rank = self._waiting.rank(_priority(requests), arrived_s=now_s)
-            self._make_room(num_sequences, num_tokens, rank, now_s)
+        if not self._queue_limits.has_room(num_sequences, num_tokens):
+            self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s))
         with self._metrics.counting_refusals():
             self._queue_limits.admit(num_sequences, num_tokens, now_s=now_s)
         if requests:
@@ -238,12 +237,12 @@ class ActiveRequests:
                     retry_after_s=self._queue_limits.retry_after_s(now_s=now_s),
                 )
 
-    def _make_room(self, num_sequences: int, num_tokens: int, rank: float, now_s: float) -> None:
-        """Displace the requests that would be served last, if that makes room for a new one of this rank."""
-        leaving = self._giving_way(num_sequences, num_tokens, rank)
+    def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> None:
+        """Displace the calls that would be served last, if that makes room for a new one."""
+        leaving = self._giving_way(num_sequences, num_tokens, terms)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
-            retry_after_s=self._queue_limits.retry_after_s(now_s=now_s),
+            retry_after_s=self._queue_limits.retry_after_s(now_s=terms.arrived_s),
             reason=OverloadReason.DISPLACED,
         )
         for call in leaving:
@@ -252,11 +251,13 @@ class ActiveRequests:
                 active.fail(error)
                 self.leave(active)
 
-    def _giving_way(self, num_sequences: int, num_tokens: int, rank: float) -> list[Call[AnyActive]]:
+    def _giving_way(
+        self, num_sequences: int, num_tokens: int, terms: CallTerms | None
+    ) -> list[Call[AnyActive]]:
         """List the calls to displace; empty if even that would not make room."""
         leaving: list[Call[AnyActive]] = []
         freed_sequences = freed_tokens = 0
-        for call in self._waiting.worse_than(rank):
+        for call in self._waiting.giving_way(terms, next_id=self._next_id):
             leaving.append(call)
             freed_sequences += call.num_sequences
             freed_tokens += call.num_tokens
@@ -265,6 +266,19 @@ class ActiveRequests:
             ):
                 return leaving
         return []
+
+    def _call_terms(
+        self, requests: Sequence[GenerationRequest | PoolingRequest], arrived_s: float
+    ) -> CallTerms:
+        """Return the terms of a call, which are its most urgent request's."""
+        terms = [request.terms for request in requests]
+        limits = (each.time_limits.nearest_s for each in terms)
+        return CallTerms(
+            priority=min((each.priority for each in terms), default=0),
+            tenant=terms[0].tenant if terms else "",
+            arrived_s=arrived_s,
+            time_limit_s=min([self._limits.nearest_s, *limits]),
+        )
 
     def _new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self._next_id + index) for index in range(num))
@@ -281,9 +295,8 @@ class ActiveRequests:
         try:
             for active in admitted:
                 self._send(self._message(active))
-            self._waiting.add(
-                admitted, _priority([active.request for active in admitted]), arrived_s=admitted[0].arrived_s
-            )
+            terms = self._call_terms([active.request for active in admitted], admitted[0].arrived_s)
+            self._waiting.add(admitted, terms)
         except BaseException:  # requests that cannot be sent must not stay behind
             for active in admitted:
                 self.leave(active)
@@ -355,8 +368,3 @@ class ActiveRequests:
         if output.finish_reason is None:  # a stop string, which only this process can see
             ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
             self._send(ended)
-
-
-def _priority(requests: Sequence[GenerationRequest | PoolingRequest]) -> int:
-    """Return the priority of the most urgent request of a call."""
-    return min((request.terms.priority for request in requests), default=0)

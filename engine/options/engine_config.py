@@ -23,7 +23,7 @@ from scheduler.config import (
     OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
-    SchedulerConfig,
+    SchedulerOptions,
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
@@ -46,10 +46,7 @@ class EngineConfig:
     """A checkpoint folder on this machine."""
     served_names: tuple[str, ...]
     """Names that requests may use; replies report the first."""
-    scheduler: SchedulerConfig
-    """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
-    max_prefill_tokens: int | None
-    """Of a step. None: as many as the device computes best, which is known when the model is loaded."""
+    scheduler: SchedulerOptions
     time_limits: TimeLimits
     """Upper bounds of the limits that requests ask for."""
     trace_file: str | None
@@ -135,8 +132,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     return EngineConfig(
         model_path=str(folder),
         served_names=options.served_model_name or (name,),
-        scheduler=_scheduler_config(options),
-        max_prefill_tokens=options.max_prefill_tokens,
+        scheduler=_scheduler_options(options),
         time_limits=TimeLimits(
             queue_s=_or_no_limit(options.queue_timeout),
             first_token_s=_or_no_limit(options.first_token_timeout),
@@ -171,11 +167,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     )
 
 
-def _scheduler_config(options: Options) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_blocks=1,  # this and the next two: engine/core/process.py, once the model is loaded
-        block_size=1,
-        max_model_len=1,
+def _scheduler_options(options: Options) -> SchedulerOptions:
+    return SchedulerOptions(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         policy=SchedulingPolicy(options.scheduling_policy),
@@ -192,6 +185,7 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
         target_itl_s=_or_no_limit(options.target_itl),
+        max_prefill_tokens=options.max_prefill_tokens,
         max_chunk_tokens=options.long_prefill_token_threshold,
         max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
     )

@@ -13,6 +13,7 @@ from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
 
@@ -190,7 +191,7 @@ class Options(EdgeOptions):
     )
     scheduling_policy: str = _option(
         Group.SCHEDULER,
-        Choice(words=("fcfs", "priority")),
+        Choice(words=tuple(each.value for each in SchedulingPolicy)),
         "fcfs serves in order of arrival; priority serves lower `priority` values first and may preempt.",
         default="fcfs",
     )
@@ -204,7 +205,7 @@ class Options(EdgeOptions):
     )
     order_among_equals: str = _option(
         Group.SCHEDULER,
-        Choice(words=("arrival", "deadline")),
+        Choice(words=tuple(each.value for each in OrderAmongEquals)),
         "Order of requests of equal priority: by arrival, or by the time limit that runs out first (requests "
         "without a limit last).",
         default="arrival",

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -154,4 +154,4 @@ def test_a_variant_that_does_not_exist_says_what_there_is(text: str, message: st
 
 def test_every_number_and_choice_of_the_scheduler_can_be_set() -> None:
     known = {"num_blocks", "max_num_seqs", "policy", "prefix_caching", "watermark", "priority_aging_s"}
-    assert known <= set(settable_fields()) <= set(SchedulerConfig.__slots__)
+    assert known <= set(settable_fields()) <= {each.name for each in fields(SchedulerConfig)}

@@ -145,7 +145,7 @@ class Run:
         while self._under_way:
             plan, launched = self._under_way.popleft()
             if launched is None:
-                self._take(self._scheduler.take_back("too little memory"))
+                self._take(self._scheduler.roll_back("too little memory"))
                 return
             self._take(self._scheduler.update_from_output(plan, launched.result()))
             if is_last_launched:

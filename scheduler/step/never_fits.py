@@ -1,6 +1,7 @@
-"""What can never be served, whatever is freed: said at once, to the caller.
+"""Refusals of requests that can never be served, however much is freed.
 
-Owns: the rules that need nothing but the configuration. What memory allows is kv_cache_manager.py's.
+Owns: the rules that need nothing but the configuration.
+Never: asks what memory allows (kv_cache_manager.py).
 """
 
 from scheduler.config import SchedulerConfig
@@ -8,7 +9,7 @@ from scheduler.sequence import Sequence
 
 
 class NeverFits(Exception):
-    """The sequence would need more than there is, whatever is freed. Its text is for the caller."""
+    """A sequence needs more than there is, however much is freed. The text is for the caller."""
 
 
 def refuse_beyond_limits(seq: Sequence, config: SchedulerConfig) -> None:

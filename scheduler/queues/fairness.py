@@ -1,13 +1,14 @@
-"""Equal service for tenants who wait at the same time, whatever each of them sends.
+"""Fairness: equal service for tenants that wait at the same time, whatever each of them sends.
 
-Owns: how much service each tenant had (virtual token counters), and a waiting line that serves the one
-who had least.
-Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024). Work-conserving; for two tenants who
+Owns: the service that each tenant had (virtual token counters), and a waiting queue that serves the tenant
+with the least.
+Never: defines levels of priority (policy.py).
+Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024). Work-conserving; for two tenants that
 both wait all the time, the difference of their service stays below 2 * max(prompt cost, cost of all tokens
 that run at once). A prompt token costs 1, a generated one 2, both divided by the tenant's weight.
 
-Fairness lives inside a priority: more urgent ones come first, whoever sent them. Within a tenant the rank
-decides.
+Fairness holds inside a priority: more urgent requests come first, whatever their tenant. Within a tenant the
+rank decides.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from operator import attrgetter
 
-from scheduler.config import SchedulerConfig, SchedulingPolicy
-from scheduler.lines.waiting_queue import WaitingQueue
-from scheduler.sequence import Rank, Sequence
+from scheduler.policy import OrderOfService, Rank
+from scheduler.queues.waiting_queue import WaitingQueue
+from scheduler.sequence import Sequence
 
 PROMPT_TOKEN_COST = 1.0
 GENERATED_TOKEN_COST = 2.0
@@ -27,29 +28,32 @@ _rank_of, _best_rank_of = attrgetter("rank"), attrgetter("best_rank")
 
 
 class TenantLedger:
-    """The counters. Only tenants with unfinished sequences are active; the idle save nothing up."""
+    """Counters of service. Only tenants with unfinished sequences are active; the idle save up no claim."""
 
     def __init__(self, weights: dict[str, float]) -> None:
         self._weights = weights
         self._service: dict[str, float] = {}
         self._num_unfinished: dict[str, int] = {}
-        self._least: list[tuple[float, str]] = []  # a heap; entries may be out of date, as in _Band
+        self._least: list[tuple[float, str]] = []  # a heap; entries may be out of date, as in _PriorityLevel
 
     def service(self, tenant: str) -> float:
-        """Tokens had, by cost and weight. Never falls while the tenant is active."""
+        """Service so far, by cost and weight. It never falls while the tenant is active."""
         return self._service[tenant]
 
     def join(self, tenant: str) -> None:
-        """One more unfinished sequence. A newcomer is lifted to the least served of those who are here."""
+        """Count one more unfinished sequence.
+
+        A tenant that was idle is lifted to the least served active one.
+        """
         if tenant not in self._num_unfinished:
             self._service[tenant] = max(self._service.get(tenant, 0.0), self._least_of_the_active())
             heappush(self._least, (self._service[tenant], tenant))
         self._num_unfinished[tenant] = self._num_unfinished.get(tenant, 0) + 1
 
     def leave(self, tenant: str) -> None:
-        """One of its sequences has ended.
+        """Count one sequence less.
 
-        What it had too much is kept while others are active, so that nobody escapes by a moment's pause.
+        A lead over others is kept while they are active, so that a moment's pause does not reset it.
         """
         self._num_unfinished[tenant] -= 1
         if self._num_unfinished[tenant] == 0:
@@ -64,7 +68,10 @@ class TenantLedger:
         self._service[tenant] += cost / self._weights.get(tenant, 1.0)
 
     def _least_of_the_active(self) -> float:
-        """0 if nobody is. Whoever is active has an entry that is not above its counter: O(log tenants)."""
+        """Least service of an active tenant, 0 without one. O(log tenants).
+
+        An active tenant has an entry in the heap that is not above its counter.
+        """
         if len(self._least) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
             self._least = [(self._service[tenant], tenant) for tenant in self._num_unfinished]
             heapify(self._least)
@@ -79,7 +86,10 @@ class TenantLedger:
         return 0.0
 
     def _forget_the_idle(self) -> None:
-        """Those whom `join` would lift anyway; and all, should there still be too many."""
+        """Drop idle tenants that `join` would lift anyway.
+
+        All idle ones are dropped, should there still be too many.
+        """
         floor = self._least_of_the_active()
         kept = {
             name: had for name, had in self._service.items() if name in self._num_unfinished or had > floor
@@ -90,12 +100,12 @@ class TenantLedger:
 
     @property
     def tenants(self) -> dict[str, float]:
-        """A copy: service by tenant."""
+        """Copy of the service by tenant."""
         return dict(self._service)
 
 
-class _Band:
-    """The tenants who wait with one priority, least served first.
+class _PriorityLevel:
+    """Waiting tenants of one level of priority, least served first.
 
     The heap is lazy: counters only grow, so an entry that is out of date is found at the top and put
     back with what it is now.
@@ -107,7 +117,7 @@ class _Band:
         self._order: list[tuple[float, str]] = []
         self.num_waiting = 0
         self.best_rank: Rank = (inf,)
-        """Nobody here ever had a better one; so whoever is first has none either."""
+        """Lower bound of the ranks here: best rank that any sequence here ever had."""
 
     def push(self, seq: Sequence) -> None:
         self.best_rank = min(self.best_rank, seq.rank)
@@ -120,11 +130,11 @@ class _Band:
 
     def peek(self) -> Sequence:
         tenant = self._least_served()
-        assert tenant is not None, "somebody waits here"
+        assert tenant is not None, "a sequence waits here"
         return self._queues[tenant].peek()
 
     def after_first(self, num: int) -> list[Sequence]:
-        """The first of the next tenants, then the next of the first one. O(num * log(tenants))."""
+        """First sequence of each later tenant, then the next of the first tenant. O(num * log(tenants))."""
         entries: list[tuple[float, str]] = []
         while len(entries) <= num and self._least_served() is not None:
             entries.append(heappop(self._order))
@@ -134,7 +144,7 @@ class _Band:
         return [*(queue.peek() for queue in others), *first.after_first(num)][:num]
 
     def _least_served(self) -> str | None:
-        """It is on top of the heap then; None if the heap is empty."""
+        """Tenant that had least; its entry is then on top of the heap. None if the heap is empty."""
         while self._order:
             noted, tenant = self._order[0]
             if not len(self._queues[tenant]):
@@ -159,55 +169,57 @@ class _Band:
 
 
 class FairWaitingQueue:
-    """A waiting line with the face of WaitingQueue: bands by priority, inside them the least served."""
+    """Waiting queue by levels of priority, inside them the least served tenant first.
 
-    def __init__(self, config: SchedulerConfig, ledger: TenantLedger) -> None:
+    Its interface is WaitingQueue's.
+    """
+
+    def __init__(self, order: OrderOfService, ledger: TenantLedger) -> None:
+        self._order = order
         self._ledger = ledger
-        self._has_bands = config.policy is SchedulingPolicy.PRIORITY
-        self._bands: dict[int, _Band] = {}
+        self._levels: dict[int, _PriorityLevel] = {}
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for band in self._bands.values() for seq in band)
+        return (seq for level in self._levels.values() for seq in level)
 
     def push(self, seq: Sequence) -> None:
-        key = self._band_of(seq)
-        band = self._bands.get(key)
-        if band is None:
-            band = self._bands[key] = _Band(self._ledger)
-        band.push(seq)
+        key = self._order.level(seq.priority)
+        level = self._levels.get(key)
+        if level is None:
+            level = self._levels[key] = _PriorityLevel(self._ledger)
+        level.push(seq)
         self._num_waiting += 1
 
     def peek(self) -> Sequence:
-        """The best rank among the choices of the bands; so aging works across them.
+        """Best rank among the choices of the levels; so aging works across them.
 
-        O(bands), but only bands that could have the best are asked for their choice.
+        O(levels), but only levels that could have the best are asked for their choice.
         """
-        best = min(self._bands.values(), key=_best_rank_of).peek()
-        for band in self._bands.values():
-            if band.best_rank < best.rank:
-                best = min(best, band.peek(), key=_rank_of)
+        best = min(self._levels.values(), key=_best_rank_of).peek()
+        for level in self._levels.values():
+            if level.best_rank < best.rank:
+                best = min(best, level.peek(), key=_rank_of)
         return best
 
     def after_first(self, num: int) -> list[Sequence]:
-        return self._bands[self._band_of(self.peek())].after_first(num)
+        return self._level_of(self.peek()).after_first(num)
 
     def take(self, seq: Sequence) -> None:
-        self._bands[self._band_of(seq)].take(seq)
-        self._gone(seq)
+        self._level_of(seq).take(seq)
+        self._note_removal(seq)
 
     def discard(self, seq: Sequence) -> None:
-        self._bands[self._band_of(seq)].discard(seq)
-        self._gone(seq)
+        self._level_of(seq).discard(seq)
+        self._note_removal(seq)
 
-    def _gone(self, seq: Sequence) -> None:
+    def _note_removal(self, seq: Sequence) -> None:
         self._num_waiting -= 1
-        key = self._band_of(seq)
-        if not self._bands[key].num_waiting:
-            del self._bands[key]
+        if not self._level_of(seq).num_waiting:
+            del self._levels[self._order.level(seq.priority)]
 
-    def _band_of(self, seq: Sequence) -> int:
-        return seq.priority if self._has_bands else 0
+    def _level_of(self, seq: Sequence) -> _PriorityLevel:
+        return self._levels[self._order.level(seq.priority)]

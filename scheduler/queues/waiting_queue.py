@@ -1,4 +1,4 @@
-"""Who is not running, best rank first: those who wait for their first turn, and those sent away.
+"""Waiting queue, best rank first: new sequences and preempted ones.
 
 Owns: a heap with tombstones, so that an abort anywhere in a queue of any length costs O(1), and adding
 and taking the first O(log n).
@@ -7,13 +7,14 @@ and taking the first O(log n).
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from scheduler.sequence import Rank, Sequence, Status
+from scheduler.policy import Rank
+from scheduler.sequence import Sequence, Status
 
 _COMPACT_ABOVE = 64
 
 
 class WaitingQueue:
-    """A sequence that has ended counts as gone; its entry is dropped when it surfaces."""
+    """Heap of sequences. One that has ended counts as removed; its entry is dropped when it surfaces."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, Sequence]] = []
@@ -23,7 +24,7 @@ class WaitingQueue:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order; for tests and reports."""
+        """Iterate in no particular order; for tests and reports."""
         return (seq for _, seq in self._heap if seq.status is not Status.FINISHED)
 
     def push(self, seq: Sequence) -> None:
@@ -31,13 +32,13 @@ class WaitingQueue:
         self._num_waiting += 1
 
     def peek(self) -> Sequence:
-        """The first in line. The caller makes sure that there is one."""
+        """First in the queue. The caller makes sure that there is one."""
         while self._heap[0][1].status is Status.FINISHED:
             heappop(self._heap)
         return self._heap[0][1]
 
     def take(self, seq: Sequence) -> None:
-        """Remove one that stands near the front: O(place * log(waiting))."""
+        """Remove a sequence near the front: O(place * log(waiting))."""
         passed: list[tuple[Rank, Sequence]] = []
         while (entry := heappop(self._heap))[1] is not seq:
             passed.append(entry)
@@ -46,7 +47,7 @@ class WaitingQueue:
         self._num_waiting -= 1
 
     def after_first(self, num: int) -> list[Sequence]:
-        """Those who stand behind the first one, in order, so many at most. O(num * log(waiting))."""
+        """At most `num` sequences behind the first one, in order. O(num * log(waiting))."""
         entries: list[tuple[Rank, Sequence]] = []
         while self._heap and len(entries) <= num:
             entry = heappop(self._heap)
@@ -57,7 +58,7 @@ class WaitingQueue:
         return [seq for _, seq in entries[1:]]
 
     def discard(self, seq: Sequence) -> None:
-        """Called after `seq` ended while it waited."""
+        """Remove a sequence that ended while it waited."""
         assert seq.status is Status.FINISHED
         self._num_waiting -= 1
         if len(self._heap) > _COMPACT_ABOVE and len(self._heap) > 2 * self._num_waiting:
