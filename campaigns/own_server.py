@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.http_stream import Target, exchange
 from campaigns.peers.catalogue import ROOT, Launch
 from campaigns.peers.running import PeerFailed, free_port, running
+from server.http.http_client import Target, Timeouts, exchange
 
 SERVED_NAME = "tiny"
 _READY_WITHIN_S = 120.0
@@ -57,7 +57,7 @@ class OwnServer:
     async def metrics(self) -> Metrics:
         """Raises ExchangeFailed."""
         reply = await exchange(
-            self.target, self.target.request("GET", "/metrics"), timeout_s=_METRICS_WITHIN_S
+            self.target, self.target.request("GET", "/metrics"), timeouts=Timeouts(whole_s=_METRICS_WITHIN_S)
         )
         lines = (line for line in reply.body.decode().splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from bench.http_stream import ExchangeFailed, exchange
 from campaigns.many_streams import ManyStreams
 from campaigns.own_server import Held, OwnServer, held_by, own_server, total
 from campaigns.soak_acts import Acts, Ends, Known, ask_alone, keep_acting
+from server.http.http_client import ExchangeFailed, Timeouts, exchange
 
 MAX_MODEL_LEN = 256
 SMALL = (
@@ -173,7 +173,7 @@ class Soak:
 
     async def _is_ready(self) -> bool:
         target = self._server.target
-        reply = await exchange(target, target.request("GET", "/health/ready"), timeout_s=30)
+        reply = await exchange(target, target.request("GET", "/health/ready"), timeouts=Timeouts(whole_s=30))
         return reply.status == 200
 
     async def _sample(self) -> None:

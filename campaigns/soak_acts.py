@@ -16,9 +16,9 @@ from typing import Any
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Reply, Target, exchange
 from bench.load.workload import words
 from campaigns.own_server import SERVED_NAME
+from server.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
 
 _TIMEOUT_S = 60.0
 _NUM_EXAMPLES = 10
@@ -123,7 +123,7 @@ async def perform(target: Target, act: Act, ends: Ends) -> bool:
     wire = b"".join([head, b"\r\n", *(f"{line}\r\n".encode() for line in act.headers), rest])
     try:
         timeout_s = _TIMEOUT_S if act.hangs_up_s is None else act.hangs_up_s
-        reply = await exchange(target, wire, timeout_s=timeout_s, on_event=events.take)
+        reply = await exchange(target, wire, timeouts=Timeouts(whole_s=timeout_s), on_event=events.take)
     except ExchangeFailed as failure:
         if act.hangs_up_s is not None and failure.kind == "timeout":
             ends.note(act, HUNG_UP)
@@ -182,7 +182,9 @@ async def ask_alone(target: Target, *, num: int, seed: int) -> list[Known]:
     for _ in range(num):
         fields = {"prompt": words(dice.randint(2, 40), dice), "max_tokens": dice.randint(8, 80)}
         body = orjson.dumps({"model": SERVED_NAME, **fields, "temperature": 0, "ignore_eos": True})
-        reply = await exchange(target, target.request("POST", "/v1/completions", body), timeout_s=_TIMEOUT_S)
+        reply = await exchange(
+            target, target.request("POST", "/v1/completions", body), timeouts=Timeouts(whole_s=_TIMEOUT_S)
+        )
         if reply.status != 200:
             raise ExchangeFailed("alone", f"{reply.status} {reply.body[:200]!r}")
         known.append((body, orjson.dumps(orjson.loads(reply.body)["choices"])))

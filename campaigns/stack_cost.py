@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.http_stream import Target
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, measure_words
 from bench.load.load_report import summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import Shape, plan, synthetic_prompts
 from campaigns.peers.catalogue import ROOT, Launch
 from campaigns.peers.running import PeerFailed, free_port, running
+from server.http.http_client import Target
 
 _CONCURRENCY, _INPUT_LEN, _OUTPUT_LEN = 64, 32, 24
 _MAX_OUTPUT_LEN = 1024

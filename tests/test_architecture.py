@@ -39,6 +39,9 @@ FOLDER_DOORS = {
 # Single doors through which a wall may be passed.
 DOORS = {
     ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
+    # One HTTP client for the commands that talk to a server and for what measures one.
+    ("bench", "server.http.http_client"),
+    ("campaigns", "server.http.http_client"),
 }
 # What the API process loads of packages that are the engine process's. They import no torch.
 SHARED_WITH_API = {

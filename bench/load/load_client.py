@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Reply, Target, exchange
 from bench.load.request_record import COMPLETED, CUT_OFF, RequestRecord
 from bench.load.workload import ONE_TOKEN_A_WORD, PlannedRequest, WordCost, words
+from server.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
 
 _CALIBRATION_WORDS = (16, 80)
 
@@ -160,7 +160,7 @@ def error_of(reply: Reply) -> ExchangeFailed:
 async def stream(target: Target, request: PlannedRequest, style: RequestStyle, reader: StreamReader) -> None:
     """Send `request` and feed its stream to `reader`. Raises ExchangeFailed unless it ends as it should."""
     wire = target.request("POST", style.endpoint.path, request_body(request, style))
-    reply = await exchange(target, wire, timeout_s=style.timeout_s, on_event=reader.take)
+    reply = await exchange(target, wire, timeouts=Timeouts(whole_s=style.timeout_s), on_event=reader.take)
     if reply.status != 200:
         raise error_of(reply)
     if reader.error is not None:
@@ -173,7 +173,7 @@ async def stream(target: Target, request: PlannedRequest, style: RequestStyle, r
 
 async def first_model(target: Target, *, timeout_s: float) -> str:
     """The first of the models that the server says it has. Raises ExchangeFailed."""
-    reply = await exchange(target, target.request("GET", "/v1/models"), timeout_s=timeout_s)
+    reply = await exchange(target, target.request("GET", "/v1/models"), timeouts=Timeouts(whole_s=timeout_s))
     if reply.status != 200:
         raise error_of(reply)
     try:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.http_stream import Target
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle
 from bench.load.request_record import RequestRecord
 from bench.load.workload import WordCost
@@ -21,6 +20,7 @@ from campaigns.peers.catalogue import PEERS, Launch, Peer, Site, python_of
 from campaigns.peers.results import Failure, Measurement, Start
 from campaigns.peers.running import PeerFailed, free_port, last_line, running
 from campaigns.peers.workloads import Workload
+from server.http.http_client import Target
 
 _VERSION_OF = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 _WARM_UP_SEED = 10_000_000
