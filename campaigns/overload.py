@@ -29,8 +29,8 @@ import orjson
 
 from bench.load.load_report import percentile
 from bench.load.workload import words
-from campaigns.own_server import SERVED_NAME, OwnServer, held_by, own_server
-from campaigns.stack_cost import processor_s
+from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
+from campaigns.servers.processes import held_by, processor_s
 from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 NUM_SEATS, NUM_PLACES = 8, 16

@@ -4,7 +4,6 @@ Owns: the loads: closed ones of some requests in flight, and an open one at a sh
 Never: the statistics: they are the load client's (bench/load/load_report.py).
 """
 
-import importlib
 import random
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.load.load_report import Summary, summarize
 from bench.load.request_record import RequestRecord
+from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.driving import Drive, open_worker, scheduler_config
 from campaigns.gpu.results import Record, Table
 from campaigns.gpu.served.loads import Load, Request
@@ -53,8 +53,7 @@ def run(record: Record, settings: "Settings") -> None:
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Of the size that real ones have, with a text for each token."""
     folder.mkdir()
-    write: Any = importlib.import_module("scripts.make_shapes").write_full_tokenizer
-    write(folder, max(vocab_size, _SMALLEST_TOKENIZER))
+    write_full_tokenizer(folder, max(vocab_size, _SMALLEST_TOKENIZER))
 
 
 class _Served:

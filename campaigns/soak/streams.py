@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from bench.load.workload import words
-from campaigns.own_server import SERVED_NAME
+from campaigns.servers.own_server import SERVED_NAME
 from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 _NUM_PROMPTS = 24

@@ -1,7 +1,7 @@
 """What the clients of a soak do: a random mix of everything, each act with the only ends that it may have.
 
 Owns: the acts, how often each is drawn, and what is wrong with an end.
-Never: the server or the time that a soak takes (soak.py).
+Never: the server or the time that a soak takes (run.py).
 
 An act is sent, and ends in exactly one of: a whole reply, a stream with one finish reason for each choice, an
 error that this act may meet, or the hang-up that was part of it. Anything else is a fault.
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from bench.load.workload import words
-from campaigns.own_server import SERVED_NAME
+from campaigns.servers.own_server import SERVED_NAME
 from server.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
 
 _TIMEOUT_S = 60.0

@@ -31,7 +31,7 @@ from campaigns.gpu.served.loads import Load, Request
 from campaigns.gpu.served.readers import Readers, ReadersFailed
 from campaigns.gpu.tune import part as tune_part
 from campaigns.gpu.tune.candidates import Candidate, Question
-from tests.bench.test_gpu import ClosableWorker, facts, fake_worker
+from tests.campaigns.test_gpu import ClosableWorker, facts, fake_worker
 from tests.checkpoints import write_tokenizer
 
 CPU = torch.device("cpu")
@@ -336,7 +336,7 @@ def test_a_checkpoint_is_written_once_and_not_taken_for_whole_when_it_was_cut_of
 def test_the_process_that_begins_the_parts_loads_none_of_what_they_need() -> None:
     """A stand-in of a package, say, would make it look for that package in vain."""
     packages = {"torch", "numpy", "triton", "llguidance"}
-    code = f"import sys, bench.gpu.cli; sys.exit(bool({packages} & set(sys.modules)))"
+    code = f"import sys, campaigns.gpu.cli; sys.exit(bool({packages} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

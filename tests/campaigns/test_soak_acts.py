@@ -6,7 +6,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from campaigns.soak_acts import Act, Acts, Ends, Events, _judge
+from campaigns.soak.acts import Act, Acts, Ends, Events, _judge
 from server.http.http_client import Reply
 
 ACT = Act(name="act", path="/v1/completions", body=b"{}", num_choices=2)
