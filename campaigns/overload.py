@@ -1,4 +1,4 @@
-"""Ten times more requests than the server can serve: what becomes of those it takes, and of the others.
+"""Ten times more requests than the server can serve: latency of the served, and cost of a refusal.
 
     python -m campaigns.overload [--factor 10] [--seconds 30] [--args WORDS]
 

@@ -1,4 +1,4 @@
-"""What serving costs beside the model: processor time of the two processes, for each token and each request.
+"""Cost of serving beside the model: processor time of the two processes, for each token and each request.
 
     python -m campaigns.stack_cost [--trees FOLDER,FOLDER] [--rounds N] [--endpoint chat]
                                 [--output-len N]

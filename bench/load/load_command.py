@@ -74,7 +74,7 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before the run, not after it. Raises WorkloadError."""
+    """Check before the run that the file can be written. Raises WorkloadError."""
     try:
         path.touch()
     except OSError as error:
@@ -132,7 +132,7 @@ def _concurrency(options: argparse.Namespace) -> int:
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as they were used, for the record, without the key."""
+    """Return the options as they were used, for the record, without the key."""
     target: Target = options.base_url
     given = {name: value for name, value in vars(options).items() if name not in ("api_key", "command")}
     for name in ("prompt_file", "json"):

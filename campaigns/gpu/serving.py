@@ -1,4 +1,4 @@
-"""What clients get: a server of its own on the device, and the load client against it.
+"""Serving over HTTP: a server of its own on the device, and the load client against it.
 
 Owns: the server's command, and the rounds of load.
 Never: times a request itself: bench/load/load_command.py does.

@@ -1,4 +1,4 @@
-"""Who is compared: how each server is started on a checkpoint, and what may be asked of it.
+"""The peers: how each server is started on a checkpoint, and what may be asked of it.
 
 Owns: command lines, environment variables, the dialect that each peer speaks. All compute in bfloat16 with
 as many threads as this process may use processors.

@@ -1,4 +1,4 @@
-"""Who is measured when: one server after another, in rounds that alternate their order.
+"""Order of the measurements: one server after another, in rounds that alternate their order.
 
 Owns: the order, the seeds (the same prompts for everybody, new ones in every round), what became of whom.
 Never: statistics (results.py) or processes (running.py).

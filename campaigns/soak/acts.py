@@ -1,4 +1,4 @@
-"""What the clients of a soak do: a random mix of everything, each act with the only ends that it may have.
+"""Requests of the clients of a soak: a random mix of everything, each with the ends that it may have.
 
 Owns: the acts, how often each is drawn, and what is wrong with an end.
 Never: the server or the time that a soak takes (run.py).
@@ -24,7 +24,7 @@ _TIMEOUT_S = 60.0
 _NUM_EXAMPLES = 10
 _OVERLOAD = frozenset({"server_overloaded"})
 _ENGINE_GONE = frozenset({"engine_restarted", "not_ready", "engine_died_twice", "server_error"})
-"""What anybody may be told around the death of an engine process; the last by events of /v1/responses."""
+"""Error codes around the death of an engine process; the last by events of /v1/responses."""
 _TOO_LATE = frozenset({"deadline_exceeded"})
 _COME_AGAIN_S = 0.3
 HUNG_UP = "hung up"

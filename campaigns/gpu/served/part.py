@@ -1,4 +1,4 @@
-"""What requests get of the scheduler and the worker, HTTP left out: tokens per second, and the wait for them.
+"""Throughput and latency of requests on the scheduler and the worker, without HTTP.
 
 Owns: the loads: closed ones of some requests in flight, and an open one at a share of what the device can do.
 Never: the statistics: they are the load client's (bench/load/load_report.py).
