@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
+PACKAGES = ("tokenyard", "server", "engine", "scheduler", "worker", "bench", "campaigns")
 INSTALLED = PACKAGES[:-1]
 
 MAY_IMPORT = {
+    "tokenyard": {"server"},  # the command, which is all that it is
     "server": {"server", "engine"},
     "engine": {"engine", "scheduler", "worker"},
     "scheduler": {"scheduler"},
@@ -38,6 +39,9 @@ FOLDER_DOORS = {
 # Single doors through which a wall may be passed.
 DOORS = {
     ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
+    # One HTTP client for the commands that talk to a server and for what measures one.
+    ("bench", "server.http.http_client"),
+    ("campaigns", "server.http.http_client"),
 }
 # What the API process loads of packages that are the engine process's. They import no torch.
 SHARED_WITH_API = {

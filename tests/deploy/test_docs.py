@@ -36,7 +36,10 @@ from tests.checkpoints import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT_FOLDERS = ("batch", "terminal")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "campaigns/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed"}
 """Flags of the commands that talk to a server; docs/clients.md."""

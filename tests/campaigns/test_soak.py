@@ -2,8 +2,8 @@
 
 import pytest
 
-from campaigns.own_server import Held
-from campaigns.soak import Life, Sample
+from campaigns.servers.processes import Held
+from campaigns.soak.run import Life, Sample
 
 MIB = 2**20
 NOTHING = Held(memory_bytes=1, num_files=1, num_threads=1)

@@ -5,35 +5,22 @@ Never: requests that compute.
 """
 
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.http_stream import Target, exchange
-from campaigns.peers.catalogue import ROOT, Launch
-from campaigns.peers.running import PeerFailed, free_port, running
+from campaigns.servers.processes import engine_of
+from campaigns.servers.running import ROOT, Launch, PeerFailed, free_port, running
+from server.http.http_client import Target, Timeouts, exchange
 
 SERVED_NAME = "tiny"
 _READY_WITHIN_S = 120.0
 _METRICS_WITHIN_S = 30.0
-_ENGINE_PROCESS = b"engine.core.process"
-_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 Metrics = dict[str, float]
 """By name and labels, as they stand on the page."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What one process holds."""
-
-    memory_bytes: int
-    """Resident and its own: what it shares with files is not counted."""
-    num_files: int
-    num_threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +35,12 @@ class OwnServer:
     @property
     def engine_pid(self) -> int | None:
         """None while there is no engine process."""
-        for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                if _ENGINE_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return int(child)
-        return None
+        return engine_of(self.pid)
 
     async def metrics(self) -> Metrics:
         """Raises ExchangeFailed."""
         reply = await exchange(
-            self.target, self.target.request("GET", "/metrics"), timeout_s=_METRICS_WITHIN_S
+            self.target, self.target.request("GET", "/metrics"), timeouts=Timeouts(whole_s=_METRICS_WITHIN_S)
         )
         lines = (line for line in reply.body.decode().splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
@@ -66,17 +49,6 @@ class OwnServer:
 def total(metrics: Metrics, name: str) -> float:
     """Over all labels."""
     return sum(value for key, value in metrics.items() if key.partition("{")[0] == name)
-
-
-def held_by(pid: int) -> Held:
-    """Raises OSError for a process that is gone."""
-    process = Path(f"/proc/{pid}")
-    _, resident, shared = (int(field) for field in (process / "statm").read_text().split()[:3])
-    return Held(
-        memory_bytes=(resident - shared) * _PAGE_BYTES,
-        num_files=sum(1 for _ in (process / "fd").iterdir()),
-        num_threads=sum(1 for _ in (process / "task").iterdir()),
-    )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Write a checkpoint of scripts/make_shapes.py as GGUF, so that llama.cpp computes with the same weights.
+"""Write a checkpoint of make_shapes.py as GGUF, so that llama.cpp computes with the same weights.
 
-    .peers/llama-cpp/bin/python scripts/write_gguf.py FOLDER FILE
+    .peers/llama-cpp/bin/python campaigns/checkpoints/write_gguf.py FOLDER FILE
 
 Runs in the environment of that peer, which has the package gguf; needs neither torch nor transformers.
 Owns: names, order of rows, and the tokenizer, in the words of that format. Matrices stay bfloat16.
@@ -16,6 +16,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from numpy.typing import NDArray
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -80,7 +81,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     writer.add_add_bos_token(False)  # noqa: FBT003 -- the package's own signature
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """Names and values, as the 16 bits of each bfloat16."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
@@ -93,7 +94,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, data[start:end].view(np.uint16).reshape(about["shape"])
 
 
-def _add_tensor(writer: Any, config: dict[str, Any], name: str, values: np.ndarray) -> None:
+def _add_tensor(writer: Any, config: dict[str, Any], name: str, values: NDArray[Any]) -> None:
     part = name.removeprefix("model.").removesuffix(".weight")
     if part == "embed_tokens":
         target = "token_embd"
@@ -111,13 +112,13 @@ def _add_tensor(writer: Any, config: dict[str, Any], name: str, values: np.ndarr
     writer.add_tensor(f"{target}.weight", as_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)
 
 
-def _interleaved(values: np.ndarray, head_dim: int) -> np.ndarray:
+def _interleaved(values: NDArray[Any], head_dim: int) -> NDArray[Any]:
     """Rows of each head so that the two halves of a rotary pair are neighbours, as llama.cpp rotates them."""
     heads = values.reshape(-1, 2, head_dim // 2, values.shape[1])
     return heads.swapaxes(1, 2).reshape(values.shape)
 
 
-def _llama_3_factors(config: dict[str, Any]) -> np.ndarray:
+def _llama_3_factors(config: dict[str, Any]) -> NDArray[Any]:
     """What each rotary frequency is divided by."""
     rope = config["rope_parameters"]
     frequencies = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
@@ -125,7 +126,8 @@ def _llama_3_factors(config: dict[str, Any]) -> np.ndarray:
     original = rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    factors: NDArray[Any] = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return factors.astype(np.float32)
 
 
 def main() -> None:

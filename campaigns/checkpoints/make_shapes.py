@@ -1,6 +1,6 @@
 """Write checkpoints that have the shape of well-known models and random weights, for measuring speed.
 
-    python scripts/make_shapes.py --out FOLDER [--shapes smollm2-135m,qwen3-0.6b,llama-3.2-1b]
+    python -m campaigns.checkpoints.make_shapes --out FOLDER [--shapes smollm2-135m,qwen3-0.6b,llama-3.2-1b]
 
 Owns: the shapes, and a tokenizer that has a text for every row of the vocabulary. The same bytes every time.
 Never: the network, or weights that mean anything: what these models say is noise.
@@ -10,18 +10,14 @@ import argparse
 import json
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from bench.load.workload import words  # noqa: E402 -- run as a file, the path above finds it
-from tests.checkpoints import write_tokenizer  # noqa: E402
+from bench.load.workload import words
+from tests.checkpoints import write_tokenizer
 
 _SEED = 20261121
 _NUM_DRAWN_WORDS = 5000  # enough to draw each word of the workload

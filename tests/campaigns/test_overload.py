@@ -7,8 +7,8 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from bench.http_stream import Target
 from campaigns.overload import Cores, Crowd, Rounds, Seen
+from server.http.http_client import Target
 
 
 def seen(*, ttft_s: float = 0.1, refused_s: float = 0.01, retry_after_s: int = 2) -> Seen:

@@ -1,7 +1,7 @@
-"""What the clients of a soak do: a random mix of everything, each act with the only ends that it may have.
+"""Requests of the clients of a soak: a random mix of everything, each with the ends that it may have.
 
 Owns: the acts, how often each is drawn, and what is wrong with an end.
-Never: the server or the time that a soak takes (soak.py).
+Never: the server or the time that a soak takes (run.py).
 
 An act is sent, and ends in exactly one of: a whole reply, a stream with one finish reason for each choice, an
 error that this act may meet, or the hang-up that was part of it. Anything else is a fault.
@@ -16,15 +16,15 @@ from typing import Any
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Reply, Target, exchange
 from bench.load.workload import words
-from campaigns.own_server import SERVED_NAME
+from campaigns.servers.own_server import SERVED_NAME
+from server.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
 
 _TIMEOUT_S = 60.0
 _NUM_EXAMPLES = 10
 _OVERLOAD = frozenset({"server_overloaded"})
 _ENGINE_GONE = frozenset({"engine_restarted", "not_ready", "engine_died_twice", "server_error"})
-"""What anybody may be told around the death of an engine process; the last by events of /v1/responses."""
+"""Error codes around the death of an engine process; the last by events of /v1/responses."""
 _TOO_LATE = frozenset({"deadline_exceeded"})
 _COME_AGAIN_S = 0.3
 HUNG_UP = "hung up"
@@ -123,7 +123,7 @@ async def perform(target: Target, act: Act, ends: Ends) -> bool:
     wire = b"".join([head, b"\r\n", *(f"{line}\r\n".encode() for line in act.headers), rest])
     try:
         timeout_s = _TIMEOUT_S if act.hangs_up_s is None else act.hangs_up_s
-        reply = await exchange(target, wire, timeout_s=timeout_s, on_event=events.take)
+        reply = await exchange(target, wire, timeouts=Timeouts(whole_s=timeout_s), on_event=events.take)
     except ExchangeFailed as failure:
         if act.hangs_up_s is not None and failure.kind == "timeout":
             ends.note(act, HUNG_UP)
@@ -182,7 +182,9 @@ async def ask_alone(target: Target, *, num: int, seed: int) -> list[Known]:
     for _ in range(num):
         fields = {"prompt": words(dice.randint(2, 40), dice), "max_tokens": dice.randint(8, 80)}
         body = orjson.dumps({"model": SERVED_NAME, **fields, "temperature": 0, "ignore_eos": True})
-        reply = await exchange(target, target.request("POST", "/v1/completions", body), timeout_s=_TIMEOUT_S)
+        reply = await exchange(
+            target, target.request("POST", "/v1/completions", body), timeouts=Timeouts(whole_s=_TIMEOUT_S)
+        )
         if reply.status != 200:
             raise ExchangeFailed("alone", f"{reply.status} {reply.body[:200]!r}")
         known.append((body, orjson.dumps(orjson.loads(reply.body)["choices"])))

@@ -1,7 +1,7 @@
 """One server process: started, waited for, ended, with nothing left behind.
 
 Owns: the process, which leads a group of its own, its log, and the limits of patience.
-Never: what the server is asked (rounds.py), or an end to a process that it did not start.
+Never: what the server is asked, or an end to a process that it did not start.
 """
 
 import contextlib
@@ -10,12 +10,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from campaigns.peers.catalogue import Launch
-
+ROOT = Path(__file__).resolve().parents[2]
 _END_WITHIN_S = 20.0
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
@@ -24,6 +23,19 @@ _MAX_LINE = 300
 
 class PeerFailed(Exception):
     """The server does not run; the text says how far it came, with the last words of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One command, ready to run."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    """Defaults: one that is set already where the measurement is started stays as it is."""
+    folder: Path
+    """To run it in. The packages of this project lie in ours alone, where they can hide nobody else's."""
+    served_name: str
+    """How requests name the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from bench.load.workload import words
-from scripts.make_shapes import SHAPES, write_full_tokenizer
+from campaigns.checkpoints.make_shapes import SHAPES, write_full_tokenizer
 
 NUM_TOKENS = SHAPES["smollm2-135m"].vocab_size
 

@@ -7,7 +7,7 @@ few, and each must bring the text that its prompt brought alone, piece by piece,
 only rises, one finish reason and one end. Replies are greedy, so there is one right text.
 
 Owns: the prompts, the reading of one stream, and what is wrong with it.
-Never: servers (own_server.py), bytes on the wire (http_stream.py).
+Never: servers (own_server.py), bytes on the wire (http_client.py).
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from typing import Any
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Target, exchange
 from bench.load.workload import words
-from campaigns.own_server import SERVED_NAME
+from campaigns.servers.own_server import SERVED_NAME
+from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 _NUM_PROMPTS = 24
 _NUM_WORDS = (4, 60)
@@ -125,7 +125,7 @@ async def read_stream(target: Target, fields: dict[str, Any]) -> StreamText | No
         **fields,
     }
     wire = target.request("POST", "/v1/completions", orjson.dumps(body))
-    reply = await exchange(target, wire, timeout_s=_TIMEOUT_S, on_event=seen.take)
+    reply = await exchange(target, wire, timeouts=Timeouts(whole_s=_TIMEOUT_S), on_event=seen.take)
     if reply.status == 429:
         return None
     if reply.status != 200:

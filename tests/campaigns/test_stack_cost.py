@@ -1,7 +1,7 @@
 """What serving costs beside the model, measured on a real server."""
 
 from bench.load.load_client import Endpoint
-from campaigns.peers.catalogue import ROOT
+from campaigns.servers.running import ROOT
 from campaigns.stack_cost import measure
 
 

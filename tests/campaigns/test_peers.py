@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 from bench.load.request_record import RequestRecord
 from campaigns.peers import catalogue, rounds
 from campaigns.peers.bandwidth import read_bandwidth
-from campaigns.peers.catalogue import Launch, Peer
+from campaigns.peers.catalogue import Peer
 from campaigns.peers.cli import main
 from campaigns.peers.floor import StepBytes, UnreadableCheckpoint, step_bytes
 from campaigns.peers.results import Measurement, Results
-from campaigns.peers.running import PeerFailed, free_port, running
 from campaigns.peers.workloads import WORKLOADS, word_cost
+from campaigns.servers.running import Launch, PeerFailed, free_port, running
 from tests.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKE = ROOT / "tests" / "bench" / "fake_peer.py"
+FAKE = ROOT / "tests" / "campaigns" / "fake_peer.py"
 ONE = WORKLOADS["one"]
 
 

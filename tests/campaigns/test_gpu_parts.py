@@ -31,7 +31,7 @@ from campaigns.gpu.served.loads import Load, Request
 from campaigns.gpu.served.readers import Readers, ReadersFailed
 from campaigns.gpu.tune import part as tune_part
 from campaigns.gpu.tune.candidates import Candidate, Question
-from tests.bench.test_gpu import ClosableWorker, facts, fake_worker
+from tests.campaigns.test_gpu import ClosableWorker, facts, fake_worker
 from tests.checkpoints import write_tokenizer
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ Starts `tokenyard serve` on the built-in model with everything small, so that qu
 are full most of the time, sends it a random mix of all that clients do, kills its engine process once, and
 looks afterwards: every request has had exactly one end; nothing runs, waits or holds a block; memory, files
 and threads of both processes are as they were. With `--streams`, only streams, whose every piece is compared
-(many_streams.py). Exit status 1 if anything was wrong.
+(streams.py). Exit status 1 if anything was wrong.
 
 Owns: the run, the samples of what the processes hold, and the verdict.
-Never: what clients do (soak_acts.py).
+Never: what clients do (acts.py).
 """
 
 import argparse
@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from bench.http_stream import ExchangeFailed, exchange
-from campaigns.many_streams import ManyStreams
-from campaigns.own_server import Held, OwnServer, held_by, own_server, total
-from campaigns.soak_acts import Acts, Ends, Known, ask_alone, keep_acting
+from campaigns.servers.own_server import OwnServer, own_server, total
+from campaigns.servers.processes import Held, held_by
+from campaigns.soak.acts import Acts, Ends, Known, ask_alone, keep_acting
+from campaigns.soak.streams import ManyStreams
+from server.http.http_client import ExchangeFailed, Timeouts, exchange
 
 MAX_MODEL_LEN = 256
 SMALL = (
@@ -173,7 +174,7 @@ class Soak:
 
     async def _is_ready(self) -> bool:
         target = self._server.target
-        reply = await exchange(target, target.request("GET", "/health/ready"), timeout_s=30)
+        reply = await exchange(target, target.request("GET", "/health/ready"), timeouts=Timeouts(whole_s=30))
         return reply.status == 200
 
     async def _sample(self) -> None:
@@ -262,7 +263,3 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(run.report())
     return 1 if run.all_faults() else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from bench.http_stream import Reply
-from campaigns.soak_acts import Act, Acts, Ends, Events, _judge
+from campaigns.soak.acts import Act, Acts, Ends, Events, _judge
+from server.http.http_client import Reply
 
 ACT = Act(name="act", path="/v1/completions", body=b"{}", num_choices=2)
 JSON = {"content-type": "application/json"}

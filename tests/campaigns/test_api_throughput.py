@@ -6,7 +6,7 @@ from bench.load.load_client import Endpoint
 from campaigns.api_throughput import cli
 from campaigns.api_throughput.reader import Arrival, Readings
 from campaigns.api_throughput.result import Steps, summarize
-from campaigns.peers.catalogue import ROOT
+from campaigns.servers.running import ROOT
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))

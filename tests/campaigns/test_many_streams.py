@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from campaigns.many_streams import StreamText
+from campaigns.soak.streams import StreamText
 
 
 def chunk(text: str, num_tokens: int, finish_reason: str | None = None) -> bytes:
