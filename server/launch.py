@@ -28,6 +28,7 @@ from server.access.credentials import Credentials
 from server.access.tls import LiveTls, TlsServer
 from server.app import build_admin_app, build_app
 from server.commands.announcement import Announcement
+from server.endpoints import OPERATIONS
 from server.generate.answering import VERSION
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
@@ -133,6 +134,7 @@ def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig)
 
     return OtelSpans(
         server.otlp_traces_endpoint,
+        operations=OPERATIONS,
         count_lost=engine.metrics.spans_dropped,
         model_name=config.served_names[0],
         version=VERSION,

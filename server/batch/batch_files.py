@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from server.endpoints import BATCH_PATHS
 from server.http.http_client import Reply
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINE_BYTES = 256 * 1024 * 1024
 MAX_ID_CHARS = 512
 _TAIL_BYTES = 64 * 1024
@@ -43,8 +43,8 @@ class BatchRequest:
         """Why it cannot be sent; None where it can."""
         if self.method != "POST":
             return 'method must be "POST"'
-        if self.url not in ENDPOINTS:
-            return f"url must be one of {', '.join(ENDPOINTS)}"
+        if self.url not in BATCH_PATHS:
+            return f"url must be one of {', '.join(sorted(BATCH_PATHS))}"
         if not isinstance(self.body, dict):
             return "body must be a JSON object"
         if self.body.get("stream"):

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind
+from server.chat.chat_protocol import ChatCompletionRequest
 from server.chat.message_reader import call_id, no_calls, short_call_id
-from server.generate.protocol import ChatCompletionRequest
+from server.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.generate.schema_formats import without_unknown_formats
-from server.generate.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.refusals import unsupported
 from server.tool_calls.dialects import JSON, Dialect
 from server.tool_calls.events import ToolCallParser

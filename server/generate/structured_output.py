@@ -7,7 +7,7 @@ Source: `response_format` as OpenAI documents it, `structured_outputs` as vLLM d
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import orjson
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestRejected
-from engine.types import GenerationRequest, Grammar, GrammarKind, ModelInfo
+from engine.types import Grammar, GrammarKind, ModelInfo
 from server.generate.schema_formats import without_unknown_formats
 from server.wire_model import WireModel
 
@@ -102,37 +102,13 @@ class StructureFields(Protocol):
     def ignore_eos(self) -> bool | None: ...
 
 
-class GrammarCompiling(Protocol):
-    """The engine, as far as grammars go."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGrammar:
-    """A grammar that nobody has compiled yet."""
+    """A grammar that is not compiled yet."""
 
     grammar: Grammar
     param: str
     """The field that it came in."""
-
-
-async def compiled_grammar(
-    engine: GrammarCompiling, body: StructureFields, *, num_choices: int
-) -> Grammar | None:
-    """The grammar of a request, ready for `with_grammar`. Raises RequestRejected, Overloaded."""
-    wanted = wanted_grammar(body)
-    if wanted is None:
-        return None
-    check_can_end(body, engine.info, param=wanted.param)
-    return await engine.compile_grammar(wanted.grammar, param=wanted.param, num_choices=num_choices)
-
-
-def with_grammar(request: GenerationRequest, grammar: Grammar | None) -> GenerationRequest:
-    return replace(request, params=replace(request.params, grammar=grammar))
 
 
 def wanted_grammar(body: StructureFields) -> WantedGrammar | None:

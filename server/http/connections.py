@@ -26,7 +26,6 @@ from uvicorn.server import ServerState
 from engine.errors import RequestRejected
 from engine.logs.log_lines import fields
 from engine.types import EngineState, Health
-from server.access.auth import OPEN_PATHS
 from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
 from server.http.lingering import LingeringTransport
@@ -177,14 +176,15 @@ class ClientConnection(H11Protocol):
 class ReservedPlaces:
     """ASGI middleware: on a connection from the reserve, open paths only, and one reply."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, open_paths: frozenset[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope.get("state", {}).get(_IS_RESERVED):
             await self._app(scope, receive, send)
             return
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in self._open_paths:
             raise TooManyConnections
 
         async def last_send(message: Message) -> None:

@@ -2,7 +2,7 @@
 
 Owns: media type, JSON syntax beyond doubt (no NaN, no surrogates, no duplicate keys, no deep nesting), and
 the wording of validation errors.
-Never: how many bytes there may be (body_limit.py), what the fields mean (translate.py).
+Never: how many bytes there may be (body_limit.py), what the fields mean (engine_requests.py).
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from starlette.requests import Request
 from engine.errors import RequestRejected
 from server.error_replies import UnsupportedMediaType
 from server.http.edge import UnknownFields, edge_of
-from server.http.header_fields import fields_from_headers
 from server.refusals import refuse_unsupported
 
 MAX_DEPTH = 32
@@ -40,17 +39,23 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 async def read_request(
-    request: Request, model: type[ModelT], refusals: Mapping[str, tuple[Any, ...]]
+    request: Request,
+    model: type[ModelT],
+    refusals: Mapping[str, tuple[Any, ...]],
+    *,
+    from_headers: Mapping[str, Any],
 ) -> ModelT:
-    """Read, parse and validate. Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
+    """Read, parse and validate; `from_headers` are fields that win over the body's.
+
+    Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout.
+    """
     _check_media_type(request.headers.get("content-type"))
     _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
-    found = fields_from_headers(request.headers)
     reader = _Reader(
         model=model,
         refusals=refusals,
-        from_headers={name: value for name, value in found.items() if name in model.model_fields},
+        from_headers=from_headers,
         unknown_fields=edge.unknown_fields,
     )
     raw = await request.body()
@@ -81,12 +86,12 @@ class _Reader(Generic[ModelT]):
 
     model: type[ModelT]
     refusals: Mapping[str, tuple[Any, ...]]
-    from_headers: dict[str, Any]
+    from_headers: Mapping[str, Any]
     unknown_fields: UnknownFields
 
     def read(self, raw: bytes) -> tuple[ModelT, int]:
         """Return the request, and how many fields at its top nobody knows. Raises RequestRejected."""
-        body = parse_object(raw) | self.from_headers
+        body = {**parse_object(raw), **self.from_headers}
         refuse_unsupported(body, self.refusals)
         # OpenAI's clients send null for what they do not ask for.
         known = {

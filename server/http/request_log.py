@@ -1,6 +1,6 @@
 """One line of the log, one span and one count for each HTTP request, when it is over.
 
-Owns: which facts are told, and at which level. One place for all three, which learn the same.
+Owns: the facts that are recorded, and the level. One place for all three, which record the same.
 Never: prompts, outputs, headers, bodies, or a path as the client wrote it: the name of its route is enough.
 """
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.journal import Journal
 from engine.logs.log_lines import fields
-from server.access.auth import KEY_NAME, OPEN_PATHS
+from server.access.auth import KEY_NAME
 from server.observe.http_metrics import HttpMetrics
 from server.observe.request_ids import error_code_of, journal_of
 from server.observe.route_names import RouteNames
@@ -30,8 +30,17 @@ _NO_SPANS = NoSpans()
 class RequestLog:
     """ASGI middleware, inside of the request ids and outside of everything that answers."""
 
-    def __init__(self, app: ASGIApp, *, routes: Iterable[str], spans: Spans, metrics: HttpMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Iterable[str],
+        probes: frozenset[str],
+        spans: Spans,
+        metrics: HttpMetrics,
+    ) -> None:
         self._app = app
+        self._probes = probes
         self._metrics = metrics
         self._routes = RouteNames(routes)
         self._spans = spans
@@ -49,11 +58,11 @@ class RequestLog:
             await send(message)
 
         began_s = time.monotonic()
-        is_probe = scope["path"] in OPEN_PATHS
+        is_probe = scope["path"] in self._probes
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = self._routes.of(scope["path"])
         journal = journal_of(scope)
-        # Probes and scrapes come several times a second, and nobody traces them.
+        # Probes and scrapes come several times a second, and are not traced.
         spans = _NO_SPANS if is_probe else self._spans
         span = spans.begin(method, route, trace_context_of(scope["headers"]))
         journal.trace_id = span.trace_id

@@ -8,7 +8,7 @@ their names stand here and come from no package.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -28,20 +28,20 @@ _BATCH = 512
 _EVERY_S = 1.0
 _EXPORT_TIMEOUT_S = 5.0
 _GOODBYE_S = 2.0
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
 _SERVER_ERROR = 500
 
 
 class OtelSpans:
-    """One for the server. `close` sends what is pending, for two seconds at most."""
+    """The tracer of the server; `operations` are `gen_ai.operation.name` by route."""
 
     def __init__(
-        self, endpoint: str, *, count_lost: Callable[[float], None], model_name: str, version: str
+        self,
+        endpoint: str,
+        *,
+        operations: Mapping[str, str],
+        count_lost: Callable[[float], None],
+        model_name: str,
+        version: str,
     ) -> None:
         # Said once by us instead of at every attempt by the library.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -55,12 +55,13 @@ class OtelSpans:
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("tokenyard", version)
         self._model_name = model_name
+        self._operations = operations
 
     def begin(self, method: str, route: str, context: TraceContext | None) -> Span:
         """The span of a request whose head has come."""
         attributes: dict[str, AttributeValue] = {"http.request.method": method, "http.route": route}
-        if route in _OPERATIONS:
-            attributes["gen_ai.operation.name"] = _OPERATIONS[route]
+        if route in self._operations:
+            attributes["gen_ai.operation.name"] = self._operations[route]
             attributes["gen_ai.provider.name"] = "tokenyard"
             attributes["gen_ai.request.model"] = self._model_name
         span = self._tracer.start_span(

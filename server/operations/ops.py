@@ -1,11 +1,11 @@
-"""What machines ask about the server: health, version, metrics.
+"""GET /health, /ping, /version and /metrics, for machines.
 
 Owns: the probes' status codes and the cached metrics page.
 Never: a judgement of health: the engine's step counter gives it.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter
@@ -15,10 +15,17 @@ from starlette.responses import Response
 
 from server.generate.answering import VERSION
 from server.http.edge import edge_of
+from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.health_page import Question, health_page
-from server.openapi import HEALTH_DOCUMENTATION, METRICS_DOCUMENTATION, VERSION_DOCUMENTATION
+
+METRICS_PATH = "/metrics"
 
 router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    # Kubelets, load balancers and Prometheus carry no key; none of the pages says anything about a request.
+    open_paths=frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH}),
+)
 
 METRICS_TTL_S = 0.1
 """Some routers scrape every 50 ms; rendering costs milliseconds."""
@@ -28,18 +35,38 @@ _PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False
 _NO_STORE = {"cache-control": "no-store"}
 
 
-@router.get("/health", **HEALTH_DOCUMENTATION)
+class HealthPage(ReplyModel):
+    status: Literal["ok", "unavailable"]
+    state: Literal["loading", "ready", "draining", "dead"]
+    detail: str
+    progress: float
+    num_steps: int
+
+
+class Version(ReplyModel):
+    version: str
+
+
+_HEALTH_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"model": HealthPage}, 503: {"model": HealthPage}}
+}
+_METRICS_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},
+}
+
+
+@router.get("/health", **_HEALTH_DOCUMENTATION)
 @router.api_route("/health", **_PROBE)
-@router.get("/health/ready", **HEALTH_DOCUMENTATION)
+@router.get("/health/ready", **_HEALTH_DOCUMENTATION)
 @router.api_route("/health/ready", **_PROBE)
-@router.get("/ping", **HEALTH_DOCUMENTATION)
+@router.get("/ping", **_HEALTH_DOCUMENTATION)
 @router.api_route("/ping", **_PROBE)
 async def is_ready(request: Request) -> Response:
     """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
     return _answer(request, Question.READY)
 
 
-@router.get("/health/live", **HEALTH_DOCUMENTATION)
+@router.get("/health/live", **_HEALTH_DOCUMENTATION)
 @router.api_route("/health/live", **_PROBE)
 async def is_live(request: Request) -> Response:
     """503 only where a restart is the cure: the loop of a loaded engine stands still.
@@ -54,13 +81,13 @@ def _answer(request: Request, question: Question) -> Response:
     return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
 
 
-@router.get("/version", **VERSION_DOCUMENTATION)
+@router.get("/version", **documentation(Version))
 async def show_version() -> Response:
     """The version of the server."""
     return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
 
 
-@router.get("/metrics", **METRICS_DOCUMENTATION)
+@router.get(METRICS_PATH, **_METRICS_DOCUMENTATION)
 async def show_metrics(request: Request) -> Response:
     """Everything counted, in Prometheus' text format."""
     page: MetricsPage = request.app.state.metrics_page

@@ -16,8 +16,9 @@ from engine.types import (
     TextCut,
     TokenizedText,
 )
+from server.generate.calls import Origin
+from server.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
 from server.generate.protocol import Prompt
-from server.generate.translate import MAX_CHARS_PER_TOKEN, Origin, check_model, check_token_ids, service_terms
 from server.http.edge import Engine
 from server.pooling.pooling_protocol import EmbeddingRequest, PoolingFields
 
@@ -98,7 +99,6 @@ def pooling_requests(
         )
     pooling = pooling_of(body, info)
     dimensions = body.dimensions if isinstance(body, EmbeddingRequest) else None
-    terms = service_terms(body, origin)
     requests = []
     for place, (text, name) in enumerate(zip(texts, names, strict=True)):
         _check_tokens(text.token_ids, info, param=name)
@@ -113,8 +113,8 @@ def pooling_requests(
                 request_id=f"{origin.reply_id}-{place}",
                 prompt_token_ids=text.token_ids,
                 params=params,
-                terms=terms,
-                max_tenant_tokens=origin.key.max_queued_tokens if origin.key else None,
+                terms=origin.terms,
+                max_tenant_tokens=origin.max_tenant_tokens,
                 journal=origin.journal,
             )
         )

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine.errors import RequestRejected
-from server.responses.responses_protocol import InputItem, Part
+from server.responses.responses_protocol import InputItem, ItemPart
 
 MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
@@ -100,15 +100,15 @@ def _body(item_id: str, item: InputItem) -> dict[str, Any]:
             return body | {"role": item.role, "content": parts}
 
 
-def _plain(parts: Iterable[Part]) -> list[dict[str, Any]]:
+def _plain(parts: Iterable[ItemPart]) -> list[dict[str, Any]]:
     return [part.model_dump(exclude_none=True) for part in parts]
 
 
-def _output(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+def _output(parts: Sequence[ItemPart]) -> str | list[dict[str, Any]]:
     return parts[0].text or "" if len(parts) == 1 else _plain(parts)
 
 
-def _message_part(role: str | None, part: Part) -> dict[str, Any]:
+def _message_part(role: str | None, part: ItemPart) -> dict[str, Any]:
     if part.type == "refusal":
         return {"type": "refusal", "refusal": part.refusal}
     if role == "assistant":

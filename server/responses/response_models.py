@@ -1,12 +1,13 @@
-"""The shapes of a response object and its events, for /openapi.json only, as reply_models.py for the rest.
+"""Shapes of a response object and its events, for /openapi.json only.
 
 Owns: the documentation of /v1/responses; tests/server/test_responses.py holds real replies against it.
-Never: imported by what builds replies.
+Never: imported by code that builds replies.
 """
 
 from typing import Any, Literal
 
-from server.generate.reply_models import ReplyModel, TokenLogprob
+from server.generate.reply_models import TokenLogprob
+from server.http.endpoint import ReplyModel
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

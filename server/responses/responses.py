@@ -8,7 +8,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import orjson
@@ -21,21 +20,15 @@ from server.access.auth import KEY_NAME
 from server.chat.chat_replies import ChatStream
 from server.chat.chat_turn import ChatTurn, prepare_turn
 from server.error_replies import ResponseNotFound
-from server.generate.answering import new_head, new_origin, start, whole
-from server.generate.early_refusal import read_if_room
+from server.generate.answering import new_head, whole
+from server.generate.calls import Origin, read_call
 from server.generate.replies import ReplyPlan, UsageReport
 from server.generate.sse import EventStream
-from server.generate.translate import Origin
 from server.http.edge import Edge, edge_of
-from server.openapi import (
-    CANCEL_DOCUMENTATION,
-    DELETION_DOCUMENTATION,
-    INPUT_ITEMS_DOCUMENTATION,
-    RESPONSE_DOCUMENTATION,
-    RESPONSES_DOCUMENTATION,
-)
+from server.http.endpoint import ERRORS, Endpoint, documentation, documentation_of_one, reference
 from server.refusals import unsupported
-from server.responses.input_items import page_of, page_request
+from server.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
+from server.responses.response_models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
 from server.responses.response_store import ResponseStore, StoredResponse, weigh
 from server.responses.responses_events import ResponseFraming, ResponseStream, WholeResponse
 from server.responses.responses_input import (
@@ -50,26 +43,66 @@ from server.responses.responses_input import (
 from server.responses.responses_protocol import RESPONSES_REFUSALS, InputItem, ResponsesRequest
 from server.responses.responses_replies import ResponsePlan
 
-router = APIRouter()
-
 _MAX_INLINE_PARTS = 1024
 """More are worked on in a thread, so that the streams of others go on meanwhile: 4096 took 60 ms."""
+_PATH = "/v1/responses"
 _ONE = "/v1/responses/{response_id}"
 _NO_STORE = {"cache-control": "no-store"}
+_PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+_STREAM_NOTE = (
+    "With `stream`: server-sent events whose names are their types, `response.created` first, and"
+    " `response.completed`, `response.incomplete` or `response.failed` last; comments keep the connection"
+    " alive."
+)
 
 
-@router.post("/v1/responses", **RESPONSES_DOCUMENTATION)
+def _create_documentation() -> dict[str, Any]:
+    payload = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": reference(ResponseEvent),
+    }
+    properties = {"event": {"type": "string"}, "data": payload}
+    event = {"type": "object", "required": ["event", "data"], "properties": properties}
+    found = documentation(ResponseObject, request=ResponsesRequest)
+    found["responses"][200] |= {
+        "description": _STREAM_NOTE,
+        "content": {"text/event-stream": {"schema": event}},
+    }
+    return found
+
+
+def _cancel_documentation() -> dict[str, Any]:
+    """Errors only: there is no response that could be cancelled."""
+    return {**documentation_of_one(ResponseObject, "response_id"), "responses": dict(ERRORS)}
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    requests={ResponsesRequest: RESPONSES_REFUSALS},
+    events=(ResponseEvent,),
+    batch_paths=frozenset({_PATH}),
+    operations={_PATH: "chat"},
+)
+
+
+@router.post(_PATH, **_create_documentation())
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation, which may go on from a stored response."""
     edge, store = edge_of(request), store_of(request)
-    body = await read_if_room(request, ResponsesRequest, RESPONSES_REFUSALS)
+    reply_id = f"resp_{secrets.token_hex(24)}"
+    body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
     if body.store and not store.is_open:
         raise unsupported("store", "store: this server stores no responses; send the whole conversation")
     earlier = _earlier(request, store, body)
     items = (*(earlier.conversation if earlier else ()), *body.input)
     if not items and body.instructions is None:
         raise RequestRejected("input must not be an empty list", param="input")
-    origin = replace(new_origin("resp", request), reply_id=f"resp_{secrets.token_hex(24)}")
     with in_our_words():
         prepare = _turn_that_fits if body.truncation == "auto" else _turn
         turn = await prepare(edge, body, items, origin)
@@ -95,7 +128,7 @@ async def create_response(request: Request) -> Response:
             store.add(plan.id, stored, now_s=time.monotonic())
 
     reply = ResponseStream(plan, ChatStream(chat_plan, turn.reading), on_end=keep, unix_time_s=time.time)
-    outputs = start(edge, [turn.request])
+    outputs = edge.engine.generate_all([turn.request])
     if body.stream:
         return EventStream(outputs, reply, edge, framing=ResponseFraming(reply))
     return await whole(request, outputs, WholeResponse(reply))
@@ -107,13 +140,16 @@ async def use_stored_response(request: Request) -> Response:
     return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
 
 
-@router.get(_ONE, **RESPONSE_DOCUMENTATION)
+@router.get(_ONE, **documentation_of_one(ResponseObject, "response_id"))
 async def retrieve_response(request: Request) -> Response:
     """A stored response, as it was sent."""
     return Response(_stored_here(request).body, headers=_NO_STORE, media_type="application/json")
 
 
-@router.get(f"{_ONE}/input_items", **INPUT_ITEMS_DOCUMENTATION)
+@router.get(
+    f"{_ONE}/input_items",
+    **documentation_of_one(InputItemPage, "response_id", query=_PAGE_PARAMETERS),
+)
 async def list_input_items(request: Request) -> Response:
     """The items that a stored response was asked with; those of earlier responses are theirs."""
     asked = page_request(request.query_params)
@@ -123,7 +159,7 @@ async def list_input_items(request: Request) -> Response:
     return Response(page, headers=_NO_STORE, media_type="application/json")
 
 
-@router.post(f"{_ONE}/cancel", **CANCEL_DOCUMENTATION)
+@router.post(f"{_ONE}/cancel", **_cancel_documentation())
 async def cancel_response(request: Request) -> Response:
     """Refused, as by OpenAI, for a response that is not computed in the background: none is, here."""
     _stored_here(request)
@@ -134,7 +170,7 @@ async def cancel_response(request: Request) -> Response:
     )
 
 
-@router.delete(_ONE, **DELETION_DOCUMENTATION)
+@router.delete(_ONE, **documentation_of_one(ResponseDeletion, "response_id"))
 async def delete_response(request: Request) -> Response:
     """Forget a stored response. Those that went on from it stay."""
     response_id = request.path_params["response_id"]

@@ -2,7 +2,7 @@
 
 Owns: what each kind of item is to a chat template, which turns may be left out, and the names under which
 the chat path's complaints reach a caller who never wrote a chat request.
-Never: judges the request itself: that is the chat path's work (translate.py).
+Never: judges the request itself: that is the chat path's work (chat_turn.py).
 """
 
 from collections.abc import Generator, Sequence
@@ -12,19 +12,19 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from engine.errors import ContextLengthExceeded, RequestRejected
-from server.generate.protocol import ChatCompletionRequest
+from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.http.json_body import rejection
-from server.refusals import CHAT_REFUSALS, refuse_unsupported, unsupported
+from server.refusals import refuse_unsupported, unsupported
 from server.responses.responses_protocol import (
     LOGPROBS_INCLUDE,
     PASSED_ON,
-    AllowedTools,
+    AllowedFunctions,
     FunctionChoice,
+    FunctionTool,
     InputItem,
-    Part,
+    ItemPart,
     ResponsesRequest,
     TextFormat,
-    Tool,
 )
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -70,7 +70,9 @@ def chat_request_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatC
 
 def said_item(item: dict[str, Any]) -> InputItem:
     """An item of a response's output, as input of the next. Never refused: a model keeps to no bounds."""
-    parts = [Part.model_construct(type=part["type"], text=part["text"]) for part in item.get("content") or ()]
+    parts = [
+        ItemPart.model_construct(type=part["type"], text=part["text"]) for part in item.get("content") or ()
+    ]
     names = ("type", "id", "status", "role", "call_id", "name", "arguments")
     return InputItem.model_construct(
         content=parts or None, **{name: item[name] for name in names if name in item}
@@ -193,13 +195,13 @@ def _is_instructing(item: InputItem) -> bool:
     return _is_message(item) and item.role in _INSTRUCTING_ROLES
 
 
-def _text(parts: Sequence[Part] | None, where: str) -> str:
+def _text(parts: Sequence[ItemPart] | None, where: str) -> str:
     if parts is None:
         raise RequestRejected(f"{where} is required", param=where, code="missing_field")
     return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(parts))
 
 
-def _part_text(part: Part, where: str) -> str:
+def _part_text(part: ItemPart, where: str) -> str:
     if part.type == "refusal":
         return _required(part.refusal, f"{where}.refusal")
     if part.type not in _TEXT_PARTS:
@@ -242,7 +244,7 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
     }
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise unsupported(f"{where}.type", f"tools of type {tool.type!r} are not supported; use function")
     described = {
@@ -257,11 +259,11 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
     }
 
 
-def _tool_choice(choice: str | FunctionChoice | AllowedTools) -> str | dict[str, Any]:
+def _tool_choice(choice: str | FunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
     match choice:
         case FunctionChoice():
             return {"type": "function", "function": {"name": choice.name}}
-        case AllowedTools():
+        case AllowedFunctions():
             tools = [_tool_choice(tool) for tool in choice.tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
         case _:

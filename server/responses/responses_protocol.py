@@ -10,16 +10,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
 
+from server.chat.chat_protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.generate.protocol import (
-    MAX_CONTENT_PARTS,
     MAX_LOGPROBS,
-    MAX_MESSAGES,
     MAX_TEXT_CHARS,
     NumTokens,
     ReasoningEffort,
     SamplingFields,
-    WireModel,
 )
+from server.wire_model import WireModel
 
 MAX_TOOLS = 128
 MAX_INCLUDES = 16
@@ -54,7 +53,7 @@ def _as_items(value: Any) -> Any:
     raise _wrong("must be a string or a list of items")
 
 
-class Part(WireModel):
+class ItemPart(WireModel):
     """A piece of an item's content."""
 
     type: _Word
@@ -63,7 +62,7 @@ class Part(WireModel):
     refusal: _Text | None = None
 
 
-_PartList = Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+_PartList = Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
 _Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=_Text | _PartList)]
 
 
@@ -116,7 +115,7 @@ class TextOptions(WireModel):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(WireModel):
+class ReasoningOptions(WireModel):
     """How much is thought before the reply."""
 
     effort: ReasoningEffort | None = None
@@ -126,7 +125,7 @@ class Reasoning(WireModel):
     generate_summary: _Summary | None = None
 
 
-class Tool(WireModel):
+class FunctionTool(WireModel):
     """A function that the caller can run."""
 
     type: _Word
@@ -145,7 +144,7 @@ class FunctionChoice(WireModel):
     name: _Word
 
 
-class AllowedTools(WireModel):
+class AllowedFunctions(WireModel):
     """Call these functions and no others."""
 
     type: Literal["allowed_tools"]
@@ -169,15 +168,15 @@ def _as_tool_choice(value: Any) -> Any:
         raise _wrong(f"{where}: {first['msg']}") from None
 
 
-_CHOICES: Final[dict[str, type[FunctionChoice | AllowedTools]]] = {
+_CHOICES: Final[dict[str, type[FunctionChoice | AllowedFunctions]]] = {
     "function": FunctionChoice,
-    "allowed_tools": AllowedTools,
+    "allowed_tools": AllowedFunctions,
 }
 ToolChoice = Annotated[
-    str | FunctionChoice | AllowedTools,
+    str | FunctionChoice | AllowedFunctions,
     PlainValidator(
         _as_tool_choice,
-        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedTools,
+        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions,
     ),
 ]
 
@@ -199,10 +198,10 @@ class ResponsesRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     """auto: leave the oldest turns out until the rest fits the context window."""
     text: TextOptions | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
     """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

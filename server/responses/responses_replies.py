@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.types import SamplingParams
-from server.responses.responses_protocol import ResponsesRequest, Tool
+from server.responses.responses_protocol import FunctionTool, ResponsesRequest
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
 """Finish reasons of a response that is not complete; the second is ours: OpenAI has no time limits."""
@@ -164,7 +164,7 @@ def _tool_choice(body: ResponsesRequest) -> Any:
     return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
 
 

@@ -38,18 +38,18 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", min
 ParametersSchema = Annotated[dict[str, Any], Field(max_length=256), AfterValidator(_check_schema_size)]
 
 
-class CalledFunction(WireModel):
+class EarlierFunction(WireModel):
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: _Text
     """JSON text, as the model wrote it."""
 
 
-class MessageToolCall(WireModel):
+class EarlierCall(WireModel):
     """A call that the model made in an earlier turn."""
 
     id: CallId
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: EarlierFunction
 
 
 class FunctionDefinition(WireModel):
@@ -93,4 +93,4 @@ ToolChoice = Annotated[
     ToolChoiceObject, BeforeValidator(_as_choice, json_schema_input_type=_ToolChoiceShapes)
 ]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolCalls = Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolCalls = Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
