@@ -85,7 +85,7 @@ def build_app(
 
 
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
-    """The admin routes alone, for a port of their own, beside what `build_app` made."""
+    """Build an application of the admin routes alone, for a port of their own, beside that of `build_app`."""
     edge: Edge = app.state.edge
     admin_app = _layered(edge, settings, app.state.keys, openapi_url=None)
     _include(admin_app, ADMIN)
@@ -112,7 +112,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
             Middleware(RequestLog, routes=ROUTES, probes=OPEN_PATHS, spans=edge.spans, metrics=edge.metrics),
             *_cors(settings.edge.cors_origins),
             Middleware(LastReplies, health=edge.engine.health),
-            Middleware(ErrorBoundary, count=edge.metrics.error_told),
+            Middleware(ErrorBoundary, count=edge.metrics.count_error),
             Middleware(ReservedPlaces, open_paths=OPEN_PATHS),
             Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),
             Middleware(Auth, keys=keys, open_paths=_open_paths(settings)),
@@ -131,7 +131,7 @@ def _open_paths(settings: EdgeSettings) -> frozenset[str]:
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Outside of the keys: a browser asks for permission without one."""
+    """CORS, outside of the keys: a browser asks for permission without one."""
     if not origins:
         return []
     return [
@@ -146,5 +146,5 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def _to_boundary(request: Request, error: Exception) -> NoReturn:  # noqa: ARG001 -- Starlette's signature
-    """Hand on what the framework would answer in its own shape."""
+    """Hand errors on that the framework would answer in its own shape."""
     raise error

@@ -25,7 +25,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     scoring.ENDPOINT,
 )
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT,)
-"""Endpoints for operators, which are served only where they are enabled, and may have a port of their own."""
+"""Endpoints for operators, served only if they are enabled; they may have a port of their own."""
 OPENAPI_PATH = "/openapi.json"
 
 

@@ -41,7 +41,7 @@ def document(
 
 
 def _schemas(requests: Iterable[type[BaseModel]], events: Iterable[type[BaseModel]]) -> dict[str, Any]:
-    """All together, so that a name that two models share is noticed and made two."""
+    """Schemas by name. A test holds the names of models apart."""
     _, definitions = models_json_schema(
         [*((model, "validation") for model in requests), *((event, "serialization") for event in events)],
         ref_template=MODEL_REFERENCE,

@@ -1,6 +1,6 @@
-"""What other servers do and this one does not: each such field is refused by name, never ignored.
+"""Fields of other servers that are not supported: each is refused by name, never ignored.
 
-Owns: the list of these fields, and the values of theirs that ask for nothing.
+Owns: the lists that endpoints share, and the check. A field may have values that ask for nothing.
 Never: the fields that have an effect (protocol.py).
 """
 
@@ -48,11 +48,11 @@ _INSTEAD: Final = {
     "guided_regex": "structured_outputs.regex",
     "json_schema": "response_format",
 }
-"""What does the same here."""
+"""Fields that do the same here."""
 
 
 def refuse_unsupported(body: Mapping[str, Any], refusals: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise RequestRejected for the first field that asks for what we do not have."""
+    """Raise RequestRejected for the first field that asks for a feature that is not there."""
     for name in body.keys() & refusals.keys():
         value = body[name]
         if value is not None and not any(_is_same(value, harmless) for harmless in refusals[name]):

@@ -1,4 +1,4 @@
-"""Who may come in and what the server shows for itself: keys and certificate, as their files have them now.
+"""Keys and certificate of the server, as their files have them now.
 
 Owns: that both follow their files while the server runs.
 Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), or a comparison (key_ring.py).
@@ -21,7 +21,7 @@ _FOR_ALL_EYES = "everybody on this machine can read %s: chmod o-r %s"
 
 
 class Credentials:
-    """Of one server. `keep_current` must run for changes to be seen."""
+    """Keys and certificate of one server. `keep_current` must run for changes to be seen."""
 
     def __init__(self, api_keys: Sequence[str], edge: EdgeConfig) -> None:
         """Raises OptionError."""

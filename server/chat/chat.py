@@ -1,6 +1,6 @@
 """POST /v1/chat/completions.
 
-Owns: the turn of a conversation, from body to reply. Each step lives elsewhere.
+Owns: the way from body to reply. Each step is in a module of its own.
 """
 
 from fastapi import APIRouter

@@ -29,7 +29,7 @@ class AssistantMessage(ReplyModel):
     refusal: None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """The same, under its older name."""
+    """Equal to `reasoning`, under its older name."""
     tool_calls: list[MessageToolCall] | None = None
 
 
@@ -66,7 +66,7 @@ class FunctionDelta(ReplyModel):
 
 
 class ToolCallDelta(ReplyModel):
-    """With an id and a name where a call begins; further pieces of its arguments have the same index."""
+    """A piece of a call: the first has id and name; pieces of its arguments follow under the same index."""
 
     index: int
     id: str | None = None

@@ -42,7 +42,7 @@ CHAT_REFUSALS: Final = {
     "best_of": (1,),
     "echo": OFF,
 }
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields refused by name, unless set to one of these values, or to null."""
 
 
 def _as_parts(value: Any) -> Any:
@@ -77,9 +77,9 @@ class ChatMessage(WireModel):
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: CallId | None = None
-    """Of a message with role tool: the call that it answers."""
+    """The call that a message with role tool answers."""
     refusal: Text | None = None
-    """What an assistant said instead of an answer."""
+    """The text of an assistant that refused to answer."""
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     """The newer name of reasoning_content. Whether the model sees it again, its chat template decides."""
@@ -109,6 +109,6 @@ class ChatCompletionRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     """Off: one call at most."""
     include_reasoning: bool | None = None
-    """Off: reasoning is counted, but not told."""
+    """Off: reasoning is counted, but not shown."""
     reasoning_effort: ReasoningEffort | None = None
-    """For a chat template that reads it; none and minimal also switch off thinking that it can switch."""
+    """Read by some templates; none and minimal also switch thinking off where a template has a switch."""

@@ -102,7 +102,7 @@ def _shown_special_ids(tool_use: ToolUse, info: ModelInfo, start: ReasoningStart
 
 
 def reasons(option: str, info: ModelInfo) -> bool:
-    """Whether replies of this model have reasoning apart from the answer, by --reasoning-parser."""
+    """True if replies of this model have reasoning apart from the answer, by --reasoning-parser."""
     if option == "auto":
         return END in info.chat_template or END in info.added_tokens
     return option == "think"

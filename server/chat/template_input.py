@@ -64,7 +64,7 @@ def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ..
 
 
 def turns_reasoning_off(options: ChatOptions) -> bool:
-    """Whether the template is asked for an answer without reasoning before it."""
+    """True if the template is asked for an answer without reasoning before it."""
     variables = {**options.template_hints, **options.template_kwargs}
     return any(variables.get(name) is False for name in _THINKING_SWITCHES)
 
@@ -145,7 +145,7 @@ def _check_fields(message: ChatMessage, where: str) -> None:
 
 
 def _content(message: ChatMessage, where: str) -> str | None:
-    """None only beside tool calls."""
+    """Join the texts of a message; None only beside tool calls."""
     texts = [
         _part_text(part, message.role, f"{where}.content[{place}]")
         for place, part in enumerate(message.content or ())

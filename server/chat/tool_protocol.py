@@ -1,7 +1,7 @@
 """Tools, the choice among them, and calls of earlier turns, as a chat request brings them.
 
 Owns: their types and bounds.
-Never: what they mean for a reply (tool_use.py) or for the template (chat_messages.py).
+Never: their effect on a reply (tool_use.py) or on the template (template_input.py).
 """
 
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from server.wire_model import WireModel
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
-"""Of the parameters of one tool, as JSON."""
+"""Size of the parameters of one tool, as JSON."""
 MAX_TOOL_TEXT_CHARS = 64 * 1024 * 1024
 """Texts end where the body does; the number is there so that no field is without a bound."""
 
@@ -58,7 +58,7 @@ class FunctionDefinition(WireModel):
     parameters: ParametersSchema | None = None
     """JSON Schema of an object; absent: there are none."""
     strict: bool | None = None
-    """Without effect: arguments keep to the schema wherever a grammar makes the call, and nowhere else."""
+    """Without effect: arguments keep to the schema if and only if a grammar makes the call."""
 
 
 class Tool(WireModel):

@@ -15,7 +15,7 @@ COMPLETION_REFUSALS: Final = {
     **REFUSED_OF_OPENAI,
     **REFUSED_OF_OTHER_SERVERS,
 }
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields refused by name, unless set to one of these values, or to null."""
 
 
 class CompletionRequest(GenerationFields):
@@ -23,7 +23,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Prompts
     suffix: Text | None = None
-    """What follows the text to be written; for models that were trained to fill holes."""
+    """Text after the one to be generated; for models that were trained to fill holes."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """0 with echo only: the prompt comes back with its logprobs."""
     echo: bool | None = None
@@ -31,4 +31,4 @@ class CompletionRequest(GenerationFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     """Generate so many, and return the n with the highest log-probability per token."""
     add_special_tokens: bool | None = None
-    """Put the special tokens around text prompts that the checkpoint asks for; on by default."""
+    """Put special tokens around text prompts, as the checkpoint asks for; on by default."""

@@ -61,7 +61,7 @@ def token_names(body: GenerationFields) -> TokenNames:
 
 
 async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) -> Response:
-    """Raises what the engine raises, and ClientDisconnect."""
+    """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
     body = await while_connected(request.receive, _collect(outputs, reply))
     return Response(body, media_type="application/json")
 

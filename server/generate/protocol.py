@@ -38,7 +38,7 @@ def wrong_shape(message: str) -> PydanticCustomError:
 
 
 def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") -> tuple[Prompt, ...]:
-    """Tell the four shapes of a prompt apart by hand: a union would report an error for each of them."""
+    """Distinguish the four shapes of a prompt by hand: a union would report an error for each of them."""
     prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
     if not prompts:
         raise wrong_shape("must not be an empty list")
@@ -142,18 +142,18 @@ class StreamOptions(WireModel):
 
 
 class ServiceFields(WireModel):
-    """By which model, and on what terms; every endpoint that computes understands them."""
+    """Model and terms of service; every endpoint that computes understands them."""
 
     model: Name | None = None
     """A served name; absent: the first one."""
     priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = None
     """Lower is more urgent, as in nice(1); read under the priority policy."""
     timeout: Seconds | None = None
-    """In all, in seconds; then what was generated is the reply, for the reason `timeout`, or it is a 504."""
+    """Seconds in all; then the text so far is the reply, with the reason `timeout`, or it is a 504."""
     queue_timeout: Seconds | None = None
-    """To its first step, in seconds; then it is answered with 504."""
+    """Seconds to its first step; then it is answered with 504."""
     first_token_timeout: Seconds | None = None
-    """To its first token, in seconds; then it is answered with 504."""
+    """Seconds to its first token; then it is answered with 504."""
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """Cached prefixes are shared only among requests with the same salt."""
 
@@ -162,7 +162,7 @@ class ServiceFields(WireModel):
 
 
 class SamplingFields(ServiceFields):
-    """How tokens are drawn; every endpoint that generates understands them."""
+    """Sampling parameters; every endpoint that generates understands them."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = None
@@ -184,7 +184,7 @@ class SamplingFields(ServiceFields):
 
 
 class GenerationFields(SamplingFields):
-    """What completions and chat completions understand."""
+    """Fields that completions and chat completions share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
@@ -197,20 +197,20 @@ class GenerationFields(SamplingFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
-    """Token ids, as strings, to what is added to their logits."""
+    """Token ids, as strings, to numbers that are added to their logits."""
     bad_words: BadWords | None = None
     """Never generated, at the beginning of a text or after a space."""
     allowed_token_ids: AllowedTokenIds | None = None
-    """Only these are drawn."""
+    """Only these are sampled."""
     response_format: ResponseFormat | None = None
     """Text, any JSON object, or JSON that matches a schema."""
     structured_outputs: StructuredOutputsField | None = None
     """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as leave room for max_tokens."""
+    """Keep that many tokens at the end of the prompt; -1: as many as leave room for max_tokens."""
     prompt_logprobs: NumLogprobs | None = None
     """That many alternatives for each token of the prompt."""
     return_token_ids: bool | None = None
-    """Tell the token ids of prompt and reply."""
+    """Return the token ids of prompt and reply."""
     return_tokens_as_token_ids: bool | None = None
     """Name tokens `token_id:123` in logprobs, instead of by their text."""

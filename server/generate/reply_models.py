@@ -36,7 +36,7 @@ class PromptLogprob(ReplyModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, by token id: itself and the alternatives; null for the first token."""
+"""Objects by token id, one for each token of the prompt, with its alternatives; null for the first token."""
 
 
 class TopLogprob(ReplyModel):

@@ -1,7 +1,7 @@
 """Replies that must match a schema, a regular expression, a list of choices or a grammar.
 
-Owns: the fields that ask for it, with their bounds, and the grammar that each comes to.
-Never: compiles one (the engine does, in a process that can be stopped), or looks at a reply.
+Owns: the fields that ask for it, with their bounds, and the grammar of each.
+Never: compiles a grammar (the engine does, in a process that can be stopped), or reads a reply.
 Source: `response_format` as OpenAI documents it, `structured_outputs` as vLLM does.
 """
 
@@ -20,7 +20,7 @@ from server.generate.schema_formats import without_unknown_formats
 from server.wire_model import WireModel
 
 MAX_GRAMMAR_BYTES = 64 * 1024
-"""Of a schema as compact JSON, of a grammar, of all choices together."""
+"""Size of a schema as compact JSON, of a grammar, or of all choices together."""
 MAX_SCHEMA_KEYS = 4096
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
@@ -43,7 +43,7 @@ def _fitting(content: Any) -> Any:
 
 
 def _of_known_kinds(value: Any) -> Any:
-    """Refuse what would change the grammar elsewhere (vLLM's structural_tag, say) and is unknown here."""
+    """Refuse keys that change the grammar in other servers (vLLM's structural_tag, say)."""
     for name in value if isinstance(value, dict) else ():
         if name not in _KINDS and value[name] is not None:
             raise _wrong(f"has {name[:64]!r}; only {', '.join(_KINDS)} are supported")
@@ -58,7 +58,7 @@ class JsonSchema(WireModel):
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
     schema_: Schema = Field(alias="schema")
     strict: bool | None = None
-    """Either way the reply matches: what could not be enforced is refused."""
+    """Without effect: every reply matches, and a schema that cannot be enforced is refused."""
     description: Annotated[str, StringConstraints(max_length=MAX_DESCRIPTION_CHARS)] | None = None
     """For readers of the request; the model is not shown it."""
 
@@ -90,7 +90,7 @@ StructuredOutputsField = Annotated[StructuredOutputs, BeforeValidator(_of_known_
 
 
 class StructureFields(Protocol):
-    """What a request says about the structure of its reply."""
+    """Fields about the structure of a reply."""
 
     @property
     def response_format(self) -> ResponseFormat | None: ...
@@ -112,7 +112,7 @@ class WantedGrammar:
 
 
 def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
-    """What the request's fields come to; None if the reply is free. Raises RequestRejected."""
+    """The grammar that the fields ask for; None if the reply is free. Raises RequestRejected."""
     by_format = None if body.response_format is None else _of_response_format(body.response_format)
     if body.structured_outputs is None:
         return by_format
@@ -124,7 +124,7 @@ def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
 
 
 def check_can_end(body: StructureFields, info: ModelInfo, *, param: str) -> None:
-    """Refuse a grammar where no end-of-sequence token can tell that it is fulfilled."""
+    """Refuse a grammar if no end-of-sequence token can end the reply."""
     if not info.eos_token_ids:
         raise RequestRejected(
             f"{param}: this model has no end-of-sequence token, with which every grammar ends",

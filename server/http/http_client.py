@@ -1,8 +1,8 @@
 """One HTTP/1.1 exchange with a server, for the commands that are clients: chat, complete, run-batch.
 
-Owns: where the server is, the connection, the pieces of a reply, server-sent events, and what to say when
+Owns: the server's address, the connection, the pieces of a reply, server-sent events, and the words when
 no reply comes.
-Never: what requests ask and replies mean.
+Never: the meaning of requests and replies.
 Source: h11's documentation of its client role; the event stream format of the HTML standard, section 9.2.
 """
 
@@ -21,7 +21,7 @@ import orjson
 DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLE = "TOKENYARD_API_KEY"
 MAX_REPLY_BYTES = 256 * 1024 * 1024
-"""Of a reply that is collected whole: `n` choices with logprobs can be long."""
+"""Size of a reply that is collected whole: `n` choices with logprobs can be long."""
 _READ_BYTES = 64 * 1024
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -32,7 +32,7 @@ class NoReply(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a server is, and how to be let in."""
+    """Address of a server, and the key for it."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Target:
 
     @classmethod
     def parse(cls, base_url: str, *, api_key: str) -> "Target":
-        """From `http://host:port`, with or without /v1 behind it. Raises ValueError."""
+        """Parse `http://host:port`, with or without /v1 behind it. Raises ValueError."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected http://host:port, got {base_url!r}")
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Without the key."""
+        """The address without the key."""
         return f"http{'s' if self.is_tls else ''}://{self.authority}{self.prefix}"
 
 
@@ -133,7 +133,7 @@ def _as_object(data: bytes) -> dict[str, Any]:
 async def request(
     target: Target, method: str, path: str, body: bytes = b"", *, silence_s: float
 ) -> AsyncGenerator[StreamedReply, None]:
-    """Send a request on a connection of its own; leaving closes it, which tells the server to stop.
+    """Send a request on a connection of its own; leaving closes it, which ends the request.
 
     Raises NoReply, also after `silence_s` seconds without a byte from the server.
     """
@@ -196,7 +196,7 @@ class _Exchange:
         return StreamedReply(self, event)
 
     async def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """What comes next of the reply; waits until it is there. Raises NoReply."""
+        """Wait for the next event of the reply. Raises NoReply."""
         try:
             while (event := self._protocol.next_event()) is h11.NEED_DATA:
                 async with asyncio.timeout(self._silence_s):

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
-"""As in nginx's log: the client hung up before a status was sent."""
+"""Status as in nginx's log: the client hung up before one was sent."""
 _NO_SPANS = NoSpans()
 
 
@@ -70,7 +70,7 @@ class RequestLog:
             await self._app(scope, receive, watched_send)
         finally:
             total_s = time.monotonic() - began_s
-            self._metrics.request_over(method, route, status)
+            self._metrics.count_request(method, route, status)
             span.end(journal, status=status, error_code=error_code_of(scope))
             level = logging.DEBUG if is_probe else logging.INFO
             if log.isEnabledFor(level):
@@ -85,7 +85,7 @@ class RequestLog:
 
 
 def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | None]:
-    """What is known of a request, wherever it ended."""
+    """Facts that are known about a request at its end, early or late."""
     facts: dict[str, str | int | float | None] = {
         "request_id": journal.request_id,
         "trace_id": journal.trace_id,
@@ -110,5 +110,5 @@ def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | N
 
 
 def _rounded(seconds: float | None) -> float | None:
-    """To microseconds: more digits are noise."""
+    """Round to microseconds: more digits are noise."""
     return None if seconds is None else round(seconds, 6)

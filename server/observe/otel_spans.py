@@ -1,7 +1,7 @@
 """Spans for an OpenTelemetry collector, by OTLP over HTTP. Needs the extra `otel`; imported only with it.
 
-Owns: the names of attributes and events, and that a collector that is slow or away costs nothing but spans.
-Never: what happened to a request (engine/journal.py), or whether a span is asked for (request_log.py).
+Owns: the names of attributes and events, and bounds: a slow or absent collector costs spans only.
+Never: the history of a request (engine/journal.py), or the choice of traced requests (request_log.py).
 Source: OpenTelemetry's conventions for HTTP server spans and for generative AI. The latter are not stable, so
 their names stand here and come from no package.
 """
@@ -58,7 +58,7 @@ class OtelSpans:
         self._operations = operations
 
     def begin(self, method: str, route: str, context: TraceContext | None) -> Span:
-        """The span of a request whose head has come."""
+        """Begin the span of a request whose head has come."""
         attributes: dict[str, AttributeValue] = {"http.request.method": method, "http.route": route}
         if route in self._operations:
             attributes["gen_ai.operation.name"] = self._operations[route]
@@ -73,7 +73,7 @@ class OtelSpans:
         return _OtelSpan(span)
 
     def close(self) -> None:
-        """Blocks for a moment; what the collector has not taken by then is lost."""
+        """Send the pending spans; blocks for a moment, then drops the rest."""
         sending = threading.Thread(target=self._processor.force_flush, name="last spans", daemon=True)
         sending.start()
         sending.join(_GOODBYE_S)
@@ -91,7 +91,7 @@ class _OtelSpan:
         self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
 
     def end(self, journal: Journal, *, status: int, error_code: str) -> None:
-        """Tell all that is known, and hand it on."""
+        """Set all attributes and events from the journal, and hand the span on."""
         span = self._span
         if not span.is_recording():
             return
@@ -142,17 +142,17 @@ def _remote(context: TraceContext) -> trace.Span:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what the collector did not take, and says once that it does not, or does again."""
+    """Counts spans that the collector did not take, and logs once that it does not, or does again."""
 
     def __init__(self, exporter: SpanExporter, count_lost: Callable[[float], None]) -> None:
         self._exporter = exporter
         self._count_lost = count_lost
         self._is_failing = False
         self.num_handled = 0
-        """Spans that came out of the queue, whatever became of them."""
+        """Spans that came out of the queue, exported or lost."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Blocks the thread of the processor, and nobody else."""
+        """Export; blocks the thread of the processor only."""
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(spans)
@@ -172,12 +172,12 @@ class _CountingExporter(SpanExporter):
         self._is_failing = has_failed
 
     def shutdown(self) -> None:
-        """What is being sent fails soon."""
+        """Let exports under way fail soon."""
         self._exporter.shutdown()
 
 
 class _BoundedProcessor(SpanProcessor):
-    """The library's batches behind a bound of our own, since it does not tell what it drops."""
+    """The library's batches behind a bound of our own, since it does not count the spans it drops."""
 
     def __init__(self, exporter: _CountingExporter, count_lost: Callable[[float], None]) -> None:
         self._exporter = exporter
@@ -199,7 +199,7 @@ class _BoundedProcessor(SpanProcessor):
         self._batches.on_end(span)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Send what is pending; blocks."""
+        """Send the pending spans; blocks."""
         return self._batches.force_flush(timeout_millis)
 
     def shutdown(self) -> None:

@@ -1,7 +1,7 @@
 """GET /health, /ping, /version and /metrics, for machines.
 
 Owns: the probes' status codes and the cached metrics page.
-Never: a judgement of health: the engine's step counter gives it.
+Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
@@ -62,14 +62,14 @@ _METRICS_DOCUMENTATION: dict[str, Any] = {
 @router.get("/ping", **_HEALTH_DOCUMENTATION)
 @router.api_route("/ping", **_PROBE)
 async def is_ready(request: Request) -> Response:
-    """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
+    """200 if requests are accepted; 503 while loading, draining, stuck or dead."""
     return _answer(request, Question.READY)
 
 
 @router.get("/health/live", **_HEALTH_DOCUMENTATION)
 @router.api_route("/health/live", **_PROBE)
 async def is_live(request: Request) -> Response:
-    """503 only where a restart is the cure: the loop of a loaded engine stands still.
+    """503 only if a restart is the cure: the loop of a loaded engine stands still.
 
     A loading engine is live, and so is a dead one: it is replaced from within.
     """
@@ -89,13 +89,13 @@ async def show_version() -> Response:
 
 @router.get(METRICS_PATH, **_METRICS_DOCUMENTATION)
 async def show_metrics(request: Request) -> Response:
-    """Everything counted, in Prometheus' text format."""
+    """All metrics, in Prometheus' text format."""
     page: MetricsPage = request.app.state.metrics_page
     return Response(await page.render(), media_type=_METRICS_TYPE)
 
 
 class MetricsPage:
-    """The rendered registry, at most METRICS_TTL_S old. Rendered in a thread, once for all who wait."""
+    """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

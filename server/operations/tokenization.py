@@ -1,7 +1,7 @@
 """POST /tokenize and POST /detokenize: text to tokens, and back.
 
 Owns: the shapes of both, which are vLLM's.
-Never: how messages are rendered: that is the chat path, so that counts agree with what a chat is billed.
+Never: how messages are rendered: that is the chat path, so that counts agree with a chat's usage.
 """
 
 from typing import Annotated, Any, Final
@@ -28,7 +28,7 @@ from server.refusals import unsupported
 from server.wire_model import WireModel
 
 TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields refused by name, unless set to one of these values, or to null."""
 
 _CHAT_FIELDS = (
     "add_generation_prompt",
@@ -68,7 +68,7 @@ class Tokenization(ReplyModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
-    """As the tokenizer spells them."""
+    """Tokens as the tokenizer spells them."""
 
 
 class Detokenization(ReplyModel):

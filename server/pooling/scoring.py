@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank: how well texts belong together.
+"""POST /v1/score and /v1/rerank: scores of pairs of texts.
 
 Owns: the two ways to a score: a cross-encoder reads both texts at once; of a model that makes embeddings it
 is the cosine between two of them. Also the other paths at which clients of vLLM, Jina and Cohere ask.
@@ -87,7 +87,7 @@ async def create_ranking(request: Request) -> Response:
 
 
 async def _score(request: Request, body: PoolingFields, sides: Sides, origin: Origin) -> Scored:
-    """One score for each text on the right. Raises what the engine raises, and ClientDisconnect."""
+    """Compute one score for each text on the right. Raises the engine's errors, and ClientDisconnect."""
     engine = edge_of(request).engine
     info = engine.info
     is_cross_encoder = pooling_of(body, info).task is PoolingTask.SCORE

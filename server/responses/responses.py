@@ -1,7 +1,7 @@
-"""POST /v1/responses, and what can be done with a stored response.
+"""POST /v1/responses, and the routes of a stored response.
 
-Owns: the order of the steps, which conversation a request goes on from, and what is stored of its reply.
-Never: how a conversation is rendered or generated: that is the chat path, step for step.
+Owns: the way from body to reply, the conversation that a request continues, and the stored part of a reply.
+Never: rendering or generating: that is the chat path, step for step.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from server.responses.responses_protocol import RESPONSES_REFUSALS, InputItem, R
 from server.responses.responses_replies import ResponsePlan
 
 _MAX_INLINE_PARTS = 1024
-"""More are worked on in a thread, so that the streams of others go on meanwhile: 4096 took 60 ms."""
+"""More are converted in a thread, so that other streams go on meanwhile: 4096 took 60 ms."""
 _PATH = "/v1/responses"
 _ONE = "/v1/responses/{response_id}"
 _NO_STORE = {"cache-control": "no-store"}
@@ -142,7 +142,7 @@ async def use_stored_response(request: Request) -> Response:
 
 @router.get(_ONE, **documentation_of_one(ResponseObject, "response_id"))
 async def retrieve_response(request: Request) -> Response:
-    """A stored response, as it was sent."""
+    """Return a stored response, as it was sent."""
     return Response(_stored_here(request).body, headers=_NO_STORE, media_type="application/json")
 
 
@@ -151,7 +151,7 @@ async def retrieve_response(request: Request) -> Response:
     **documentation_of_one(InputItemPage, "response_id", query=_PAGE_PARAMETERS),
 )
 async def list_input_items(request: Request) -> Response:
-    """The items that a stored response was asked with; those of earlier responses are theirs."""
+    """List the input items of a stored response, without the items of earlier responses."""
     asked = page_request(request.query_params)
     items, response_id = _stored_here(request).input, request.path_params["response_id"]
     # In a thread, since there may be as much text as a body holds.
@@ -172,7 +172,7 @@ async def cancel_response(request: Request) -> Response:
 
 @router.delete(_ONE, **documentation_of_one(ResponseDeletion, "response_id"))
 async def delete_response(request: Request) -> Response:
-    """Forget a stored response. Those that went on from it stay."""
+    """Delete a stored response. Responses that continue it stay."""
     response_id = request.path_params["response_id"]
     if not store_of(request).delete(response_id, owner=_owner(request), now_s=time.monotonic()):
         raise ResponseNotFound(response_id)
@@ -181,7 +181,7 @@ async def delete_response(request: Request) -> Response:
 
 
 def _stored_here(request: Request) -> StoredResponse:
-    """The one that the path names. Raises ResponseNotFound."""
+    """The stored response that the path names. Raises ResponseNotFound."""
     response_id = request.path_params["response_id"]
     stored = store_of(request).find(response_id, owner=_owner(request), now_s=time.monotonic())
     if stored is None:
@@ -194,7 +194,7 @@ def store_of(request: Request) -> ResponseStore:
 
 
 def _owner(request: Request) -> str:
-    """Without keys all callers are one."""
+    """Name of the key; without keys all callers are one owner."""
     return str(request.scope.get(KEY_NAME, ""))
 
 
@@ -244,7 +244,7 @@ async def _turn_that_fits(
         places = turns(items)
         if not places:
             raise
-    # The fewer turns, the shorter: each try rules out half of those that are left.
+    # The fewer turns, the shorter: each try rules out half of the remaining ones.
     low, high = 0, len(places) - 1
     while low < high:
         middle = (low + high) // 2

@@ -1,8 +1,8 @@
 """Items of a conversation to the chat request that means the same.
 
-Owns: what each kind of item is to a chat template, which turns may be left out, and the names under which
-the chat path's complaints reach a caller who never wrote a chat request.
-Never: judges the request itself: that is the chat path's work (chat_turn.py).
+Owns: the chat message for each kind of item, the turns that may be left out, and the names under which
+errors of the chat path reach the caller of /v1/responses.
+Never: checks the request itself: that is the chat path's work (chat_turn.py).
 """
 
 from collections.abc import Generator, Sequence
@@ -31,7 +31,7 @@ _ROLES: Final = ("user", "assistant", "system", "developer")
 _INSTRUCTING_ROLES: Final = ("system", "developer")
 _AFTER_REASONING: Final = ("content", "tool_calls")
 _ALL_OF_A_TURN: Final = ("reasoning_content", *_AFTER_REASONING)
-"""In this order: reasoning, text, calls. Each is an item of its own, and all are one message."""
+"""The parts of a message in their order: reasoning, text, calls. Each is an item of its own."""
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 _NAMES: Final = {
@@ -84,7 +84,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def turns(items: Sequence[InputItem]) -> list[int]:
-    """Where the conversation can be cut: at each message of the user.
+    """Places where the conversation can be cut: each message of the user.
 
     A template, and the answer to a function call, need what came before them in their turn.
     """
@@ -97,7 +97,7 @@ def cut_before(items: Sequence[InputItem], place: int) -> tuple[InputItem, ...]:
 
 
 def num_parts(items: Sequence[InputItem]) -> int:
-    """What the work on these items grows with."""
+    """Number of parts, with which the work on the items grows."""
     return sum(1 + len(item.content or ()) + len(item.output or ()) for item in items)
 
 
@@ -111,7 +111,7 @@ def in_our_words() -> Generator[None, None, None]:
 
 
 def renamed(error: RequestRejected) -> RequestRejected:
-    """The same complaint about the field of a response that became the field of a chat."""
+    """Translate an error about a chat field into one about the response's field."""
     message, param = str(error), error.param
     if param is not None:
         param = _our_name(param)
@@ -180,7 +180,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *, before: Sequence[str]) -> dict[str, Any]:
-    """The message of the turn under way, unless it has gone past this point already; else a new one."""
+    """The message under way, unless it is past this point already; else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})

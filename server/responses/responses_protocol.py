@@ -1,7 +1,7 @@
 """Requests to POST /v1/responses exactly as OpenAI documents them, as far as text goes.
 
 Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
-Never: what a conversation of items means to a chat template (responses_input.py).
+Never: items as input of a chat template (responses_input.py).
 Source: OpenAI's reference of the Responses API; the types of its Python SDK.
 """
 
@@ -72,22 +72,22 @@ class InputItem(WireModel):
     type: _Word | None = None
     """message (or absent), function_call, function_call_output or reasoning."""
     role: _Word | None = None
-    """Of a message: user, assistant, system or developer (the same)."""
+    """Role of a message: user, assistant, system or developer (the same)."""
     content: _Content | None = None
     call_id: _Id | None = None
-    """Of a function call and of its output: which belongs to which."""
+    """Id that a function call shares with its output."""
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
-    """Of the function that is called."""
+    """Name of the function that is called."""
     arguments: _Text | None = None
-    """Of the call, as JSON text."""
+    """Arguments of the call, as JSON text."""
     output: _Content | None = None
-    """What the function returned."""
+    """Return value of the function."""
     summary: _PartList | None = None
-    """Of a reasoning item, beside its content."""
+    """Summary of a reasoning item, beside its content."""
     encrypted_content: _Text | None = None
-    """Refused by name: only who wrote it can read it."""
+    """Refused by name: only its author can read it."""
 
-    # Names of things, returned by us; nothing in a reply depends on them.
+    # Fields that items of a reply have; nothing depends on them.
     id: Annotated[str, StringConstraints(max_length=128)] | None = None
     status: _Word | None = None
     phase: _Word | None = None
@@ -109,18 +109,18 @@ class TextFormat(WireModel):
 
 
 class TextOptions(WireModel):
-    """How the reply is written."""
+    """Options of the reply's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(WireModel):
-    """How much is thought before the reply."""
+    """Amount of reasoning before the reply."""
 
     effort: ReasoningEffort | None = None
 
-    # Accepted without effect, since agents send them unasked: what the model thought is in the reply itself.
+    # Accepted without effect, since agents send them unasked: the reasoning is in the reply itself.
     summary: _Summary | None = None
     generate_summary: _Summary | None = None
 
@@ -129,7 +129,7 @@ class FunctionTool(WireModel):
     """A function that the caller can run."""
 
     type: _Word
-    """Only `function` is understood."""
+    """`function`; no other type is understood."""
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     description: Annotated[str, StringConstraints(max_length=16_384)] | None = None
     parameters: dict[str, Any] | None = None
@@ -153,7 +153,7 @@ class AllowedFunctions(WireModel):
 
 
 def _as_tool_choice(value: Any) -> Any:
-    """Tell the shapes apart by hand: a union would report an error for each of them."""
+    """Distinguish the shapes by hand: a union would report an error for each of them."""
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
@@ -189,12 +189,12 @@ class ResponsesRequest(SamplingFields):
     instructions: _Text | None = None
     """A system message before all else. It is not carried over by previous_response_id."""
     previous_response_id: _Id | None = None
-    """Go on from a stored response: its input and output come before `input`."""
+    """Continue a stored response: its input and output come before `input`."""
     store: bool | None = None
     """On by default, where the server has a store."""
     stream: bool | None = None
     max_output_tokens: NumTokens | None = None
-    """Reasoning counts as well; absent: what the context window leaves."""
+    """Reasoning counts as well; absent: the rest of the context window."""
     truncation: Literal["auto", "disabled"] | None = None
     """auto: leave the oldest turns out until the rest fits the context window."""
     text: TextOptions | None = None
@@ -253,4 +253,4 @@ RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "response_format": (),
     "stop": ([],),
 }
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields refused by name, unless set to one of these values, or to null."""

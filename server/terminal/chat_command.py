@@ -1,9 +1,9 @@
 """`tokenyard chat`: a conversation with a running server, at a terminal or through a pipe.
 
-Owns: the conversation, the commands that begin with a slash, and what Ctrl-C means.
+Owns: the conversation, the commands that begin with a slash, and the effect of Ctrl-C.
 Never: HTTP (http_client.py), or a file: the history of lines is gone with the session.
 
-Codes: 0 the person left, 1 the server refused, 2 a mistake on the command line, 69 there is no server,
+Codes: 0 the user left, 1 the server refused, 2 a mistake on the command line, 69 there is no server,
 130 interrupted (of a piped message).
 """
 
@@ -57,9 +57,9 @@ class Conversation:
         self._turns.clear()
 
     async def answer(self, text: str) -> None:
-        """Send `text` and write the reply as it comes. Raises Failed, NoReply: then `text` was not said.
+        """Send `text` and write the reply as it comes. Raises Failed, NoReply: then `text` is dropped.
 
-        Cancelled, it keeps what there is of the reply.
+        Cancelled, it keeps the reply so far.
         """
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -86,7 +86,7 @@ class Conversation:
 
 
 def _show(chunk: dict[str, Any], writer: TokenWriter, stats: ReplyStats) -> str:
-    """Write what a chunk adds, and return its share of the answer."""
+    """Write the text of a chunk, and return its part of the answer."""
     if chunk.get("usage"):
         stats.take_usage(chunk["usage"])
     text = ""
@@ -165,7 +165,7 @@ def _read_message() -> str | None:
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Whether the conversation goes on."""
+    """Run a command; False if it ends the conversation."""
     command, _, text = line.partition(" ")
     match command:
         case "/exit" | "/quit":

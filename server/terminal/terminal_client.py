@@ -1,6 +1,6 @@
-"""What chat and complete share: the server they talk to, and a reply that is shown while it comes.
+"""The shared part of chat and complete: their server, and a reply that is shown while it comes.
 
-Owns: the options about the server, the words for what went wrong, the numbers about a reply, and that a
+Owns: the options about the server, the words for errors, the numbers about a reply, and the filter so that a
 model's text cannot move the cursor.
 Never: the conversation (chat.py).
 """
@@ -39,7 +39,7 @@ class Failed(Exception):
 
 @dataclass(slots=True)
 class ReplyStats:
-    """How long a reply took."""
+    """Times of a reply."""
 
     started_s: float
     first_token_s: float | None = None
@@ -81,7 +81,7 @@ class TokenWriter:
         self._put(text)
 
     def write_reasoning(self, text: str) -> None:
-        """Not at all where the output is read by a program."""
+        """Write nothing if the output is read by a program."""
         if not self._is_terminal:
             return
         if not self._is_dim:
@@ -125,11 +125,11 @@ async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGen
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server says of a model of its."""
+    """A model as its server describes it."""
 
     name: str
     max_model_len: int | None
-    """The context window, in tokens; servers of other makes do not always tell."""
+    """The context window in tokens; not every server reports it."""
 
 
 async def served_model(target: Target, name: str | None) -> ServedModel:
@@ -171,12 +171,12 @@ def _message(body: Any) -> str | None:
 
 
 def say(text: str) -> None:
-    """To the person, beside the model's text."""
+    """Write to the user, beside the model's text."""
     print(text, file=sys.stderr, flush=True)
 
 
 def no_server(error: NoReply) -> str:
-    """What is wrong and what to do."""
+    """The text of an error, and what to do."""
     return (
         f"{error}.\nStart a server in another terminal with `tokenyard serve`, or name one that runs with"
         f" --base-url {DEFAULT_URL}"
