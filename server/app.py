@@ -35,8 +35,7 @@ from server.observe.http_metrics import HttpMetrics
 from server.observe.request_ids import RequestIds
 from server.observe.spans import NoSpans, Spans
 from server.openapi import document
-from server.operations.ops import METRICS_PATH, MetricsPage
-from server.responses.response_store import ResponseStore
+from server.operations.ops import METRICS_PATH
 
 
 def build_app(
@@ -62,15 +61,9 @@ def build_app(
     )
     keys = keys or KeyRing(given_keys(settings.api_keys))
     app = _layered(edge, settings, keys, openapi_url=OPENAPI_PATH)
-    app.state.response_store = ResponseStore(
-        max_responses=settings.responses_store_size,
-        max_bytes=settings.responses_store_bytes,
-        ttl_s=settings.responses_store_ttl_s,
-    )
-    app.state.metrics_page = MetricsPage(engine.metrics.registry)
     is_admin_here = settings.enable_admin and settings.edge.admin_port is None
     endpoints = (*PUBLIC, *ADMIN) if is_admin_here else PUBLIC
-    _include(app, endpoints)
+    _include(app, endpoints, settings)
     page: list[dict[str, Any]] = []
 
     def openapi() -> dict[str, Any]:
@@ -88,12 +81,13 @@ def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     """Build an application of the admin routes alone, for a port of their own, beside that of `build_app`."""
     edge: Edge = app.state.edge
     admin_app = _layered(edge, settings, app.state.keys, openapi_url=None)
-    _include(admin_app, ADMIN)
+    _include(admin_app, ADMIN, settings)
     return admin_app
 
 
-def _include(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
+def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
     for each in endpoints:
+        each.add_state(app, settings)
         app.include_router(each.router)
 
 

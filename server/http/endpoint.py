@@ -5,13 +5,15 @@ their bodies themselves, for the sake of speed and of our own error replies, so 
 Never: one certain endpoint (server/endpoints.py lists them), or validation.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
+
+from server.http.edge import EdgeSettings
 
 MODEL_REFERENCE = "#/components/schemas/{model}"
 
@@ -31,6 +33,9 @@ class Endpoint:
     """Paths that a line of a batch file may name."""
     operations: Mapping[str, str] = field(default_factory=dict)
     """Path to OpenTelemetry's `gen_ai.operation.name`, which its spans carry."""
+
+    add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
+    """Puts the objects that only its routes use into the state of the application, beside the edge."""
 
     @property
     def paths(self) -> frozenset[str]:

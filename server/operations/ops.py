@@ -8,24 +8,17 @@ import asyncio
 from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.generate.answering import VERSION
-from server.http.edge import edge_of
+from server.http.edge import Edge, EdgeSettings, edge_of
 from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.health_page import Question, health_page
 
 METRICS_PATH = "/metrics"
-
-router = APIRouter()
-ENDPOINT = Endpoint(
-    router=router,
-    # Kubelets, load balancers and Prometheus carry no key; none of the pages says anything about a request.
-    open_paths=frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH}),
-)
 
 METRICS_TTL_S = 0.1
 """Some routers scrape every 50 ms; rendering costs milliseconds."""
@@ -53,6 +46,38 @@ _HEALTH_DOCUMENTATION: dict[str, Any] = {
 _METRICS_DOCUMENTATION: dict[str, Any] = {
     "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},
 }
+
+
+class MetricsPage:
+    """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._rendering = asyncio.Lock()
+        self._body = b""
+        self._expires_s = 0.0
+
+    async def render(self) -> bytes:
+        clock = asyncio.get_running_loop().time
+        async with self._rendering:
+            if clock() >= self._expires_s:
+                self._body = await asyncio.to_thread(generate_latest, self._registry)
+                self._expires_s = clock() + METRICS_TTL_S
+        return self._body
+
+
+def _add_page(app: FastAPI, settings: EdgeSettings) -> None:  # noqa: ARG001 -- Endpoint's signature
+    edge: Edge = app.state.edge
+    app.state.metrics_page = MetricsPage(edge.engine.metrics.registry)
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    add_state=_add_page,
+    # Kubelets, load balancers and Prometheus carry no key; none of the pages says anything about a request.
+    open_paths=frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH}),
+)
 
 
 @router.get("/health", **_HEALTH_DOCUMENTATION)
@@ -92,21 +117,3 @@ async def show_metrics(request: Request) -> Response:
     """All metrics, in Prometheus' text format."""
     page: MetricsPage = request.app.state.metrics_page
     return Response(await page.render(), media_type=_METRICS_TYPE)
-
-
-class MetricsPage:
-    """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._rendering = asyncio.Lock()
-        self._body = b""
-        self._expires_s = 0.0
-
-    async def render(self) -> bytes:
-        clock = asyncio.get_running_loop().time
-        async with self._rendering:
-            if clock() >= self._expires_s:
-                self._body = await asyncio.to_thread(generate_latest, self._registry)
-                self._expires_s = clock() + METRICS_TTL_S
-        return self._body

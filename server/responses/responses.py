@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,9 +22,9 @@ from server.chat.chat_turn import ChatTurn, prepare_turn
 from server.error_replies import ResponseNotFound
 from server.generate.answering import new_head, whole
 from server.generate.calls import Origin, read_call
-from server.generate.replies import ReplyPlan, UsageReport
+from server.generate.replies import ReplyHead, ReplyPlan, UsageReport
 from server.generate.sse import EventStream
-from server.http.edge import Edge, edge_of
+from server.http.edge import Edge, EdgeSettings, edge_of
 from server.http.endpoint import ERRORS, Endpoint, documentation, documentation_of_one, reference
 from server.refusals import unsupported
 from server.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
@@ -81,9 +81,18 @@ def _cancel_documentation() -> dict[str, Any]:
     return {**documentation_of_one(ResponseObject, "response_id"), "responses": dict(ERRORS)}
 
 
+def _add_store(app: FastAPI, settings: EdgeSettings) -> None:
+    app.state.response_store = ResponseStore(
+        max_responses=settings.responses_store_size,
+        max_bytes=settings.responses_store_bytes,
+        ttl_s=settings.responses_store_ttl_s,
+    )
+
+
 router = APIRouter()
 ENDPOINT = Endpoint(
     router=router,
+    add_state=_add_store,
     requests={ResponsesRequest: RESPONSES_REFUSALS},
     events=(ResponseEvent,),
     batch_paths=frozenset({_PATH}),
@@ -97,37 +106,26 @@ async def create_response(request: Request) -> Response:
     edge, store = edge_of(request), store_of(request)
     reply_id = f"resp_{secrets.token_hex(24)}"
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
-    if body.store and not store.is_open:
-        raise unsupported("store", "store: this server stores no responses; send the whole conversation")
+    is_stored = _is_stored(body, store)
     earlier = _earlier(request, store, body)
-    items = (*(earlier.conversation if earlier else ()), *body.input)
-    if not items and body.instructions is None:
-        raise RequestRejected("input must not be an empty list", param="input")
-    with in_our_words():
-        prepare = _turn_that_fits if body.truncation == "auto" else _turn
-        turn = await prepare(edge, body, items, origin)
-    chat_plan = ReplyPlan(
-        head=new_head(origin, edge.engine.info),
-        num_prompt_tokens=(len(turn.prompt_ids),),
-        n=1,
-        has_logprobs=wants_logprobs(body),
-        usage=UsageReport(at_end=True),
-    )
-    plan = ResponsePlan(
-        id=chat_plan.head.id,
-        created_s=chat_plan.head.created_s,
-        model=chat_plan.head.model,
-        body=body,
-        params=turn.request.params,
-        is_stored=store.is_open and body.store is not False,
-    )
+    turn = await _prepare(edge, body, _conversation(body, earlier), origin)
+    head = new_head(origin, edge.engine.info)
 
     def keep(response: dict[str, Any]) -> None:
-        if plan.is_stored:
+        if is_stored:
             stored = _stored(_owner(request), body, earlier, response)
-            store.add(plan.id, stored, now_s=time.monotonic())
+            store.add(reply_id, stored, now_s=time.monotonic())
 
-    reply = ResponseStream(plan, ChatStream(chat_plan, turn.reading), on_end=keep, unix_time_s=time.time)
+    plan = ResponsePlan(
+        id=reply_id,
+        created_s=head.created_s,
+        model=head.model,
+        body=body,
+        params=turn.request.params,
+        is_stored=is_stored,
+    )
+    chat = ChatStream(_chat_plan(body, turn, head), turn.reading)
+    reply = ResponseStream(plan, chat, on_end=keep, unix_time_s=time.time)
     outputs = edge.engine.generate_all([turn.request])
     if body.stream:
         return EventStream(outputs, reply, edge, framing=ResponseFraming(reply))
@@ -198,6 +196,13 @@ def _owner(request: Request) -> str:
     return str(request.scope.get(KEY_NAME, ""))
 
 
+def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
+    """True unless store is off. Raises RequestRejected for a request to store where that is impossible."""
+    if body.store and not store.is_open:
+        raise unsupported("store", "store: this server stores no responses; send the whole conversation")
+    return store.is_open and body.store is not False
+
+
 def _earlier(request: Request, store: ResponseStore, body: ResponsesRequest) -> StoredResponse | None:
     if body.previous_response_id is None:
         return None
@@ -212,6 +217,24 @@ def _earlier(request: Request, store: ResponseStore, body: ResponsesRequest) -> 
     return found
 
 
+def _conversation(body: ResponsesRequest, earlier: StoredResponse | None) -> tuple[InputItem, ...]:
+    """The items of the earlier response and of this request. Raises RequestRejected if there are none."""
+    items = (*(earlier.conversation if earlier else ()), *body.input)
+    if not items and body.instructions is None:
+        raise RequestRejected("input must not be an empty list", param="input")
+    return items
+
+
+def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> ReplyPlan:
+    return ReplyPlan(
+        head=head,
+        num_prompt_tokens=(len(turn.prompt_ids),),
+        n=1,
+        has_logprobs=wants_logprobs(body),
+        usage=UsageReport(at_end=True),
+    )
+
+
 def _stored(
     owner: str, body: ResponsesRequest, earlier: StoredResponse | None, response: dict[str, Any]
 ) -> StoredResponse:
@@ -223,6 +246,15 @@ def _stored(
         conversation=(*(earlier.conversation if earlier else ()), *new),
         num_conversation_bytes=weigh(new) + (earlier.num_conversation_bytes if earlier else 0),
     )
+
+
+async def _prepare(
+    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
+) -> ChatTurn:
+    """The chat path up to the first token, its errors in the words of this endpoint."""
+    with in_our_words():
+        prepare = _turn_that_fits if body.truncation == "auto" else _turn
+        return await prepare(edge, body, items, origin)
 
 
 async def _turn(edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin) -> ChatTurn:
