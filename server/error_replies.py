@@ -55,7 +55,7 @@ class RouteNotFound(EdgeError):
 
 
 class ResponseNotFound(EdgeError):
-    """Never stored, or no longer, or by another key: the reply does not say which."""
+    """The response was never stored, or no longer is, or another key's: the reply does not say which."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(f"there is no stored response {response_id[:128]!r}")

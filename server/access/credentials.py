@@ -35,7 +35,7 @@ class Credentials:
             log.warning(_FOR_ALL_EYES, *[edge.tls.key or edge.tls.cert] * 2)
 
     async def keep_current(self) -> None:
-        """Until cancelled."""
+        """Follow the files until cancelled."""
         watches: list[Coroutine[Any, Any, None]] = []
         if self._file is not None:
             watches.append(

@@ -43,7 +43,7 @@ class KeyRing:
 
     @contextmanager
     def under_way(self, key: ApiKey) -> Iterator[None]:
-        """One more request of this key, until the end of the block. Raises TooManyOfOneKey."""
+        """Count one more request of this key, until the end of the block. Raises TooManyOfOneKey."""
         limit = key.max_concurrent_requests
         if limit is not None and self._under_way[key.name] >= limit:
             raise TooManyOfOneKey(limit=limit, retry_after_s=_RETRY_AFTER_S)

@@ -31,7 +31,7 @@ class BatchFileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One line of the input."""
+    """A line of the input."""
 
     custom_id: str
     method: Any

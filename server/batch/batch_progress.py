@@ -22,7 +22,7 @@ def progress(num_requests: int) -> Iterator[Callable[[Counts], None]]:
 
 
 def summary(counts: Counts, *, num_skipped: int, elapsed_s: float) -> str:
-    """One line for the end."""
+    """The line for the end."""
     words = [f"{counts.num_done:,} answered", f"{counts.num_failed:,} of them with an error"]
     if counts.num_cut_off:
         words.append(f"{counts.num_cut_off:,} cut off by a time limit")

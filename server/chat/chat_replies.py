@@ -99,7 +99,7 @@ class ChatStream:
         return chunks
 
     def _delta_chunks(self, number: int, output: TokenOutput) -> list[dict[str, Any]]:
-        """One for each piece; the first has the logprobs of all tokens of the output."""
+        """Chunks of an output's pieces; the first has the logprobs of all its tokens."""
         writer = self._writer
         deltas = [_delta(piece) for piece in self._readers.read(output)]
         if not deltas and (output.logprobs or (writer.is_wordy and output.finish_reason is None)):

@@ -41,7 +41,7 @@ class Phase(Enum):
 
 
 class ReasoningSplitter:
-    """One for each choice."""
+    """Splits the text of one choice."""
 
     def __init__(self, start: ReasoningStart) -> None:
         self._start = start

@@ -110,7 +110,7 @@ class ToolUse:
 
     @property
     def finish_reason(self) -> str:
-        """As OpenAI: a call that the caller has named does not change the finish reason."""
+        """Finish reason of a reply with calls; as OpenAI's, it is `stop` if the caller has named the call."""
         return "stop" if self.mode is ToolMode.NAMED else "tool_calls"
 
 

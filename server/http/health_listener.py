@@ -39,7 +39,7 @@ class LoopPulse:
         self._last_s = time.monotonic()
 
     async def beat(self) -> None:
-        """Until cancelled."""
+        """Beat until cancelled."""
         while True:
             self._last_s = time.monotonic()
             await asyncio.sleep(_PULSE_S)

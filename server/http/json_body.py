@@ -82,7 +82,7 @@ def _check_encoding(encoding: str | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader(Generic[ModelT]):
-    """All work on a body, done in one go by the event loop, or in a thread beside it."""
+    """Work on a body, done in one go by the event loop, or in a thread beside it."""
 
     model: type[ModelT]
     refusals: Mapping[str, tuple[Any, ...]]

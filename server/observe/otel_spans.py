@@ -84,7 +84,7 @@ class OtelSpans:
 
 
 class _OtelSpan:
-    """One request."""
+    """The span of one request."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span

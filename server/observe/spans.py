@@ -11,7 +11,7 @@ from server.observe.trace_context import TraceContext
 
 
 class Span(Protocol):
-    """One request, from its head to its last byte."""
+    """The span of one request, from its head to its last byte."""
 
     @property
     def trace_id(self) -> str:

@@ -50,7 +50,7 @@ def page_request(query: Mapping[str, str]) -> PageRequest:
 
 
 def page_of(items: Sequence[InputItem], response_id: str, asked: PageRequest) -> dict[str, Any]:
-    """One page, as OpenAI documents it. Raises RequestRejected where no item has the id of `after`."""
+    """Build a page, as OpenAI documents it. Raises RequestRejected if no item has the id of `after`."""
     named = list(zip(_ids(items, response_id), items, strict=True))
     if asked.order is Order.NEWEST_FIRST:
         named.reverse()

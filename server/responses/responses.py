@@ -134,7 +134,7 @@ async def create_response(request: Request) -> Response:
 
 @router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
 async def use_stored_response(request: Request) -> Response:
-    """Both methods in one route, so that the Allow header of a 405 names both; those below document them."""
+    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
     return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
 
 

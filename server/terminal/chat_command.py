@@ -127,7 +127,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _talk(runner: asyncio.Runner, conversation: Conversation, options: argparse.Namespace) -> None:
-    """Until /exit or the end of the input."""
+    """Converse until /exit or the end of the input."""
     # Its import gives input() a history and the keys that people expect.
     import readline  # noqa: F401
 
@@ -147,7 +147,7 @@ def _talk(runner: asyncio.Runner, conversation: Conversation, options: argparse.
 
 
 def _read_message() -> str | None:
-    """One message, of several lines where each but the last ends with a backslash; None to leave."""
+    """Read a message, of several lines if each but the last ends with a backslash; None to leave."""
     lines: list[str] = []
     while True:
         try:
