@@ -1,4 +1,4 @@
-"""From a checked configuration to the exit code: engine, HTTP server, signals.
+"""The run of a server from a checked configuration to the exit code: engine, HTTP server, signals.
 
 Owns: the order of start and of end. On the first SIGTERM or SIGINT readiness ends, accepted requests are
 finished, and the code is 0; a second signal ends everything at once.
@@ -28,6 +28,7 @@ from server.access.credentials import Credentials
 from server.access.tls import LiveTls, TlsServer
 from server.app import build_admin_app, build_app
 from server.commands.announcement import Announcement
+from server.endpoints import OPERATIONS
 from server.generate.answering import VERSION
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
@@ -133,6 +134,7 @@ def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig)
 
     return OtelSpans(
         server.otlp_traces_endpoint,
+        operations=OPERATIONS,
         count_lost=engine.metrics.spans_dropped,
         model_name=config.served_names[0],
         version=VERSION,
@@ -193,7 +195,7 @@ async def _announce(
     server_config: ServerConfig,
     url: str,
 ) -> None:
-    """Progress while the model loads, then what was loaded."""
+    """Show progress while the model loads, then a summary of it."""
     display = announcement.loading_display()
     ready = asyncio.create_task(engine.ready())
     try:
@@ -203,7 +205,7 @@ async def _announce(
     finally:
         ready.cancel()
         display.close()
-    with contextlib.suppress(EngineUnavailable):  # said by whoever waits for the end
+    with contextlib.suppress(EngineUnavailable):  # reported by `_until_the_end`
         announcement.ready(ready.result(), engine_config, server_config, url=url)
 
 
@@ -225,11 +227,11 @@ class _HttpServer(_OurSignals):
 
 
 class _HttpsServer(_OurSignals, TlsServer):
-    """The same over TLS."""
+    """HTTP over TLS."""
 
 
 class _Signals:
-    """The first asks for an orderly end, the second for an end."""
+    """Signals: the first asks for an orderly end, the second for an immediate one."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()

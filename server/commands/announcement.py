@@ -1,4 +1,4 @@
-"""How the operator hears how loading goes, what was loaded, and why the server ends.
+"""Messages to the operator: progress of loading, the loaded model, the reason of an end.
 
 Owns: the choice between a terminal, lines of text, and lines of JSON.
 Never: the words of the summary (banner.py), or the log itself (engine/logs/log_setup.py).
@@ -30,7 +30,7 @@ class Announcement:
         return LoadingDisplay(_LinesOfLog(self._logs))
 
     def ready(self, info: ModelInfo, engine: EngineConfig, server: ServerConfig, *, url: str) -> None:
-        """What was loaded, and where it listens."""
+        """Announce the loaded model, and the address of the server."""
         if self._logs.is_text:
             self._logs.show(render_banner(info, engine, server, url=url))
             return
@@ -47,7 +47,7 @@ class Announcement:
         log.info("listens on %s and serves %s", url, ", ".join(info.served_names), extra=facts)
 
     def end(self, what: str, fix: str, exit_code: int) -> int:
-        """The last line, for a person in every format: why the server ends, and what to do."""
+        """Write the last line, readable in every format: why the server ends, and what to do."""
         self._logs.show(f"tokenyard: {what}; {fix}")
         return exit_code
 

@@ -1,4 +1,4 @@
-"""What the operator sees in the terminal: how loading goes, and what was loaded.
+"""Text in the operator's terminal: progress of loading, and the loaded model.
 
 Owns: words and layout.
 Never: measures or decides; every number comes from ModelInfo or the configuration.

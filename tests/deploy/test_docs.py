@@ -17,9 +17,10 @@ from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page
 from scripts.write_options_page import PAGE, insert, render
+from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
+from server.completions.completion_protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.error_catalogue import CATALOGUE
 from server.error_replies import _CODES
-from server.generate.protocol import ChatCompletionRequest, CompletionRequest
 from server.launch import EXIT_BAD_MODEL
 from server.observe.http_metrics import HttpMetrics
 from server.pooling.pooling_protocol import (
@@ -29,7 +30,6 @@ from server.pooling.pooling_protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from server.refusals import CHAT_REFUSALS, COMPLETION_REFUSALS
 from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES

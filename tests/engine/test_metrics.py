@@ -103,7 +103,7 @@ def busy_page() -> bytes:
     for route in ("/health/live", "/health/ready", "/metrics", "/v1/models"):
         http.requests.labels("GET", route, "200").inc()
     for code in _CODES:
-        http.error_told(code)
+        http.count_error(code)
     return generate_latest(metrics.registry)
 
 

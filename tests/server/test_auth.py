@@ -2,8 +2,8 @@
 
 import pytest
 
-from server.access.auth import OPEN_PATHS
 from server.app import build_app
+from server.endpoints import OPEN_PATHS
 from tests.server.conftest import Settings, connect
 
 KEYS = ("first-key", "zweiter-schlüssel")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from engine.errors import RequestRejected
 from server.app import build_app
-from server.generate.protocol import ChatCompletionRequest, CompletionRequest
-from server.generate.reply_models import ErrorReplyBody
+from server.chat.chat_protocol import ChatCompletionRequest
+from server.completions.completion_protocol import CompletionRequest
+from server.http.endpoint import ErrorReplyBody
 from server.http.json_body import parse_object
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import FakeEngine

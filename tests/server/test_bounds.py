@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from server.app import build_app
-from server.generate.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    WireModel,
-)
+from server.chat.chat_protocol import ChatCompletionRequest
+from server.completions.completion_protocol import CompletionRequest
+from server.operations.tokenization import DetokenizeRequest, TokenizeRequest
+from server.wire_model import WireModel
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import FakeEngine
 

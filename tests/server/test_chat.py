@@ -3,7 +3,7 @@
 import dataclasses
 
 from engine.types import FinishReason
-from server.generate.reply_models import ChatCompletion
+from server.chat.chat_models import ChatCompletion
 from tests.server.fake_engine import INFO
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,9 +8,9 @@ import pytest
 
 from engine.types import FinishReason, GrammarKind
 from server.app import build_app
+from server.chat.chat_models import ChatCompletion, ChatCompletionChunk
+from server.chat.chat_protocol import ChatCompletionRequest
 from server.chat.tool_use import tool_use_of
-from server.generate.protocol import ChatCompletionRequest
-from server.generate.reply_models import ChatCompletion, ChatCompletionChunk
 from server.tool_calls.dialects import find_dialect
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO

@@ -8,8 +8,9 @@ import pytest
 
 from engine.types import FinishReason
 from server.app import build_app
+from server.chat.chat_models import ChatCompletion, ChatCompletionChunk
 from server.completions import completion_replies
-from server.generate.reply_models import ChatCompletion, ChatCompletionChunk, Completion
+from server.completions.completion_models import Completion
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import EOS
 

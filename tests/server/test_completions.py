@@ -3,7 +3,7 @@
 import pytest
 
 from engine.types import FinishReason
-from server.generate.reply_models import Completion
+from server.completions.completion_models import Completion
 from tests.server.fake_engine import EOS
 
 

@@ -11,9 +11,9 @@ import orjson
 import pytest
 
 from engine.types import EngineState
-from server.generate.reply_models import ErrorReplyBody
 from server.generate.sse import KEEP_ALIVE, EventStream
 from server.http.connections import RESERVED_PLACES, ClientConnection
+from server.http.endpoint import ErrorReplyBody
 from server.http.listening import listen, num_connections_allowed
 from tests.server.conftest import eventually, impatient, serving
 from tests.server.fake_engine import READY

@@ -7,10 +7,10 @@ import pytest
 from engine.frontend.memory_use import MemoryGauge
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
-from server.access.auth import OPEN_PATHS
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.app import build_admin_app, build_app
+from server.endpoints import OPEN_PATHS
 from tests.server.conftest import EDGE, Settings, connect
 from tests.server.test_key_ring import as_key, key
 

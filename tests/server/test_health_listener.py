@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.types import EngineState, Health
-from server.generate.reply_models import HealthPage
 from server.http.health_listener import HealthListener
 from server.http.listening import listen
+from server.operations.ops import HealthPage
 from tests.server.fake_engine import READY
 
 LOADING = dataclasses.replace(

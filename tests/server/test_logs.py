@@ -67,6 +67,12 @@ async def test_a_request_is_one_line_with_its_ids_route_and_status(http, lines) 
     assert "error" not in line
 
 
+async def test_a_response_is_logged_under_the_id_that_its_client_has(http, lines) -> None:
+    reply = await http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2})
+    (line,) = await requests_of(lines, 1)
+    assert line["reply_id"] == reply.json()["id"]
+
+
 async def test_a_refusal_is_one_line_with_its_code(http, lines, engine) -> None:
     engine.admission_error = Overloaded("full", retry_after_s=1.0)
     reply = await http.post("/v1/completions", json={"prompt": "hi"})

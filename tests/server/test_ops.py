@@ -7,9 +7,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import EngineState
-from server.app import _ROUTES, build_app
-from server.generate.reply_models import HealthPage, Model, ModelList
+from server.app import build_app
+from server.endpoints import ADMIN, PUBLIC, ROUTES
 from server.operations import ops
+from server.operations.models import Model, ModelList
+from server.operations.ops import HealthPage
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import READY, FakeEngine
 from tests.server.test_edge_options import routes_of
@@ -120,7 +122,12 @@ async def test_many_scrapes_at_once_render_once(app, monkeypatch):
 
 async def test_the_request_counter_knows_every_route(app):
     served = {path.replace(":path}", "}") for _, path in routes_of(app)}
-    assert served == set(_ROUTES)
+    assert served == set(ROUTES)
+
+
+def test_paths_that_an_endpoint_says_something_about_are_its_own_routes():
+    for endpoint in (*PUBLIC, *ADMIN):
+        assert {*endpoint.open_paths, *endpoint.batch_paths, *endpoint.operations} <= endpoint.paths
 
 
 async def test_a_route_below_another_is_counted_as_itself(client):

@@ -10,17 +10,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 
 import server
-from server import refusals
-from server.generate.protocol import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    ContentPart,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
-from server.generate.tool_protocol import (
+from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest, ChatMessage, ContentPart
+from server.chat.tool_protocol import (
     MAX_SCHEMA_BYTES,
     AllowedTools,
     FunctionDefinition,
@@ -28,17 +19,19 @@ from server.generate.tool_protocol import (
     Tool,
     ToolChoiceObject,
 )
+from server.completions.completion_protocol import COMPLETION_REFUSALS, CompletionRequest
+from server.generate.protocol import StreamOptions
+from server.operations.tokenization import DetokenizeRequest, TokenizeRequest
 
 READERS = (
-    *(
-        "generate/translate.py",
-        "generate/answering.py",
-        "generate/prompts.py",
-        "completions/completions.py",
-        "chat/chat.py",
-    ),
-    *("generate/chat_messages.py", "chat/chat_turn.py", "chat/tool_use.py", "generate/structured_output.py"),
+    *("generate/calls.py", "generate/engine_requests.py", "generate/answering.py"),
+    *("completions/completions.py", "completions/completion_requests.py", "generate/structured_output.py"),
+    *("chat/chat.py", "chat/template_input.py", "chat/chat_turn.py", "chat/tool_use.py"),
 )
+ACCEPTED_WITHOUT_EFFECT = frozenset(
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+)
+"""They speak to a provider's billing, storage and routing."""
 
 
 def fields_read() -> set[str]:
@@ -63,9 +56,7 @@ def fields_read() -> set[str]:
 def test_every_declared_field_is_read(model):
     unread = set(model.model_fields) - fields_read()
     expected = (
-        refusals.ACCEPTED_WITHOUT_EFFECT
-        if issubclass(model, CompletionRequest | ChatCompletionRequest)
-        else set()
+        ACCEPTED_WITHOUT_EFFECT if issubclass(model, CompletionRequest | ChatCompletionRequest) else set()
     )
     assert unread == expected
 
@@ -75,7 +66,7 @@ def test_every_declared_field_is_read(model):
     [
         (
             CompletionRequest,
-            refusals.COMPLETION_REFUSALS,
+            COMPLETION_REFUSALS,
             [
                 completion_create_params.CompletionCreateParamsNonStreaming,
                 completion_create_params.CompletionCreateParamsStreaming,
@@ -83,7 +74,7 @@ def test_every_declared_field_is_read(model):
         ),
         (
             ChatCompletionRequest,
-            refusals.CHAT_REFUSALS,
+            CHAT_REFUSALS,
             [
                 chat_create_params.CompletionCreateParamsNonStreaming,
                 chat_create_params.CompletionCreateParamsStreaming,

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import RequestFailed
 from engine.types import FinishReason
 from server.app import build_app
-from server.generate.protocol import ChatCompletionRequest
+from server.chat.chat_protocol import ChatCompletionRequest
 from server.responses.response_models import ResponseDeletion, ResponseEvent, ResponseObject
 from server.responses.responses_protocol import PASSED_ON, ResponsesRequest
 from tests.server.conftest import Settings, connect

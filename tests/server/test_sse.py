@@ -10,7 +10,9 @@ import pytest
 
 from engine.errors import EngineDied, EngineUnavailable, Overloaded, RequestFailed, RequestRejected
 from engine.types import FinishReason
-from server.generate.reply_models import ChatCompletionChunk, Completion, ErrorReplyBody
+from server.chat.chat_models import ChatCompletionChunk
+from server.completions.completion_models import Completion
+from server.http.endpoint import ErrorReplyBody
 from tests.server.conftest import connect, impatient
 
 CHAT = "/v1/chat/completions"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.generate.reply_models import Detokenization, Tokenization
+from server.operations.tokenization import Detokenization, Tokenization
 from tests.server.fake_engine import EOS
 
 

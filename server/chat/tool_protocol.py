@@ -1,7 +1,7 @@
 """Tools, the choice among them, and calls of earlier turns, as a chat request brings them.
 
 Owns: their types and bounds.
-Never: what they mean for a reply (tool_use.py) or for the template (chat_messages.py).
+Never: their effect on a reply (tool_use.py) or on the template (template_input.py).
 """
 
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from server.wire_model import WireModel
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
-"""Of the parameters of one tool, as JSON."""
+"""Size of the parameters of one tool, as JSON."""
 MAX_TOOL_TEXT_CHARS = 64 * 1024 * 1024
 """Texts end where the body does; the number is there so that no field is without a bound."""
 
@@ -38,18 +38,18 @@ FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", min
 ParametersSchema = Annotated[dict[str, Any], Field(max_length=256), AfterValidator(_check_schema_size)]
 
 
-class CalledFunction(WireModel):
+class EarlierFunction(WireModel):
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: _Text
     """JSON text, as the model wrote it."""
 
 
-class MessageToolCall(WireModel):
+class EarlierCall(WireModel):
     """A call that the model made in an earlier turn."""
 
     id: CallId
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: EarlierFunction
 
 
 class FunctionDefinition(WireModel):
@@ -58,7 +58,7 @@ class FunctionDefinition(WireModel):
     parameters: ParametersSchema | None = None
     """JSON Schema of an object; absent: there are none."""
     strict: bool | None = None
-    """Without effect: arguments keep to the schema wherever a grammar makes the call, and nowhere else."""
+    """Without effect: arguments keep to the schema if and only if a grammar makes the call."""
 
 
 class Tool(WireModel):
@@ -93,4 +93,4 @@ ToolChoice = Annotated[
     ToolChoiceObject, BeforeValidator(_as_choice, json_schema_input_type=_ToolChoiceShapes)
 ]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ToolCalls = Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolCalls = Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS, fail_fast=True)]

@@ -1,7 +1,7 @@
-"""Wire messages to messages as chat templates read them.
+"""A chat request to the input of the chat template: messages, and the template's options.
 
-Owns: what each role may bring, and that what a message cannot have here is refused by name.
-Never: types and bounds (protocol.py), or the template itself (the engine).
+Owns: the fields that each role may have, and the checks before a template is rendered.
+Never: types and bounds (chat_protocol.py), or the template itself (the engine).
 Source: the shape of messages that `apply_chat_template` of Hugging Face transformers defines.
 """
 
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from engine.errors import RequestRejected
-from server.generate.protocol import ChatMessage, ContentPart
+from engine.types import ChatOptions, ModelInfo
+from server.chat.chat_protocol import ChatCompletionRequest, ChatMessage, ContentPart
+from server.generate.engine_requests import check_fields, check_num_chars
 from server.refusals import unsupported
 
 _ROLES: Final = {
@@ -27,12 +29,61 @@ _ONLY_OF: Final = {
     "tool_call_id": "tool",
 }
 """Field to the one role that has it."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names of the variable that turns reasoning off, in Qwen's and DeepSeek's templates."""
+_NO_REASONING = ("none", "minimal")
+"""Efforts that leave a model no time to think, where all it has is a switch."""
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
+    """Check all that can be checked before the template is rendered; return its messages."""
+    check_fields(body, info)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
+    messages = _template_messages(body.messages)
+    check_num_chars(_num_chars(messages), info, param="messages")
+    return messages
+
+
+def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
+    """Variables of the template, and how its text ends. Raises RequestRejected."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise RequestRejected(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    answers = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return ChatOptions(
+        add_generation_prompt=answers,
+        continue_final_message=continues,
+        tools=tools,
+        template_kwargs=dict(body.chat_template_kwargs or {}),
+        template_hints=_effort_hints(body),
+    )
+
+
+def turns_reasoning_off(options: ChatOptions) -> bool:
+    """True if the template is asked for an answer without reasoning before it."""
+    variables = {**options.template_hints, **options.template_kwargs}
+    return any(variables.get(name) is False for name in _THINKING_SWITCHES)
+
+
+def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
+    """Template variables for reasoning_effort. Many clients send it unasked: no template must know it."""
+    if body.reasoning_effort is None:
+        return {}
+    hints: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
+    has_switch = any(name in _THINKING_SWITCHES for name in body.chat_template_kwargs or {})
+    if body.reasoning_effort in _NO_REASONING and not has_switch:
+        hints |= dict.fromkeys(_THINKING_SWITCHES, False)
+    return hints
+
+
+def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Raises RequestRejected."""
     names: dict[str, str] = {}
-    """Of the functions that were called so far, by the id of the call."""
+    """Names of the functions that were called so far, by the id of the call."""
     rendered = []
     for index, message in enumerate(messages):
         rendered.append(_template_message(message, f"messages[{index}]", names))
@@ -40,8 +91,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return rendered
 
 
-def num_chars(messages: Sequence[dict[str, Any]]) -> int:
-    """Of all that a template may write down."""
+def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
+    """Characters of all texts that a template may write down."""
     return sum(
         len(message.get("content") or "")
         + len(message.get("reasoning_content") or "")
@@ -94,7 +145,7 @@ def _check_fields(message: ChatMessage, where: str) -> None:
 
 
 def _content(message: ChatMessage, where: str) -> str | None:
-    """None only beside tool calls."""
+    """Join the texts of a message; None only beside tool calls."""
     texts = [
         _part_text(part, message.role, f"{where}.content[{place}]")
         for place, part in enumerate(message.content or ())

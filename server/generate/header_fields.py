@@ -1,6 +1,6 @@
 """Fields of a request that a gateway sets in headers, since it does not rewrite bodies.
 
-Owns: which fields may come so. A header wins over the body, and meets the same bounds.
+Owns: the list of these fields. A header wins over the body, and meets the same bounds.
 Never: the bounds (protocol.py).
 """
 
@@ -22,7 +22,7 @@ _FIELDS = {
 
 
 def fields_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
-    """By field name. Raises RequestRejected for a value that is not a number."""
+    """Values by field name. Raises RequestRejected for a value that is not a number."""
     found: dict[str, Any] = {}
     for header, field in _FIELDS.items():
         text = headers.get(header)
