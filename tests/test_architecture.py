@@ -53,9 +53,6 @@ SHARED_WITH_API = {
 # Arrows between the floors of a package that close a circle and are to be cut.
 OPEN_CIRCLES = {
     ("worker", "gpu", "startup"): "gpu_kernel_choice.py takes the types of startup's results",
-    ("server", "openapi", "pooling"): "one page documents all endpoints, and each endpoint adds to it",
-    ("server", "openapi", "responses"): "as above",
-    ("server", "launch", "commands"): "announcement.py belongs to the start of the server, not to a command",
 }
 # Packages and folders whose docstrings begin with a noun or a verb. To be widened to all packages.
 PLAIN_WORDS = (

@@ -17,7 +17,7 @@ from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
-from server.commands.banner import LoadingDisplay
+from server.startup.banner import LoadingDisplay
 
 _BAD_MODEL = 78
 _PROGRESS_EVERY_S = 0.25

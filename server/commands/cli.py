@@ -109,7 +109,7 @@ def _serve(words: list[str]) -> int:
             admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
         listeners = Listeners(main=listener, probes=probes, admin=admin)
         # Not at the top: this is where the seconds of imports begin.
-        from server import launch
+        from server.startup import launch
 
         return launch.run(engine_config, server_config, listeners)
 

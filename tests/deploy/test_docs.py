@@ -21,7 +21,6 @@ from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.completions.completion_protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.error_catalogue import CATALOGUE
 from server.error_replies import _CODES
-from server.launch import EXIT_BAD_MODEL
 from server.observe.http_metrics import HttpMetrics
 from server.pooling.pooling_protocol import (
     EMBEDDING_REFUSALS,
@@ -31,6 +30,7 @@ from server.pooling.pooling_protocol import (
     ScoreRequest,
 )
 from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
+from server.startup.launch import EXIT_BAD_MODEL
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
 

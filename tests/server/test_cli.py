@@ -13,13 +13,13 @@ from types import ModuleType
 
 import pytest
 
-import server
+import server.startup
 from engine.options.engine_config import ServerConfig, resolve
 from engine.options.options import Options
 from engine.types import ModelInfo, PoolingFacts, PoolingTask, PromptComputation
-from server.commands.banner import LoadingDisplay, render_banner
 from server.commands.cli import main
 from server.http.listening import listen, url_of
+from server.startup.banner import LoadingDisplay, render_banner
 
 INFO = ModelInfo(
     served_names=("it's \x1b[31mred", "other"),
@@ -58,10 +58,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         calls.append((engine_config, server_config, *map(url_of, asked)))
         return 7
 
-    launch = ModuleType("server.launch")
+    launch = ModuleType("server.startup.launch")
     launch.run = run
-    monkeypatch.setitem(sys.modules, "server.launch", launch)
-    monkeypatch.setattr(server, "launch", launch, raising=False)
+    monkeypatch.setitem(sys.modules, "server.startup.launch", launch)
+    monkeypatch.setattr(server.startup, "launch", launch, raising=False)
     return calls
 
 

@@ -27,13 +27,13 @@ from engine.text.tokenizer import TokenizerError
 from server.access.credentials import Credentials
 from server.access.tls import LiveTls, TlsServer
 from server.app import build_admin_app, build_app
-from server.commands.announcement import Announcement
 from server.endpoints import OPERATIONS
 from server.generate.answering import VERSION
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
 from server.http.health_listener import HealthListener
 from server.http.listening import CannotListen, Listeners, url_of
+from server.startup.announcement import Announcement
 
 if TYPE_CHECKING:
     from server.observe.otel_spans import OtelSpans

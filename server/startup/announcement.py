@@ -12,7 +12,7 @@ from engine.logs.log_lines import fields
 from engine.logs.log_setup import Logs
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo
-from server.commands.banner import LoadingDisplay, render_banner
+from server.startup.banner import LoadingDisplay, render_banner
 
 log = logging.getLogger(__name__)
 
