@@ -17,21 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.attention.interface import LayerExecutor, note_layers_begun
+from worker.attention.interface import note_layers_begun
 from worker.devices.device import Device
-from worker.gpu.device_batch import AttentionBatch, DeviceBatch
+from worker.gpu.device_batch import DeviceBatch
+from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens, spread_tables
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
-
-
-class BatchAttention(LayerExecutor, Protocol):
-    """A LayerExecutor over the paged cache that reads its step on the device."""
-
-    def begin_batch(self, batch: AttentionBatch) -> None:
-        """Prepare what all layers of the step share, without waiting for the device."""
 
 
 class StepSampler(Protocol):
@@ -50,7 +44,7 @@ class GpuSteps:
     def __init__(
         self,
         runner: ModelRunner,
-        backend: BatchAttention,
+        backend: PagedAttention,
         device: Device,
         buffers: StepBuffers,
         sampler: StepSampler,

@@ -27,6 +27,7 @@ from scheduler.messages import (
 from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
+from worker.model.toolkit import Toolkit
 from worker.startup.loader import LoadedModel
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
@@ -95,11 +96,10 @@ class SelfCheck:
         return expected
 
     def run_again(
-        self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
+        self, backend: AttentionBackend, expected: Tensor, toolkit: Toolkit, *, tolerance: float | None = None
     ) -> None:
-        """Raise StartupError if it answers differently since our own kernels are under it."""
-        kind, flag = ("GPU", "--gpu-kernels") if self.device.is_gpu else ("CPU", "--cpu-kernels")
-        fix = f"start with {flag} off, and report it"
+        """Raise StartupError if the model answers differently with the toolkit's kernels under it."""
+        kind, fix = toolkit.device_kind, f"start with {toolkit.option} off, and report it"
         try:
             error = replace(self, backend=backend)._error(expected, tolerance)
         except FamilyRefused as failure:

@@ -8,11 +8,12 @@ Never: runs a plan.
 from dataclasses import replace
 
 from worker.checkpoint.checkpoint_files import find_checkpoint
-from worker.devices.device import NO_RESERVE, Device
+from worker.devices.device import Device
 from worker.progress import LoadStage
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.steps.generation_step import GenerationSteps
@@ -39,10 +40,10 @@ def start_generating(
     )
     steps: StepRunner
     sampler: RowSampler
-    if device.is_gpu and ready.surgery is not None:
-        from worker.gpu.gpu_kernel_choice import open_steps  # only here: a CPU has no use for them
+    if ready.toolkit is not None and ready.toolkit.runs_ahead:
+        from worker.gpu.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
-        steps, sampler = open_steps(config, ready, device, stage, grammars)
+        steps, sampler = open_steps(config, ready, ready.toolkit, device, stage, grammars)
         facts = replace(facts, runs_ahead=True)
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
@@ -59,9 +60,5 @@ def load_generator(
     """The model with its cache, before anybody draws a token. Raises StartupError."""
     loaded = load_model(config, kind, device, stage)
     runner = ModelRunner(loaded.model, loaded.vocab_size)
-    reserved = NO_RESERVE
-    if device.is_gpu:
-        from worker.gpu.gpu_kernel_choice import reserve
-
-        reserved = reserve(config, loaded)
-    return start_loaded(config, device, stage, loaded, runner, reserve=reserved)
+    reserve = kernels_of(device).reserve(config, loaded)
+    return start_loaded(config, device, stage, loaded, runner, reserve=reserve)

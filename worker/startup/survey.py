@@ -17,12 +17,11 @@ import transformers
 
 from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.task import Task
-from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.devices.device import Device, open_device
 from worker.findings import Finding, Verdict
-from worker.gpu.gpu_kernel_choice import foresee_kernels as foresee_gpu_kernels
 from worker.machine import available_memory_bytes
 from worker.startup.forecast import CannotTell, Forecast, forecast, weight_bytes
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -43,17 +42,11 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         yield _fine(topic, _describe_files(files))
         if not kind.is_encoder:
             topic = "kernels"
-            yield _foresee_kernels(config, kind, device)
+            yield kernels_of(device).foresee(config, device, _dtype(config, kind))
         topic = "memory"
         yield _look_at_memory(config, kind, device)
     except StartupError as error:
         yield Finding(topic=topic, verdict=Verdict.FAULT, what=error.what, fix=error.fix)
-
-
-def _foresee_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
-    if device.is_gpu:
-        return foresee_gpu_kernels(config)
-    return foresee_kernels(config, device, _dtype(config, kind))
 
 
 def _describe(device: Device) -> str:

@@ -18,7 +18,7 @@ from worker.gpu.kernels.attention_decode import DecodeChoices, Lengths, attend_d
 from worker.gpu.kernels.attention_prefill import attend_prefills, prefill_tiles
 from worker.gpu.kernels.attention_tiles import Tiles, head_groups
 from worker.gpu.kernels.norm import norm, warps_for_row
-from worker.model.layer_parts import Activation, RmsNorm
+from worker.model.layer_parts import GateActivation, RmsNorm
 
 Work = Callable[[], object]
 Choice = TypeVar("Choice")
@@ -159,7 +159,7 @@ def _gates(shape: Shape, count: int, device: torch.device, dtype: torch.dtype) -
         Candidate(
             name=f"blocks of {block}",
             serves=block == BLOCK,
-            calls=[partial(multiply_by_gates, each, Activation.SILU, block) for each in merged],
+            calls=[partial(multiply_by_gates, each, GateActivation.SILU, block) for each in merged],
         )
         for block in _distinct([BLOCK, 256, 512, 1024, 2048, 4096])
     ]

@@ -12,9 +12,9 @@ from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.norm import add, add_and_norm, norm
-from worker.gpu.kernels.rotary import turn_and_write
+from worker.gpu.kernels.rotary import rotate_and_write
 from worker.model.layer_call import HeadShape
-from worker.model.layer_parts import Activation, RmsNorm
+from worker.model.layer_parts import GateActivation, RmsNorm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -73,7 +73,7 @@ def test_gates_weigh_what_they_stand_beside(dtype, num_tokens, num_gates, name):
     merged = (torch.randn(num_tokens, 2 * num_gates) * 3).to(dtype)
     gate, up = merged.float().chunk(2, dim=-1)
     act = functional.silu(gate) if name == "SILU" else functional.gelu(gate, approximate="tanh")
-    assert_close(multiply_by_gates(merged, Activation[name]), act * up)
+    assert_close(multiply_by_gates(merged, GateActivation[name]), act * up)
 
 
 def defined_turn(x_THD: Tensor, cosines_TR: Tensor, sines_TR: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_queries_are_turned_and_keys_and_values_find_their_slots(
     slots = [3 * 4 + 1, 4, 2 * 4 + 3, 3 * 4 + 2, 5, 6][:num_tokens]
     slots[-1] = -1
 
-    found_THD = turn_and_write(merged, heads, norms, rotation, cache.layers[5], torch.tensor(slots))
+    found_THD = rotate_and_write(merged, heads, norms, rotation, cache.layers[5], torch.tensor(slots))
 
     parts = merged.float().split([num_queries, num_keys, heads.num_kv_heads * heads.value_dim], dim=-1)
     turned = []
@@ -211,7 +211,7 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128) -> Kernel:
         "ROWS": 8,
     }
     return Kernel(
-        function="worker.gpu.kernels.rotary:_turn_and_write_kernel",
+        function="worker.gpu.kernels.rotary:_rotate_and_write_kernel",
         signature={
             **{f"{name}_ptr": "*bf16" for name in pointers},
             "slots_ptr": "*i64",

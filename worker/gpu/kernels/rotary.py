@@ -45,7 +45,7 @@ def _weight_part(weight_ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     heads_ptr, out_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, is_row,
     HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _turn_heads(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _turn_and_write_kernel(
+def _rotate_and_write_kernel(
     merged_ptr, queries_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, cosines_ptr, sines_ptr,
     query_weight_ptr, key_weight_ptr, query_epsilon, key_epsilon,
     num_tokens, angle_stride, block_stride,
@@ -102,7 +102,7 @@ def _turn_and_write_kernel(
         rows = tile * ROWS + tl.arange(0, ROWS)
         is_row = rows < num_tokens * NUM_QUERY_HEADS
         tokens = (rows // NUM_QUERY_HEADS).to(tl.int64)
-        _turn_heads(
+        _rotate_heads(
             merged_ptr + tokens * merged_size + (rows % NUM_QUERY_HEADS) * KEY_DIM,
             queries_ptr + rows.to(tl.int64) * KEY_DIM,
             query_weight_ptr, query_epsilon, cosines_ptr + tokens * angle_stride,
@@ -119,7 +119,7 @@ def _turn_and_write_kernel(
     block_starts = (slots // BLOCK_SIZE) * block_stride
     places = heads * BLOCK_SIZE + slots % BLOCK_SIZE
     if is_key:
-        _turn_heads(
+        _rotate_heads(
             merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + heads) * KEY_DIM,
             key_cache_ptr + block_starts + places * KEY_DIM,
             key_weight_ptr, key_epsilon, cosines_ptr + tokens * angle_stride,
@@ -134,7 +134,7 @@ def _turn_and_write_kernel(
     )
 
 
-def turn_and_write(
+def rotate_and_write(
     merged_TM: Tensor,
     heads: HeadShape,
     norms: tuple[RmsNorm | None, RmsNorm | None],
@@ -160,7 +160,7 @@ def turn_and_write(
     num_tiles += 2 * triton.cdiv(num_tokens * heads.num_kv_heads, rows)
     query_norm, key_norm = norms
     keys_NHSD, values_NHSV = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
-    _turn_and_write_kernel[(num_tiles,)](
+    _rotate_and_write_kernel[(num_tiles,)](
         merged_TM, queries_THD, keys_NHSD, values_NHSV, slots_T,
         # Without a rotation nothing is read through these two.
         merged_TM if cosines is None else cosines, merged_TM if sines is None else sines,
