@@ -17,7 +17,7 @@ from worker.model.linear import Linear, PlainWeight
 from worker.model.quantization import Int8Weight
 
 Packer = Callable[[Any, Tensor | None, GateActivation], PackedWeight]
-"""From the weight of one format, a bias and the activation of a merged gate and up product."""
+"""Takes the weight of one format, a bias and the activation of a merged gate and up product."""
 
 
 def _pack_plain(weight: PlainWeight, bias_N: Tensor | None, activation: GateActivation) -> PackedWeight:

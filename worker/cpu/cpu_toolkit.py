@@ -26,7 +26,7 @@ from worker.model.quantization import Quantization
 ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device, Kernels], LayerAttention]] = {
     "native": CpuAttention,
 }
-"""By name. The first serves unless another is named."""
+"""The first serves unless another is named."""
 _DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
 
 

@@ -51,5 +51,5 @@ class PagedAttention(AttentionBackend, Protocol):
 ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device], PagedAttention]] = {
     "triton": TritonAttention,
 }
-"""By name. The first serves unless another is named."""
+"""The first serves unless another is named."""
 DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))

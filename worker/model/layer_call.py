@@ -41,7 +41,7 @@ class Rotary(NamedTuple):
     """The rotation of queries and keys by their position."""
 
     rotated_dim: int
-    """How many numbers of a head are rotated, from the first on."""
+    """The count of rotated numbers of a head, from the first on."""
     pairing: Pairing
     order: AngleOrder
 

@@ -27,7 +27,7 @@ _SPLIT_MLP, _MERGED_MLP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _MLP_NAMES = ("mlp", "block_sparse_moe")
 _RESIDUAL_MULTIPLIER_NAME = "residual_multiplier"
-# Only large numbers show what it does, and a trial has none behind a norm.
+# Only large numbers show its effect, and a trial has none behind a norm.
 _CLIPPING_NAME = "clip_qkv"
 
 
@@ -60,7 +60,7 @@ _NORM_NAMES = (
 
 
 class Unrecognised(Exception):
-    """The layer stays as it is; the text says what is unusual about it."""
+    """A layer that stays as it is; the text names the unusual part."""
 
 
 class GateActivation(IntEnum):
@@ -240,7 +240,7 @@ def _merged(linears: list[Linear]) -> Linear:
 
 
 def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
-    """Read a norm off what it does to some vectors."""
+    """Read a norm's weight from its outputs for some vectors."""
     parameters = list(norm.parameters())
     epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
     shapes = {parameter.shape for parameter in parameters}

@@ -230,7 +230,7 @@ class LinearModule(Protocol):
 def linear_of(module: Any) -> Linear | None:
     """Return the linear layer that a module computes; None where it is no such module.
 
-    A subclass of nn.Linear may do more than its base, and counts only if it says what with `as_linear`.
+    A subclass of nn.Linear may do more than its base, and counts only if it has `as_linear`.
     """
     if type(module) is nn.Linear:
         bias_N = None if module.bias is None else module.bias.detach()

@@ -87,7 +87,7 @@ _QUANTIZATIONS = {
 
 
 def quantization_of(config: WorkerConfig) -> Quantization | None:
-    """Return what was asked for; None where weights stay as they are. Raises StartupError."""
+    """Return the quantization that the options name; None for no rounding. Raises StartupError."""
     if config.quantization == _NONE:
         return None
     found = _QUANTIZATIONS.get(config.quantization)

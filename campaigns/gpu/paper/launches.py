@@ -179,7 +179,7 @@ def _draws() -> Iterator[Case]:
     for model, shape in _models():
         for count in (1, 256):
             work = sampling.Workspace.allocate(count, shape.vocab_size, torch.device("meta"))
-            lines = sampling.Lines(_new(count, shape.vocab_size), _new(count, 8, dtype=torch.float64))
+            lines = sampling.LogitRows(_new(count, shape.vocab_size), _new(count, 8, dtype=torch.float64))
             outcome = _new(2, count, dtype=torch.int64)
             for choose in (sampling.pick_best, sampling.draw):
                 for launch in _noted(choose, lines, outcome, work):

@@ -10,7 +10,7 @@ from tests.families import Family
 from tests.worker.family_trial import tiny_config
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.attention.interface import ATTENTION_NAME
-from worker.gpu.kernels.expert_products import Tiles, route
+from worker.gpu.kernels.expert_products import ExpertTiles, route
 from worker.gpu.triton_experts import _DOWN_TILES, _GATE_UP_TILES, TritonExperts
 from worker.model.layer_parts import GateActivation
 from worker.model.mixture import Experts, Gate, find_experts, read_experts, replace_experts
@@ -151,7 +151,7 @@ def test_a_gate_that_nobody_knows_stays_as_it_is():
     assert dict(done.reasons) == {"its experts have a gate of their own": 3}
 
 
-def gate_up_kernel(tiles: Tiles) -> Kernel:
+def gate_up_kernel(tiles: ExpertTiles) -> Kernel:
     constants = {
         "NUM_CHOSEN": 8,
         "IS_GELU": False,
@@ -181,7 +181,7 @@ def gate_up_kernel(tiles: Tiles) -> Kernel:
     )
 
 
-def down_kernel(tiles: Tiles) -> Kernel:
+def down_kernel(tiles: ExpertTiles) -> Kernel:
     constants = {
         "HAS_BIAS": False,
         "PRECISION": "tf32",

@@ -49,7 +49,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, num_gates, ACTIVATION: tl.constexpr, BLOC
 
 
 def multiply_by_gates(gate_up_TM: Tensor, activation: GateActivation, block: int = BLOCK) -> Tensor:
-    """From [T, 2 * I], contiguous, to [T, I]."""
+    """Weigh ups by their gates: [T, 2 * I], contiguous, to [T, I]."""
     num_tokens, num_gates = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
     out_TI = torch.empty((num_tokens, num_gates), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     _gate_kernel[(num_tokens, triton.cdiv(num_gates, block))](

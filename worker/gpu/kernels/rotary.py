@@ -1,11 +1,11 @@
-"""From a merged query, key and value product to what attention reads, in one kernel.
+"""Rotary embedding, norms and the write to the KV cache, from a merged product in one kernel.
 
 Owns: the norms of queries and keys, their rotation by position, and the write of keys and values into the
 paged cache.
-Never: attends (attention.py), or makes cosines and sines: models do, once per step.
-Source: RoPE, arXiv:2104.09864, turning the first half of a head with the second.
+Never: attends (attention_decode.py), or makes cosines and sines: models do, once per step.
+Source: RoPE, arXiv:2104.09864, rotating the first half of a head with the second.
 
-Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R turned numbers of a head,
+Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head,
 M = (Hq + Hk) * D + Hk * V numbers of a merged row.
 """
 
@@ -18,7 +18,7 @@ from worker.attention.kv_cache import LayerCache
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
 
-# 16 of them for a thread: of heads that are turned whole, a load of 16 bytes from each half.
+# 16 of them for a thread: of heads that are rotated whole, a load of 16 bytes from each half.
 _NUMBERS_PER_PROGRAM = 1024
 _NUM_WARPS = 2
 
@@ -49,9 +49,9 @@ def _rotate_heads(
     heads_ptr, out_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, is_row,
     HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head per row, from one place to another, normed and turned. The weight alone is one for all rows.
+    """Norm and rotate one head per row, from one place to another. Only the weight is one for all rows.
 
-    A head is two halves that turn each other, and the rest; any of these may be nothing.
+    A head is two halves that are rotated together, and the rest; any of these may be empty.
     """
     HALF: tl.constexpr = ROTATED_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTATED_DIM
@@ -142,12 +142,12 @@ def rotate_and_write(
     cache: LayerCache,
     slots_T: Tensor,
 ) -> Tensor:
-    """Return the queries [T, Hq, D]; keys and values go to their slots, those of -1 nowhere.
+    """Return the queries [T, Hq, D]; keys and values go to their slots, and nowhere for slot -1.
 
     Rows of merged_TM are contiguous: all queries, then all keys, then all values. `norms` are those of a
-    query head and of a key head. R is the last size of the rotation; None turns nothing. The second half of
-    a row of it is the first once more (AngleOrder.TWICE), and is not read.
-    Raises nothing: a slot out of range corrupts memory, so inputs.py checks on the host.
+    query head and of a key head. R is the last size of the rotation; without one nothing is rotated. The
+    second half of a row of it is the first once more (AngleOrder.TWICE), and is not read.
+    Raises nothing: a slot out of range corrupts memory, so step_inputs.py checks on the host.
     """
     num_tokens = merged_TM.shape[0]
     queries_THD = torch.empty(
