@@ -45,4 +45,4 @@ def pack_gate_up(mlp: GatedMlp) -> PackedWeight:
     """Copy gates and ups, so that the kernel that multiplies by them weighs the ups by the gates."""
     weight = mlp.gate_up.weight
     order_N = gate_up_order(mlp.gate_up.num_outputs // 2, weight.device)
-    return _PACKERS[weight.format](weight.rows(order_N), None, mlp.activation)
+    return _PACKERS[weight.format](weight.outputs(order_N), None, mlp.activation)

@@ -21,7 +21,6 @@ from worker.gpu.step_buffers import Limits, StepBuffers
 from worker.model.quantization import refuse_quantization
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadStage
-from worker.startup.loader import LoadedModel
 from worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -78,15 +77,15 @@ def foresee_kernels(config: WorkerConfig, _device: Device, _dtype: torch.dtype) 
     )
 
 
-def reserve(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
+def reserve(config: WorkerConfig, *, checkpoint_len: int, vocab_size: int, dtype: torch.dtype) -> Reserve:
     """Measure the memory that steps hold beside weights and KV cache."""
     if obstacle(config):
         return NO_RESERVE
-    longest = config.max_model_len or loaded.checkpoint_len
+    longest = config.max_model_len or checkpoint_len
     limits = step_limits(config, longest, config.block_size or _SMALLEST_BLOCK)
     num_graphs = 0 if config.enforce_eager else len(GraphSizes(limits, longest))
-    logits_bytes = num_graph_logits(config, loaded.vocab_size) * loaded.dtype.itemsize
-    count_bytes = limits.num_sequences * loaded.vocab_size * torch.int32.itemsize  # for penalties
+    logits_bytes = num_graph_logits(config, vocab_size) * dtype.itemsize
+    count_bytes = limits.num_sequences * vocab_size * torch.int32.itemsize  # for penalties
     return Reserve(num_graphs, StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES)
 
 

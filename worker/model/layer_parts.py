@@ -236,7 +236,10 @@ def _merged(linears: list[Linear]) -> Linear:
     formats = sorted({each.weight.format for each in linears})
     if len(formats) > 1:
         raise Unrecognised(f"its projections of one input are {' and '.join(formats)}")
-    return merge(linears)
+    try:
+        return merge(linears)
+    except ValueError as unequal:
+        raise Unrecognised(f"its projections of one input cannot be merged: {unequal}") from unequal
 
 
 def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:

@@ -37,14 +37,14 @@ class Weight(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def rows(self, indices_N: Tensor) -> Self:
+    def outputs(self, indices_N: Tensor) -> Self:
         """Take these outputs, in this order."""
 
-    def columns(self, start: int, end: int) -> Self:
+    def inputs(self, start: int, end: int) -> Self:
         """Take a range of inputs. Raises ValueError where the format cannot be cut."""
 
     def merge(self, others: Sequence[Self]) -> Self:
-        """Append the outputs of others of the same format."""
+        """Append the outputs of others of the same format. Raises ValueError where they cannot be."""
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers [N, K] in a plain dtype; without a copy where they are in it."""
@@ -73,10 +73,10 @@ class PlainWeight:
     def num_bytes(self) -> int:
         return self.numbers_NK.nbytes
 
-    def rows(self, indices_N: Tensor) -> "PlainWeight":
+    def outputs(self, indices_N: Tensor) -> "PlainWeight":
         return PlainWeight(self.numbers_NK[indices_N])
 
-    def columns(self, start: int, end: int) -> "PlainWeight":
+    def inputs(self, start: int, end: int) -> "PlainWeight":
         return PlainWeight(self.numbers_NK[:, start:end].contiguous())
 
     def merge(self, others: Sequence["PlainWeight"]) -> "PlainWeight":
@@ -174,7 +174,7 @@ class Linear:
             if self.num_inputs % world:
                 raise ValueError(f"{self.num_inputs} inputs cannot be divided by {world}")
             size = self.num_inputs // world
-            weight = self.weight.columns(rank * size, (rank + 1) * size)
+            weight = self.weight.inputs(rank * size, (rank + 1) * size)
             return Linear(weight, self.bias_N if rank == 0 else None, self.segments)
         ranges, start = [], 0
         for segment in self.segments:
@@ -188,7 +188,7 @@ class Linear:
 
     def _taken(self, indices_N: Tensor, segments: tuple[Segment, ...]) -> "Linear":
         bias_N = None if self.bias_N is None else self.bias_N[indices_N]
-        return Linear(self.weight.rows(indices_N), bias_N, segments)
+        return Linear(self.weight.outputs(indices_N), bias_N, segments)
 
 
 def _part_of(segment: Segment, rank: int, world: int) -> tuple[int, int]:

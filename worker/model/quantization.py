@@ -43,10 +43,10 @@ class Int8Weight:
     def num_bytes(self) -> int:
         return self.codes_NK.nbytes + self.scales_N.nbytes
 
-    def rows(self, indices_N: Tensor) -> "Int8Weight":
+    def outputs(self, indices_N: Tensor) -> "Int8Weight":
         return Int8Weight(self.codes_NK[indices_N], self.scales_N[indices_N])
 
-    def columns(self, start: int, end: int) -> "Int8Weight":
+    def inputs(self, start: int, end: int) -> "Int8Weight":
         return Int8Weight(self.codes_NK[:, start:end].contiguous(), self.scales_N)
 
     def merge(self, others: Sequence["Int8Weight"]) -> "Int8Weight":

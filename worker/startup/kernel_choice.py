@@ -32,6 +32,12 @@ class KernelChoice(NamedTuple):
     """The rows from which on products get no faster; 0 where more are always better."""
 
 
+def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
+    return gpu_kernel_choice.reserve(
+        config, checkpoint_len=loaded.checkpoint_len, vocab_size=loaded.vocab_size, dtype=loaded.dtype
+    )
+
+
 _ON_CPU = KernelChoice(
     cpu_kernel_choice.foresee_kernels,
     cpu_kernel_choice.open_toolkit,
@@ -41,7 +47,7 @@ _ON_CPU = KernelChoice(
 _ON_GPU = KernelChoice(
     gpu_kernel_choice.foresee_kernels,
     gpu_kernel_choice.open_toolkit,
-    gpu_kernel_choice.reserve,
+    _reserve_on_gpu,
     saturating_tokens=0,
 )
 

@@ -89,13 +89,11 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        quantization = quantization_of(config)
         with toolkit.refusing_kernels():
             surgery = put_kernels_under(loaded.model, toolkit, device, max_model_len=size.max_model_len)
             log.info("%s", surgery.describe())
             _refuse_unquantized(config, surgery)
-            tolerance = None if quantization is None else quantization.tolerance
-            check.run_again(backend, expected, toolkit, tolerance=tolerance)
+            check.run_again(backend, expected, toolkit, tolerance=_tolerance(config))
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -118,6 +116,12 @@ def _largest_step(
             _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
 
     return run
+
+
+def _tolerance(config: WorkerConfig) -> float | None:
+    """Return the error that quantization explains; None without any."""
+    quantization = quantization_of(config)
+    return None if quantization is None else quantization.tolerance
 
 
 def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:

@@ -41,7 +41,7 @@ def start_generating(
     steps: StepRunner
     sampler: RowSampler
     if ready.toolkit is not None and ready.toolkit.runs_ahead:
-        from worker.gpu.start_gpu_steps import open_steps  # only here: Triton is not on every machine
+        from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
         steps, sampler = open_steps(config, ready, ready.toolkit, device, stage, grammars)
         facts = replace(facts, runs_ahead=True)
