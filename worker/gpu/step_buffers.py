@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""
 
 _NUM_KEPT_SIZES = 256
-"""How many layouts are kept: those of all graphs, and some others."""
+"""The count of layouts that are kept: for all graphs, and some others."""
 
 
 class BatchSizes(NamedTuple):

@@ -72,7 +72,7 @@ class LayerCall:
     shape: LayerShape
     options: AttentionOptions
     rotary: Rotary | None
-    """None if queries and keys are not rotated, whatever the layer is given."""
+    """The rotation; None if queries and keys are not rotated, whatever the layer is given."""
 
     @property
     def rotated_dim(self) -> int:

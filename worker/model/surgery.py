@@ -44,7 +44,7 @@ class Surgery:
     num_kept_mlps: int = 0
     """Fused layers in which the MLP's module stayed as it was."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why layers stayed as they were."""
+    """Reasons why layers stayed as they were."""
     experts: ReplacedExperts = field(default_factory=ReplacedExperts)
 
     def describe(self) -> str:

@@ -20,7 +20,7 @@ class _Positions:
 
     def __init__(self) -> None:
         self.position_ids_1T: Tensor | None = None
-        """None for one sequence from its beginning."""
+        """Positions; None for one sequence from its beginning."""
 
     def note(self, _model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pre-hook."""

@@ -25,7 +25,7 @@ from worker.model.mixture import Experts
 
 _PAIRS_AT_ONCE = 1024
 _PRECISION: dict[torch.dtype, str] = {torch.float32: "ieee"}
-"""Of products; for others it has no meaning."""
+"""For products; other kernels ignore it."""
 
 
 class ExpertTiles(NamedTuple):

@@ -27,11 +27,11 @@ AT_UNIFORM = tl.constexpr(UNIFORM)
 _UNIT = tl.constexpr(float(1 << 42))
 """The weight of the most likely token. 2**20 of them still fit into 62 bits."""
 _LEAST_BITS = tl.constexpr((127 - 42) << 23)
-"""2**-42 as float32: lighter tokens count as nothing."""
+"""The bits of 2**-42 as float32: lighter tokens count as nothing."""
 LEAST_LOG = tl.constexpr(30.0)
 """exp(-30) is less than 2**-42."""
 ONE_BITS = tl.constexpr(127 << 23)
-"""1 as float32, the weight of the most likely token."""
+"""The bits of 1 as float32, the weight of the most likely token."""
 
 
 @triton.jit
