@@ -11,9 +11,13 @@ from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.cpu.cpu_attention import CpuAttention
+from worker.cpu.cpu_products import pack_gate_up, pack_linear
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
-from worker.cpu.native import Activation, Kernels, Numbers, pack, pack_gate_up
+from worker.cpu.native import Kernels, PackedWeight, pack
 from worker.devices.device import open_device
+from worker.model.layer_parts import GateActivation, GatedMlp
+from worker.model.linear import Linear, PlainWeight, merge
+from worker.model.quantization import round_to_int8
 from worker.worker_config import WorkerConfig
 
 # Rounding of a sum of some hundred products, and of the result to its dtype.
@@ -44,6 +48,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert error < TOLERANCE[dtype]
 
 
+def packed_int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+    return pack_linear(round_to_int8(Linear.of(PlainWeight(weight), bias)))
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 11, 12, 13, 40])
 @pytest.mark.parametrize("num_outputs", [32, 96, 77, 5])
 def test_a_product_is_torchs(kernels, dtype, num_rows, num_outputs):
@@ -64,7 +72,7 @@ def test_a_quantized_product_is_that_of_the_rounded_numbers(kernels, dtype, num_
         (each.double() / (scale := each.double().abs().amax(1, keepdim=True) / 127)).round() * scale
         for each in (x, weight)
     ]
-    found = kernels.multiply(x, pack(weight, bias, numbers=Numbers.INT8))
+    found = kernels.multiply(x, packed_int8(weight, bias))
     # One number in many is rounded to the other side, where it lies in the middle.
     assert_close(found, rounded[0] @ rounded[1].T + bias.double(), torch.bfloat16)
 
@@ -72,7 +80,7 @@ def test_a_quantized_product_is_that_of_the_rounded_numbers(kernels, dtype, num_
 def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so_when_quantized(kernels, dtype):
     x, weight = numbers(3, 32, dtype=dtype), numbers(32, 32, dtype=dtype, seed=1)
     x[0], x[1, 5] = 0, torch.nan
-    found = kernels.multiply(x, pack(weight, numbers=Numbers.INT8))
+    found = kernels.multiply(x, packed_int8(weight))
     assert not found[0].any()
     assert bool(found[1].isnan().all())
     assert bool(found[2].isfinite().all())
@@ -81,15 +89,17 @@ def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so_when_quantized(kernel
 @pytest.mark.parametrize(
     ("activation", "function"),
     [
-        (Activation.SILU, functional.silu),
-        (Activation.GELU_TANH, lambda x: functional.gelu(x, approximate="tanh")),
+        (GateActivation.SILU, functional.silu),
+        (GateActivation.GELU_TANH, lambda x: functional.gelu(x, approximate="tanh")),
     ],
 )
 def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, activation, function):
     x = numbers(5, 64, dtype=dtype) * 3
     gate, up = numbers(48, 64, dtype=dtype, seed=1), numbers(48, 64, dtype=dtype, seed=2)
     expected = function(x.double() @ gate.double().T) * (x.double() @ up.double().T)
-    assert_close(kernels.multiply(x, pack_gate_up(gate, up, activation)), expected, dtype)
+    merged = merge([Linear.of(PlainWeight(each)) for each in (gate, up)])
+    mlp = GatedMlp(merged, merged, activation)
+    assert_close(kernels.multiply(x, pack_gate_up(mlp)), expected, dtype)
 
 
 def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype):

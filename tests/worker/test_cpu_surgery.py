@@ -17,7 +17,7 @@ from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import ATTENTION_NAME
-from worker.cpu.cpu_layer import FusedLayer
+from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_toolkit import CpuToolkit, PackedEmbedding, PackedLinear
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
@@ -69,7 +69,7 @@ def test_families_made_as_most_are_have_all_their_layers_fused(toolkit, device, 
     model = build(checkpoints, family)
     done = put_kernels_under(model, toolkit, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
-    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, CpuLayer) for layer in model.model.layers)
     assert "3 of 3 layers fused" in done.describe()
 
 
