@@ -27,6 +27,8 @@ _IDLE_INTERVAL_S = 1.0
 _REST_PER_WORK = 100.0
 """Seconds without a view for each second of work on one."""
 _MAX_STEPS = 64
+_MAX_PREEMPTING_STEPS = 32
+"""Room beyond, for steps that preempted a sequence."""
 _MAX_SEQUENCES = 128
 """Of each line, running and waiting: the first ones."""
 _MAX_RUNS = 8192
@@ -91,7 +93,8 @@ class StepWatch:
         """Keep one step for the next view, as StepTrace.record does for its file."""
         if not self.is_on or (plan.is_empty and not plan.preemptions):
             return
-        if len(self._steps) >= _MAX_STEPS:
+        room = _MAX_STEPS + _MAX_PREEMPTING_STEPS if plan.preemptions else _MAX_STEPS
+        if len(self._steps) >= room:
             self._num_dropped += 1
             return
         began_s = self._clock()

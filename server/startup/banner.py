@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from engine.options.edge_config import Page
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo, PoolingTask
 
@@ -35,6 +36,7 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
         ("scheduler", _scheduler(engine, info)),
         ("API key", "needed" if _needs_key(server) else "not needed"),
         ("listens on", f"{url}   (API description: {url}/openapi.json)"),
+        *([] if server.edge.page is Page.OFF else [("web page", f"{url}/")]),
     ]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     return "\n".join(["", *lines, "", f"  Try: {_curl(info, server, url)}", ""])

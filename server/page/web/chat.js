@@ -229,11 +229,12 @@ function meta(turn, place) {
   const { startMs, firstMs, lastMs, usage, finish } = turn.stats;
   const facts = [];
   if (firstMs) facts.push(`first token ${seconds(firstMs - startMs)}`);
-  if (usage && lastMs > firstMs) facts.push(`${((usage.completion_tokens - 1) / (lastMs - firstMs) * 1000).toFixed(1)} tokens/s`);
+  if (usage && lastMs - firstMs > 50) facts.push(`${((usage.completion_tokens - 1) / (lastMs - firstMs) * 1000).toFixed(1)} tokens/s`);
   if (usage) facts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
   if (finish && finish !== "stop") facts.push({ length: "cut at the token limit", timeout: "cut by the time limit", tool_calls: "calls a tool" }[finish] || finish);
   if (turn.body?.priority) facts.push(`priority ${turn.body.priority}`);
   const row = element("div", { className: "meta" }, ...facts.map((fact) => element("span", { textContent: fact })));
+  if (turn.requestId) row.append(action("Yard", () => document.dispatchEvent(new CustomEvent("show-request", { detail: turn.requestId })), "The life of this request in the yard"));
   row.append(action("Retry", () => retryFrom(place)), action("Copy", (button) => copy(turn.content, button)));
   if (turn.body) {
     row.append(element("span", { textContent: "copy as" }));

@@ -39,7 +39,8 @@ function columnsOf(steps, most) {
   let ended = null;
   for (const step of steps.slice(-most)) {
     const idleMs = ended === null ? 0 : 1000 * (step.time_s - ended);
-    if (idleMs > 50) columns.push({ idleMs });
+    if (step.isAfterGap) columns.push({ isGap: true, idleMs });
+    else if (idleMs > 50) columns.push({ idleMs });
     columns.push({ step, ms: stepMs(step) });
     ended = step.time_s + stepMs(step) / 1000;
   }
@@ -54,7 +55,7 @@ export function drawStrip(canvas, steps, palette, selected) {
   const columns = columnsOf(steps, most);
   const units = columns.reduce((sum, column) => sum + (column.step ? 1 : 5), 0);
   const unit = Math.min(9, (width - AXIS) / Math.max(units, most));
-  const top = 18, base = height - 6;
+  const top = 24, base = height - 6;
   const times = columns.filter((column) => column.step).map((column) => column.ms).sort((a, b) => a - b);
   const most_ms = times.length ? Math.max(times[Math.floor((times.length - 1) * 0.98)], times.at(-1) / 4, 0.1) : 1;
   const scale = niceCeiling(most_ms);
@@ -76,8 +77,9 @@ export function drawStrip(canvas, steps, palette, selected) {
     if (column.step) drawStep(context, column, { x, wide, y, base, top, palette, selected });
     else {
       context.fillStyle = palette.idle;
-      context.fillRect(x, base - 8, Math.max(wide - 1, 1), 8);
-      if (wide > 22) { context.textAlign = "center"; context.fillText(column.idleMs < 1000 ? `${Math.round(column.idleMs)}ms` : `${(column.idleMs / 1000).toFixed(1)}s`, x + wide / 2, base - 16); }
+      if (column.isGap) for (let at = x + 1; at < x + wide - 1; at += 4) context.fillRect(at, base - 3, 2, 3);
+      else context.fillRect(x, base - 8, Math.max(wide - 1, 1), 8);
+      if (wide > 22 && !column.isGap) { context.textAlign = "center"; context.fillText(column.idleMs < 1000 ? `${Math.round(column.idleMs)}ms` : `${(column.idleMs / 1000).toFixed(1)}s`, x + wide / 2, base - 16); }
     }
     x += wide;
   }
@@ -98,12 +100,12 @@ function drawStep(context, { step, ms }, { x, wide, y, base, top, palette, selec
   if (!step.preemptions.length) return;
   const middle = x + wide / 2;
   context.fillStyle = palette.preempt;
-  context.fillRect(middle - 0.75, 9, 1.5, Math.max(y(ms) - 11, top - 9));
-  context.beginPath();
   const tip = Math.max(y(ms) - 1, top);
+  context.fillRect(middle - 0.75, tip - 16, 1.5, 12);
+  context.beginPath();
   context.moveTo(middle - 4.5, tip - 6); context.lineTo(middle + 4.5, tip - 6); context.lineTo(middle, tip);
   context.fill();
-  if (step.preemptions.length > 1) { context.textAlign = "center"; context.fillText(String(step.preemptions.length), middle, 4.5); }
+  if (step.preemptions.length > 1) { context.textAlign = "center"; context.fillText(String(step.preemptions.length), middle, tip - 22); }
 }
 
 // Draw all blocks; returns a function from a point to what stands there.
@@ -111,7 +113,7 @@ export function drawBlocks(canvas, runs, numBlocks, palette, { selected, isShown
   const height = 200;
   const [context, width] = contextOf(canvas, height);
   if (!numBlocks) return () => null;
-  let size = Math.max(4, Math.min(18, Math.floor(Math.sqrt((width * height) / numBlocks))));
+  let size = Math.max(4, Math.min(44, Math.floor(Math.sqrt((width * height) / numBlocks))));
   while (size > 4 && Math.floor(width / size) * Math.floor(height / size) < numBlocks) size -= 1;
   const across = Math.floor(width / size), down = Math.floor(height / size);
   const perCell = Math.ceil(numBlocks / (across * down));

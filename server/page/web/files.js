@@ -3,7 +3,7 @@
 import { nameOf } from "/page/words.js";
 
 export function stepLines(history) {
-  return history.steps.map((step) => JSON.stringify(step)).join("\n") + "\n";
+  return history.steps.map(({ isAfterGap, ...step }) => JSON.stringify(step)).join("\n") + "\n";
 }
 
 // Requests as `tokenyard simulate --requests` reads them. Those still under way count with the reply so far.
@@ -53,6 +53,6 @@ export function chromeTrace(history) {
 }
 
 export function whatIf(view) {
-  const config = `--num-blocks ${view.stats.num_blocks} --block-size ${view.block_size} --max-num-seqs ${view.max_num_seqs} --policy ${view.policy}`;
-  return `tokenyard trace yard-steps.jsonl\ntokenyard simulate --fit yard-steps.jsonl --requests yard-requests.jsonl \\\n  ${config} \\\n  --compare base,policy=priority,num_blocks=${view.stats.num_blocks * 2},load=1.5`;
+  const config = `--num-blocks ${view.stats.num_blocks} --block-size ${view.block_size} --max-num-seqs ${view.max_num_seqs} --scheduling-policy ${view.policy}`;
+  return `tokenyard trace yard-steps.jsonl\ntokenyard simulate --fit yard-steps.jsonl --requests yard-requests.jsonl \\\n  ${config} \\\n  --compare base,priority,num_blocks=${view.stats.num_blocks * 2},load=1.5`;
 }

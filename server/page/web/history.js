@@ -1,6 +1,7 @@
 // What the yard has seen: views, steps and the life of each request, the last 60 seconds of them.
 
 export const SPAN_S = 60;
+const FULL_VIEW = 64;  // steps of a view; later ones are there for their preemptions
 const MAX_STEPS = 20000;
 const MAX_LIVES = 4000;
 
@@ -13,13 +14,18 @@ export class History {
     this.lives = new Map();
     this.events = [];
     this.numDropped = 0;
+    this.hasGap = false;
   }
 
   take(view) {
     const last = this.frames.at(-1);
     if (last && (view.time_s < last.time_s || view.view <= last.view)) this.clear();  // another engine process
     this.numDropped += view.num_dropped_steps;
-    for (const step of view.steps) this.#takeStep(step);
+    view.steps.forEach((step, place) => {
+      step.isAfterGap = (place === 0 && this.hasGap) || place >= FULL_VIEW;
+      this.#takeStep(step);
+    });
+    this.hasGap = view.num_dropped_steps > 0;
     for (const report of view.running) this.#takeReport(report, view);
     for (const report of view.waiting) this.#takeReport(report, view);
     this.#takeEnds(view);

@@ -77,7 +77,7 @@ function drawGauges(view, steps) {
     ["Running", stats.num_running, `of ${view.max_num_seqs}`], ["Waiting", stats.num_waiting, stats.num_swapped ? `+ ${stats.num_swapped} swapped` : ""],
     ["KV cache", `${Math.round(100 * stats.num_used_blocks / Math.max(stats.num_blocks, 1))}`, "%"], ["Decoded", Math.round(perSecond((step) => step.num_decodes)), "tokens/s"],
     ["Prefilled", Math.round(perSecond((step) => step.num_tokens - step.num_decodes)), "tokens/s"], ["Busy", Math.round(busy), "%"],
-    ["Preemptions", stats.num_preemptions, `${stats.num_recomputed_tokens.toLocaleString("en")} tok. again`], ["Prefix hits", hits, "%"]];
+    ["Preemptions", stats.num_preemptions, `${stats.num_recomputed_tokens.toLocaleString("en")} redone`], ["Prefix hits", hits, "%"]];
   const gauges = byId("gauges");
   if (gauges.children.length !== rows.length) gauges.replaceChildren(...rows.map(() => element("div", {}, element("dt"), element("dd", {}, element("span"), " ", element("small")))));
   rows.forEach(([name, value, unit], place) => {
@@ -199,6 +199,7 @@ function showTip(event, text) {
 
 function stepWords(column) {
   if (!column) return "";
+  if (column.isGap) return "steps that were too many for the view";
   if (!column.step) return `idle for ${span(column.idleMs / 1000)}`;
   const { step, ms } = column;
   const lines = [`Step ${step.step}: ${ms.toFixed(1)} ms`, `${many(step.num_tokens - step.num_decodes, "prompt token")}, ${many(step.num_decodes, "decode")}`,
@@ -266,6 +267,7 @@ export function startYard() {
   });
   document.addEventListener("show-request", (event) => {
     const life = [...history.lives.values()].find((each) => each.request === event.detail);
+    byId("tab-yard").click();
     if (life) { state.selected = life.id; draw(); }
   });
 }
