@@ -118,7 +118,7 @@ def test_the_page_stays_under_300_lines_and_a_scrape_costs_milliseconds() -> Non
 
 
 def test_names_help_and_units_are_as_prometheus_wants_them() -> None:
-    """The rules of `promtool check metrics`, but for the colon: docs/decisions/0018."""
+    """The rules of `promtool check metrics`, but for the colon: docs/operations.md, Metrics."""
     for family in text_string_to_metric_families(busy_page().decode()):
         ours = re.fullmatch(r"(?:tokenyard|vllm):([a-z0-9_]+)", family.name)
         if ours is None:
