@@ -30,7 +30,7 @@ class StoredResponse:
     """Everything before it and itself; without instructions, which do not carry over."""
     num_conversation_bytes: int
     """As `weigh` tells. What is shared with earlier responses counts in each, so that the sum is never less
-    than the memory in use. Each response holds all of it, so that none depends on another that may be gone."""
+    than the memory in use. Each response holds all of it: none depends on another that may be gone."""
 
     @property
     def num_bytes(self) -> int:
