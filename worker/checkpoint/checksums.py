@@ -21,7 +21,7 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](\S.*)")
 _SPELLED = "write it with `sha256sum *.safetensors *.json *.jinja` in the folder of the model"
 _READ_BYTES = 4 << 20
 _MAX_THREADS = 4
-"""One hashes about 1.5 GB a second with the processor's instructions for SHA-256, less than a good disk reads;
+"""One hashes about 1.5 GB a second with the processor's instructions for SHA-256, less than good disks read;
 disks that are faster than four of them are rare. A faster hash has no published sums."""
 
 
