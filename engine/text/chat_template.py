@@ -3,7 +3,7 @@
 Owns: finding the template, the sandbox it runs in, and whose fault a failure is.
 Never: tokenizes; knows a model family; lets a request reach the template's own variables.
 Source: the template language that `apply_chat_template` of Hugging Face transformers defines; its
-results are matched text for text (tests/engine/test_chat_template.py).
+results are matched text for text (tests/engine/text/test_chat_template.py).
 """
 
 import json

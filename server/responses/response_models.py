@@ -1,6 +1,7 @@
 """The shapes of a response object and its events, for /openapi.json only, as reply_models.py for the rest.
 
-Owns: the documentation of /v1/responses; tests/server/test_responses.py holds real replies against it.
+Owns: the documentation of /v1/responses; tests/server/responses/test_responses.py holds real
+replies against it.
 Never: imported by what builds replies.
 """
 
