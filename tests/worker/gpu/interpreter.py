@@ -38,6 +38,8 @@ def _patch_once_in_a_launch() -> None:
     The interpreter does it again in every call of a device function, by a search through all members of the
     module, although the launch that the call belongs to has done it: a third of the time of a small kernel.
     """
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # another release does it in another way
     patch, patched = interpreter._patch_lang, set[int]()
     languages = {id(language), id(language.core)}
 
