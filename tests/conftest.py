@@ -24,6 +24,8 @@ NOT_CORE = frozenset(
         # They start an engine or another process for each test.
         *("test_client.py", "test_giving_way.py", "test_grammar_compiler.py", "test_lives.py"),
         *("test_doctor.py", "test_run_batch.py", "test_terminal.py"),
+        # They import torch.
+        *("core/test_overlapped_loop.py", "core/test_prefill_limit.py"),
         # They wait for real time: slow clients, silent connections, an event loop that stands still.
         *("test_body_limit.py", "test_connections.py", "test_health_listener.py", "test_lingering.py"),
         *("test_disconnects.py", "test_tls.py"),
@@ -38,7 +40,8 @@ def is_core(path: Path) -> bool:
     place = path.relative_to(TESTS).as_posix()
     if path.is_dir():
         return any(f"{part}/".startswith(f"{place}/") or f"{place}/".startswith(f"{part}/") for part in CORE)
-    return path.name not in NOT_CORE and any(f"{place}/".startswith(f"{part}/") for part in CORE)
+    is_slow = any(f"/{place}".endswith(f"/{name}") for name in NOT_CORE)
+    return not is_slow and any(f"{place}/".startswith(f"{part}/") for part in CORE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
