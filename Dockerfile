@@ -32,17 +32,19 @@ RUN case "$DEVICE" in \
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(p['dependencies'] + p['optional-dependencies']['fast']))" > /requirements.txt \
     && pip install -c /constraints.txt -r /requirements.txt
 
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
 COPY bench bench
 COPY engine engine
 COPY scheduler scheduler
 COPY server server
+COPY tokenyard tokenyard
 COPY worker worker
 # -P: beside the modules that were installed, not in this folder, which the final stage does not get.
+# tokenyard.inside: where a wheel has our packages; this one module needs nothing beside it.
 RUN pip wheel --no-deps --wheel-dir /wheels . \
     && pip install --no-deps /wheels/tokenyard-*.whl \
     && tokenyard --version \
-    && python -P -m worker.cpu.kernel_build --in-place
+    && python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place
 
 
 FROM ${PYTHON_IMAGE}

@@ -19,7 +19,7 @@ Points = Sequence[tuple[float, float]]
 
 
 class Canvas:
-    """Elements in the order in which they are painted. The title is for those who hear a page."""
+    """Elements in the order in which they are painted. The title is for screen readers."""
 
     def __init__(self, width: float, height: float, *, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -37,7 +37,7 @@ class Canvas:
         )
 
     def text(self, x: float, y: float, text: str, *, anchor: str = "start", turn: int = 0) -> None:
-        """`turn` in degrees, clockwise, around the anchor."""
+        """Add text, turned by `turn` degrees, clockwise, around the anchor."""
         turned = f' transform="rotate({turn} {_n(x)} {_n(y)})"' if turn else ""
         self._elements.append(
             f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"{turned}>{escape(text)}</text>'
@@ -85,12 +85,12 @@ class Axis:
 
 
 def axis(title: str, values: Sequence[float]) -> Axis:
-    """From 0 to the largest value."""
+    """Make an axis from 0 to the largest value."""
     return Axis(title, 0.0, max([value for value in values if math.isfinite(value)], default=0.0) or 1.0)
 
 
 def log_axis(title: str, values: Sequence[float]) -> Axis:
-    """Around the positive values; zeros are drawn at its left end."""
+    """Make a logarithmic axis around the positive values; zeros are drawn at its left end."""
     positive = [value for value in values if value > 0]
     if not positive:
         return Axis(title, 0.1, 10.0, is_log=True)
@@ -107,7 +107,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50
 
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]]) -> Canvas:
-    """Named lines in one frame, with a legend at the right."""
+    """Draw named lines in one frame, with a legend at the right."""
     longest = max((len(name) for name, _ in lines), default=0)
     frame_width, frame_height = 640, 320
     canvas = Canvas(
@@ -137,7 +137,7 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]]
 
 
 def staircase(points: Points) -> list[tuple[float, float]]:
-    """What holds from each point until the next one."""
+    """Turn points into steps that hold until the next point."""
     corners = list(points[:1])
     for (_, before), (at, after) in pairwise(points):
         corners += [(at, before), (at, after)]

@@ -1,4 +1,5 @@
 """Measuring campaigns behind the figures in docs/benchmarks/: run by hand, not installed (commands).
 
-Never: is imported by what is installed.
+A file or folder is a campaign; `servers` and `checkpoints` serve several. README.md lists the commands.
+Never: is imported by anything that is installed.
 """

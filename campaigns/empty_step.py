@@ -1,4 +1,4 @@
-"""What the scheduler costs by itself: planning and learning, without a model.
+"""Cost of the scheduler by itself: planning and taking in results, without a model.
 
     python -m campaigns.empty_step
 

@@ -1,4 +1,4 @@
-"""Ten times more requests than the server can serve: what becomes of those it takes, and of the others.
+"""Ten times more requests than the server can serve: latency of the served, and cost of a refusal.
 
     python -m campaigns.overload [--factor 10] [--seconds 30] [--args WORDS]
 
@@ -9,7 +9,7 @@ connection of its own. The second is what the third must be compared with: the s
 outside. Client, API process and engine process share this machine's cores, and the figures include that.
 
 Owns: the three rounds and their table.
-Never: the requests' bytes on the wire (http_stream.py).
+Never: the requests' bytes on the wire (http_client.py).
 """
 
 import argparse
@@ -27,11 +27,11 @@ from pathlib import Path
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Target, exchange
 from bench.load.load_report import percentile
 from bench.load.workload import words
-from campaigns.own_server import SERVED_NAME, OwnServer, held_by, own_server
-from campaigns.stack_cost import processor_s
+from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
+from campaigns.servers.processes import held_by, processor_s
+from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 NUM_SEATS, NUM_PLACES = 8, 16
 _NUM_WORDS = 24
@@ -114,7 +114,9 @@ class Crowd:
 
         sent_s = time.perf_counter()
         try:
-            reply = await exchange(self._target, wire, timeout_s=_TIMEOUT_S, on_event=on_event)
+            reply = await exchange(
+                self._target, wire, timeouts=Timeouts(whole_s=_TIMEOUT_S), on_event=on_event
+            )
         except ExchangeFailed as failure:
             seen.others[failure.kind] += 1
             return False

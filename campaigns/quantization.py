@@ -1,4 +1,4 @@
-"""What quantization costs in accuracy: two servers of one checkpoint, compared on a fixed set of prompts.
+"""Accuracy lost by quantization: two servers of one checkpoint, compared on a fixed set of prompts.
 
 The first one is the truth. It answers greedily; then both score its prompts and answers token by token
 (`echo` with `logprobs` and no new tokens), so that one early difference does not spoil all that follows.

@@ -1,4 +1,4 @@
-"""What serving costs beside the model: processor time of the two processes, for each token and each request.
+"""Cost of serving beside the model: processor time of the two processes, for each token and each request.
 
     python -m campaigns.stack_cost [--trees FOLDER,FOLDER] [--rounds N] [--endpoint chat]
                                 [--output-len N]
@@ -13,7 +13,6 @@ Never: the servers' insides; all it knows of them is in /proc.
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,19 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.http_stream import Target
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, measure_words
 from bench.load.load_report import summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import Shape, plan, synthetic_prompts
-from campaigns.peers.catalogue import ROOT, Launch
-from campaigns.peers.running import PeerFailed, free_port, running
+from campaigns.servers.processes import engine_of, processor_s
+from campaigns.servers.running import ROOT, Launch, PeerFailed, free_port, running
+from server.http.http_client import Target
 
 _CONCURRENCY, _INPUT_LEN, _OUTPUT_LEN = 64, 32, 24
 _MAX_OUTPUT_LEN = 1024
 _READY_WITHIN_S, _MAX_RUN_S = 120.0, 300.0
 _SERVED_NAME = "tiny"
-_ENGINE_PROCESS = b"engine.core.process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,9 @@ def measure(
         with running(
             launch, port=port, ready_path="/v1/models", log=log, ready_within_s=_READY_WITHIN_S
         ) as server:
-            engine_pid = _engine_of(server.pid)
+            engine_pid = engine_of(server.pid)
+            if engine_pid is None:
+                raise PeerFailed("has no engine process")
             asyncio.run(_load(port, endpoint, _CONCURRENCY, seed + 1, output_len))  # the first of everything
             before = processor_s(server.pid), processor_s(engine_pid)
             records = asyncio.run(_load(port, endpoint, num_requests, seed, output_len))
@@ -94,20 +94,6 @@ def measure(
         num_tokens=summary.num_output_tokens,
         tokens_per_s=summary.output_tokens_per_s,
     )
-
-
-def processor_s(pid: int) -> float:
-    """User and system time that a process has used, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _engine_of(pid: int) -> int:
-    """The child that holds the model. Raises PeerFailed."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if _ENGINE_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise PeerFailed("there is no engine process")
 
 
 async def _load(

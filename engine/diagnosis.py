@@ -1,7 +1,7 @@
-"""What could keep the server from serving, looked at one by one and without starting it.
+"""Checks of everything that could keep the server from starting, without starting it.
 
-Owns: the checks of packages, options, folders, limits and text files, and the question to a process that
-may import torch (worker/startup/survey.py).
+Owns: the checks of packages, options, folders, limits and text files, and the process that may import torch
+for the rest (worker/startup/survey.py).
 Never: loads a model, opens a port (server/commands/doctor.py tries it), or changes anything.
 """
 
@@ -26,23 +26,23 @@ from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import TokenizerError
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.checksums import Checksums
-from worker.findings import Finding, Verdict
+from worker.doctor_findings import Finding, Verdict
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 __all__ = ["Finding", "Verdict", "diagnose"]
 
 _MAX_SURVEY_S = 300.0
-"""Importing torch from a cold disk takes most of it."""
+"""Time limit; importing torch from a cold disk takes most of it."""
 _MAX_SOCKET_PATH_BYTES = 107
-"""Of sockaddr_un, less its final zero."""
+"""Length of a path in sockaddr_un, less its final zero."""
 _LONGEST_SOCKET_NAME = "to-engine"
 _MIN_TEMPORARY_BYTES = 16 << 20
 _BOUND = re.compile(r"(>=|<|==)([\d.]+)")
 
 
 def diagnose(options: Options) -> Iterator[Finding]:
-    """In the order in which `serve` would meet them."""
+    """Yield the findings in the order in which `serve` meets them."""
     yield _fine("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _packages()
     yield _limits()
@@ -60,7 +60,7 @@ def diagnose(options: Options) -> Iterator[Finding]:
 
 
 def _packages() -> Finding:
-    """Whether what is installed is within the bounds that our own metadata gives."""
+    """Compare installed versions with the bounds in our metadata."""
     try:
         requirements = importlib.metadata.requires("tokenyard") or []
     except importlib.metadata.PackageNotFoundError:
@@ -70,7 +70,7 @@ def _packages() -> Finding:
             what="tokenyard itself is not installed, so that the bounds of its packages are not known",
             fix="pip install it",
         )
-    needed = [text for text in requirements if ";" not in text]  # the rest is of extras
+    needed = [text for text in requirements if ";" not in text]  # the others belong to extras
     wrong = [found for text in needed if (found := _out_of_bounds(text))]
     if wrong:
         return _fault("packages", ", ".join(wrong), "pip install --upgrade tokenyard, in a fresh environment")
@@ -78,7 +78,7 @@ def _packages() -> Finding:
 
 
 def _out_of_bounds(requirement: str) -> str:
-    """Empty if it is met; `requirement` is such as `torch<3,>=2.11`."""
+    """Explain how a requirement such as `torch<3,>=2.11` is not met; empty if it is."""
     name = re.split(r"[<>=!~\[ ]", requirement)[0]
     try:
         version = importlib.metadata.version(name)
@@ -96,7 +96,7 @@ def _out_of_bounds(requirement: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu is (2, 13): trailing zeros say nothing."""
+    """Parse a version without trailing zeros: 2.13.0+cpu is (2, 13)."""
     numbers = [int(word) for word in re.findall(r"\d+", version.split("+")[0])]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -104,7 +104,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _limits() -> Finding:
-    """The KV cache is mapped before it is used, which a limit of addresses does not see as free."""
+    """Check the limit on addresses, which counts the KV cache as soon as it is mapped."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return _fine("limits", "addresses are not limited")
@@ -117,7 +117,7 @@ def _limits() -> Finding:
 
 
 def _runtime_directory() -> Finding:
-    """Where the sockets between the two processes will be."""
+    """Check the folder for the sockets between the two processes."""
     fix = "set TMPDIR to a folder that may be written to, /dev/shm say"
     try:
         directory = RuntimeDirectory.make()
@@ -136,7 +136,7 @@ def _runtime_directory() -> Finding:
 
 
 def _checksums(config: WorkerConfig) -> Iterator[Finding]:
-    """All files, as `serve` would compare them; large weights take as long as reading them."""
+    """Compare all files with the list, as `serve` does; this reads the weights completely."""
     if config.checksums_file is None:
         return
     folder = Path(config.model_path)
@@ -171,7 +171,7 @@ def _texts(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _survey(config: WorkerConfig) -> Iterator[Finding]:
-    """Another process answers: this one must not import torch, and torch may not even import."""
+    """Check torch and the device in another process: importing torch may fail."""
     try:
         done = subprocess.run(
             [*child_process.INTERPRETER, "-m", "worker.startup.survey"],

@@ -1,40 +1,40 @@
-"""What can go wrong, by whose fault it is; server/error_replies.py maps each type to HTTP once.
+"""The errors of the engine, ordered by fault; server/error_replies.py maps each type to HTTP.
 
 EngineError
-├── RequestRejected      the caller's: says which parameter, and what would be right
+├── RequestRejected      the caller's fault; names the parameter, and what would be right
 │   ├── ContextLengthExceeded
 │   ├── GrammarRejected
 │   ├── WrongTask
 │   └── NoChatTemplate
-├── Overloaded           too much work is waiting: come back later
-│   └── TenantOverloaded   too much of one tenant's
+├── Overloaded           too much work is waiting; the request may be sent again later
+│   └── TenantOverloaded   too much work of one tenant is waiting
 ├── EngineUnavailable    loading, draining or dead before the request was started
 ├── DeadlineExceeded     a time limit ran out before there was any token
 ├── RequestFailed        the model failed on this request alone
-├── EngineDied           the engine process died with this request in flight
-└── EngineDiedTwice      so did the next one, to which it was handed
+├── EngineDied           the engine process died while it held this request
+└── EngineDiedTwice      two engine processes died while they held this request
 """
 
 from enum import StrEnum
 
 
 class OverloadReason(StrEnum):
-    """Of what there was too much; a label of the metrics."""
+    """The limit that was reached; a label of the metrics."""
 
     REQUESTS = "requests"  # --max-queued-requests
     TOKENS = "tokens"  # --max-queued-tokens
-    TEXTS = "texts"  # more are being tokenized than the pool takes
-    DISPLACED = "displaced"  # a more urgent request took the place
-    GRAMMARS = "grammars"  # more wait to be compiled than is good
+    TEXTS = "texts"  # the threads that tokenize have too many texts
+    DISPLACED = "displaced"  # a more urgent request took its place
+    GRAMMARS = "grammars"  # too many wait to be compiled
     KEY_TOKENS = "key_tokens"  # max_queued_tokens of one API key
 
 
 class EngineError(Exception):
-    """The root. Its text is fit for the caller's eyes: no path, no address, no stack."""
+    """The root. Its text may be shown to clients: no path, no address, no stack."""
 
 
 class RequestRejected(EngineError):
-    """The caller's fault; nothing was computed."""
+    """A fault of the request; nothing was computed."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ContextLengthExceeded(RequestRejected):
 
 
 class WrongTask(RequestRejected):
-    """The model does something else: it generates, makes vectors, or makes scores."""
+    """The model is served for another task: generation, vectors, or scores."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model", code="wrong_task")
@@ -75,7 +75,7 @@ class NoChatTemplate(RequestRejected):
 
 
 class Overloaded(EngineError):
-    """Too much is waiting already."""
+    """The queue, or another bound on waiting work, is full."""
 
     def __init__(
         self, message: str, *, retry_after_s: float, reason: OverloadReason = OverloadReason.REQUESTS
@@ -86,14 +86,14 @@ class Overloaded(EngineError):
 
 
 class TenantOverloaded(Overloaded):
-    """One tenant has as much waiting as it may; others are still welcome."""
+    """One tenant has reached its limit; requests of others are still accepted."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s, reason=OverloadReason.KEY_TOKENS)
 
 
 class EngineUnavailable(EngineError):
-    """Loading, draining or dead. `code` is `not_ready` or `shutting_down`."""
+    """The engine is loading, draining or dead. `code` is `not_ready` or `shutting_down`."""
 
     def __init__(self, message: str, *, code: str = "not_ready", retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -119,7 +119,7 @@ class EngineDied(EngineError):
 
 
 class EngineDiedTwice(EngineError):
-    """Two engine processes died with this request in flight: a third should not be risked."""
+    """Two engine processes died while they held this request; a third is not risked."""
 
     def __init__(self) -> None:
         super().__init__("two engine processes stopped while they held this request; perhaps because of it")

@@ -1,9 +1,8 @@
-"""What became of one HTTP request in the engine, for the line that the log gets about it and for its span.
+"""The journal of one HTTP request in the engine, for its line in the log and for its span.
 
 Owns: the facts, from admission to the last choice. Written by active_requests.py, read when the reply is
-over.
-Never: text or tokens of anybody; how the facts are told (server/http/request_log.py,
-server/observe/otel_spans.py).
+complete.
+Never: holds text or tokens, or formats the facts (server/http/request_log.py, server/observe/otel_spans.py).
 """
 
 import time
@@ -13,58 +12,58 @@ from enum import StrEnum
 from scheduler.messages import FinishReason, SequenceId
 
 _MAX_EVENTS = 64
-"""A request that is preempted for ever must not grow for ever."""
+"""Bound on the memory of a request that is preempted again and again."""
 
 
-class Stage(StrEnum):
-    """What a span's events are called."""
+class JournalStage(StrEnum):
+    """Kinds of events, by their names in a span."""
 
     QUEUED = "queued"
     STARTED = "started"
     FIRST_TOKEN = "first_token"
-    PREEMPTED = "preempted"  # known when it returns
+    PREEMPTED = "preempted"  # noted when it runs again
     FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to one of the request's sequences."""
+class JournalEvent:
+    """An event of one of the request's sequences."""
 
-    stage: Stage
+    stage: JournalStage
     time_ns: int
     """Unix time."""
     detail: str = ""
 
 
 class Journal:
-    """One HTTP request; it may have several prompts, and several choices for each."""
+    """The journal of one HTTP request, with all its prompts and choices."""
 
     def __init__(self, request_id: str = "", trace_id: str = "") -> None:
         self.request_id = request_id
-        """As the client knows it, by x-request-id. Two requests may have the same."""
+        """The x-request-id, which two requests may share."""
         self.trace_id = trace_id
         self.reply_id = ""
-        """As the body of the reply says it."""
+        """The id in the body of the reply."""
         self.tenant = ""
-        """A key's name, or what a header says; never the field `user`."""
+        """The tenant by API key or header; never the field `user`."""
         self.priority: int | None = None
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.queue_s: float | None = None
-        """Until the first part of a step."""
+        """Seconds from arrival in the engine process to the first step."""
         self.first_token_s: float | None = None
-        """From arrival in the engine, as in the metrics."""
+        """Seconds from arrival to the first token, as in the metrics."""
         self.finish_reasons: list[FinishReason] = []
-        """Of the choices, in the order in which they ended."""
+        """Finish reasons of the choices, in the order in which they ended."""
         self.abort_cause = ""
-        """A word of AbortCause, if it was cut short."""
-        self.events: list[Event] = []
+        """A value of AbortCause if the request was cut short, else empty."""
+        self.events: list[JournalEvent] = []
         self._preemptions: dict[SequenceId, int] = {}
 
     @property
     def was_admitted(self) -> bool:
-        """Whether the engine ever had it."""
+        """Whether the engine ever admitted it."""
         return self.priority is not None
 
     @property
@@ -72,40 +71,40 @@ class Journal:
         return sum(self._preemptions.values())
 
     def note_admission(self, num_prompt_tokens: int, priority: int) -> None:
-        """One of its prompts may wait now."""
+        """Note that one of its prompts was admitted."""
         self.num_prompt_tokens += num_prompt_tokens
         if self.priority is None:
-            self._add(Stage.QUEUED)
+            self._add(JournalStage.QUEUED)
         self.priority = priority
 
     def note_start(self, queue_s: float) -> None:
-        """One of its sequences is part of a step for the first time."""
+        """Note the first step of one of its sequences."""
         if self.queue_s is None:
             self.queue_s = queue_s
-            self._add(Stage.STARTED)
+            self._add(JournalStage.STARTED)
 
     def note_cached_tokens(self, num_tokens: int) -> None:
-        """Of one of its prompts, once."""
+        """Add the cached tokens of one of its prompts."""
         self.num_cached_tokens += num_tokens
 
     def note_first_token(self, since_arrival_s: float) -> None:
-        """Of a choice; that of the first choice counts."""
+        """Note the first token of a choice; the first choice counts."""
         if self.first_token_s is None:
             self.first_token_s = since_arrival_s
-            self._add(Stage.FIRST_TOKEN)
+            self._add(JournalStage.FIRST_TOKEN)
 
     def note_preemptions(self, sequence_id: SequenceId, num_so_far: int) -> None:
-        """As its sequence counts them."""
+        """Note preemptions, as counted by the sequence so far."""
         if num_so_far > self._preemptions.get(sequence_id, 0):
             self._preemptions[sequence_id] = num_so_far
-            self._add(Stage.PREEMPTED)
+            self._add(JournalStage.PREEMPTED)
 
     def note_end(self, reason: FinishReason, num_tokens: int) -> None:
-        """Of a choice."""
+        """Note the end of a choice."""
         self.finish_reasons.append(reason)
         self.num_output_tokens += num_tokens
-        self._add(Stage.FINISHED, reason.value)
+        self._add(JournalStage.FINISHED, reason.value)
 
-    def _add(self, stage: Stage, detail: str = "") -> None:
+    def _add(self, stage: JournalStage, detail: str = "") -> None:
         if len(self.events) < _MAX_EVENTS:
-            self.events.append(Event(stage, time.time_ns(), detail))
+            self.events.append(JournalEvent(stage, time.time_ns(), detail))

@@ -1,6 +1,6 @@
-"""What crosses between the API process and the engine process, grouped by who receives it.
+"""The messages between the API process and the engine process, grouped by receiver.
 
-Owns: the wire form, msgpack by msgspec: typed both ways, nothing in it can run (never pickle).
+Owns: the wire form, msgpack by msgspec: typed in both directions, and data only (never pickle).
 """
 
 import msgspec
@@ -21,43 +21,41 @@ from worker.worker_config import LoadProgress, ModelFacts
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One prompt; it becomes as many sequences as it has ids."""
+    """One prompt, which becomes one sequence for each of `sequence_ids`."""
 
     sequence_ids: tuple[SequenceId, ...]
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    """Sequence i draws with seed + i."""
+    """Sequence i samples with seed + i."""
     terms: ServiceTerms
     pooling: PoolingParams | None = None
-    """Set: nothing is generated, and `params` is not read."""
+    """Set for a pooling request; `params` is not read then."""
     request_id: str = ""
-    """What the log calls the HTTP request that it belongs to; empty if it came by no HTTP."""
+    """The HTTP request's id, for the log; empty if there is none."""
     trace_id: str = ""
-    """Of the distributed trace that it belongs to, as 32 hexadecimal digits; empty without one."""
-    client_index: int = 0
-    """Which API process wants the outputs."""
+    """The distributed trace that it belongs to, as 32 hexadecimal digits; empty without one."""
 
 
 class EndSequences(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The client left, or found a stop string."""
+    """End sequences whose client left, or whose text has reached a stop string."""
 
     sequence_ids: tuple[SequenceId, ...]
     reason: FinishReason
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Somebody wants to know what every live sequence does or waits for."""
+    """Report every live sequence, and what it does or waits for."""
 
     question: int
-    """Comes back with the answer."""
+    """Number of the question, which the answer repeats."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Let nothing that was cached so far be found again."""
+    """Forget all cached prefixes."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Leave now; what runs is lost."""
+    """End the process now; running sequences are lost."""
 
 
 ToEngine = AddRequest | EndSequences | Explain | ResetPrefixCache | Shutdown
@@ -66,32 +64,32 @@ ToEngine = AddRequest | EndSequences | Explain | ResetPrefixCache | Shutdown
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """The model is on its way."""
+    """The model is being loaded."""
 
     progress: LoadProgress
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The first step may come."""
+    """The model is loaded, and requests may come."""
 
     facts: ModelFacts
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """There will be no engine, and trying again will not help."""
+    """The engine cannot start, and trying again would fail again."""
 
     what: str
     fix: str
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """News of sequences, after a step."""
+    """Outputs of sequences, after a step."""
 
     outputs: list[SequenceOutput]
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds spent since the start, by part of the step."""
+    """Seconds since the start of the process, by part of the step."""
 
     schedule_s: float = 0.0
     execute_s: float = 0.0
@@ -99,21 +97,21 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The loop moves. Sent after steps, a few times a second at most, and once a second when idle."""
+    """The heartbeat, with statistics. Sent 20 times a second at most; once a second when idle."""
 
     num_turns: int
-    """Turns of the loop, with or without work: the heartbeat."""
+    """Turns of the loop, with or without work."""
     stats: SchedulerStats
     times: StepTimes
     num_dropped_log_lines: int = 0
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The step that runs gets on. Sent by a thread beside the loop, twice a second at most."""
+    """Progress within a step. Sent by a thread beside the loop, twice a second at most."""
 
 
 class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The running line, then the waiting line, each in the order in which it is served."""
+    """The answer to Explain: running sequences, then waiting ones, each in the order of service."""
 
     question: int
     reports: list[SequenceReport]

@@ -1,10 +1,11 @@
-"""What the server hands to AsyncEngine and what it gets back.
+"""The types that the server passes to AsyncEngine and gets back.
 
-Owns: the vocabulary of the public face. Text, choices and usage live here; blocks and steps do not.
+Owns: the vocabulary of that interface: texts, choices, usage.
+Never: names blocks or steps.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from scheduler.messages import (
     ServiceTerms,
     TimeLimits,
 )
-from worker.worker_config import PoolingFacts
+from worker.worker_config import ModelFacts, PoolingFacts
 
 __all__ = [
     "ChatOptions",
@@ -58,33 +59,33 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    """Sequence i of n draws with seed + i."""
+    """Sequence i of n samples with seed + i."""
     n: int = 1
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these strings, wherever token borders fall."""
+    """Strings before which the text ends, wherever token borders fall."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     shown_special_ids: frozenset[int] = frozenset()
-    """Special tokens that are text even so: marks of tool calls and of reasoning."""
+    """Special tokens that are shown all the same: marks of tool calls and of reasoning."""
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     max_tenant_tokens: int | None = None
-    """Prompt tokens that its tenant may have waiting, these among them; None: as many as the queue takes."""
+    """Limit on the tenant's waiting prompt tokens, these included; None: only the queue's own limit."""
     journal: Journal = field(default_factory=Journal, compare=False, repr=False)
-    """That of the HTTP request it came with; other requests may share it."""
+    """The journal of its HTTP request; other prompts of that request share it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRequest:
-    """One prompt, tokenized, of which the model makes one vector or score."""
+    """One tokenized prompt, from which the model makes one vector or score."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: PoolingParams
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     max_tenant_tokens: int | None = None
-    """As of GenerationRequest."""
+    """See GenerationRequest."""
     journal: Journal = field(default_factory=Journal, compare=False, repr=False)
-    """As of GenerationRequest."""
+    """See GenerationRequest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +95,27 @@ class PooledOutput:
     vector: bytes
     """Float32, little-endian."""
     finish_reason: FinishReason
-    """STOP; or ABORTED, without a vector. The rest are raised."""
+    """STOP; or ABORTED, without a vector. Other ends are raised as errors."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCut:
-    """How long a text may be that a model pools."""
+    """The limit on the length of a text for a pooling model."""
 
     param: str
-    """The field of the request that the text came in."""
+    """The request field that holds the text, for error messages."""
     max_tokens: int | None = None
-    """Cut to so many, special tokens included, at its end; None leaves it whole."""
+    """Tokens to keep, special ones included; the end is cut off. None keeps the whole text."""
 
 
 class TokenizedText(NamedTuple):
-    """A text, or a pair of texts, for a model that pools."""
+    """A tokenized text, or pair of texts, for a pooling model."""
 
     token_ids: tuple[int, ...]
     second_text_start: int | None = None
-    """Where tokens of type 1 begin, as the tokenizer numbers the second text of a pair."""
+    """Index of the first token of type 1, which is where the second text of a pair begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +124,17 @@ class LogprobEntry:
 
     token_id: int
     token: str
-    """Its text alone; U+FFFD where its bytes are not whole characters."""
+    """The token's own text, with U+FFFD where its bytes are not whole characters."""
     token_bytes: bytes
     logprob: float
 
 
 class TokenText(NamedTuple):
-    """How one token looks."""
+    """One token with its text."""
 
     token_id: int
     token: str
-    """Its text alone; U+FFFD where its bytes are not whole characters."""
+    """The token's own text, with U+FFFD where its bytes are not whole characters."""
     token_bytes: bytes
 
 
@@ -144,54 +145,54 @@ class TokenLogprob:
     chosen: LogprobEntry
     top: tuple[LogprobEntry, ...]
     rank: int = 1
-    """Of the chosen token; 1 is the most likely."""
+    """Rank of the chosen token; 1 is the most likely."""
     is_hidden: bool = False
-    """The chosen token was left out of the text: a special token."""
+    """Whether the chosen token is a special token that the text leaves out."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What was added to one choice since the last output of that choice.
+    """The part of one choice since the last output of that choice.
 
-    A slow reader gets several steps merged into one. The texts of a choice, joined, are its whole
+    Several steps are merged into one output for a slow reader. The texts of a choice, joined, are its whole
     text: never broken UTF-8, never a part of a stop string.
 
-    A struct because one is built per token: a frozen dataclass of so many fields takes ten times as long.
+    A struct, because one is built per token: a frozen dataclass with these fields takes ten times as long.
     """
 
     index: int
-    """Which of the n choices."""
+    """Index of the choice, from 0 to n - 1."""
     text: str
     token_ids: tuple[int, ...]
-    """All tokens so far that were not reported yet; their text may still be held back."""
+    """Tokens not reported before; their text may still be held back."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids`, if the request asked for them."""
     finish_reason: FinishReason | None = None
-    """STOP, LENGTH, ABORTED or EXPIRED, with the last output of the choice; the rest are raised."""
+    """STOP, LENGTH, ABORTED or EXPIRED, in the last output of the choice. Other ends are raised as errors."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache; the same in every output of a choice."""
+    """Prompt tokens found in the prefix cache; the same in every output of a choice."""
     prompt_logprobs: Sequence[TokenLogprob] = ()
-    """Of the prompt's tokens from the second on, with the first output of a choice, if asked for."""
+    """One for each prompt token from the second on, in the first output of a choice, if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation is rendered by the model's chat template."""
+    """Options for rendering a conversation by the model's chat template."""
 
     add_generation_prompt: bool = True
     """End with the header of the assistant's turn."""
     continue_final_message: bool = False
-    """Leave the last message open, so that the model goes on with it. Excludes add_generation_prompt."""
+    """Leave the last message open for the model to continue. Excludes add_generation_prompt."""
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the template, from the caller: `enable_thinking`, say. It must read each of them."""
+    """Variables from the caller, such as `enable_thinking`. The template must read each of them."""
     template_hints: dict[str, Any] = field(default_factory=dict)
-    """Variables for a template that reads them; of no effect with one that does not."""
+    """Variables that are ignored by a template that does not read them."""
 
 
 class EngineState(StrEnum):
-    """Where the engine is in its life."""
+    """The state of the engine."""
 
     LOADING = "loading"
     READY = "ready"
@@ -201,16 +202,16 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Judged by the engine's step counter, never by a test generation."""
+    """The engine's health, judged by its step counter and never by a test generation."""
 
     state: EngineState
     is_live: bool
-    """The loop has moved within the heartbeat timeout."""
+    """Whether the loop has moved within the heartbeat timeout."""
     detail: str
-    """One line for a person: loading progress, the cause of death, how long the loop has stood still."""
+    """One line for people: loading progress, the cause of death, how long the loop has stood still."""
     num_steps: int
     progress: float
-    """Share of the model loaded, 0 to 1."""
+    """Loaded share of the model, 0 to 1."""
 
     @property
     def is_ready(self) -> bool:
@@ -219,15 +220,15 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What was really loaded, known once the engine is ready."""
+    """The loaded model and how it is served; known once the engine is ready."""
 
     served_names: tuple[str, ...]
-    """The first is the one reported in replies; all are accepted."""
+    """Accepted names; replies report the first."""
     model_type: str
     num_parameters: int
     dtype: str
     device: str
-    """For a person: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
+    """Text for people: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
     vocab_size: int
     max_model_len: int
     block_size: int
@@ -236,16 +237,39 @@ class ModelInfo:
     kv_cache_bytes: int
     eos_token_ids: tuple[int, ...]
     is_paged: bool = True
-    """False: each sequence has a cache of its own and is computed alone; no prefix is found again."""
+    """Whether the KV cache is paged. If not, sequences are computed one by one and share no prefixes."""
     default_sampling: dict[str, float] = field(default_factory=dict)
-    """From generation_config.json, where it sets them: temperature, top_p, top_k, min_p, and
-    repetition_penalty."""
+    """Defaults that generation_config.json sets: temperature, top_p, top_k, min_p, repetition_penalty."""
     created_s: int = 0
     """Unix time at which it became ready."""
     has_chat_template: bool = False
     chat_template: str = ""
-    """Its source; of several, the one that requests with tools get."""
+    """Source of the chat template; of several, the one for requests with tools."""
     added_tokens: dict[str, int] = field(default_factory=dict)
-    """Ids of the tokens that the tokenizer looks for before it splits a text: `<think>`, `<|im_end|>`."""
+    """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
     pooling: PoolingFacts | None = None
-    """What it makes of prompts instead of text; None: it generates."""
+    """Set if the model pools prompts; None if it generates text."""
+
+    @classmethod
+    def of(
+        cls,
+        facts: ModelFacts,
+        *,
+        served_names: tuple[str, ...],
+        created_s: int,
+        has_chat_template: bool,
+        chat_template: str,
+        added_tokens: dict[str, int],
+    ) -> "ModelInfo":
+        """Join the worker's facts, of which fields of the same name are taken over, with the rest."""
+        return cls(
+            **{name: getattr(facts, name) for name in _FIELDS_OF_FACTS},
+            served_names=served_names,
+            created_s=created_s,
+            has_chat_template=has_chat_template,
+            chat_template=chat_template,
+            added_tokens=added_tokens,
+        )
+
+
+_FIELDS_OF_FACTS = {each.name for each in fields(ModelFacts)} & {each.name for each in fields(ModelInfo)}

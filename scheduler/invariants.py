@@ -1,4 +1,4 @@
-"""What must hold after every call to the scheduler; tests check it after each of millions of steps.
+"""Invariants that hold after every call to the scheduler; tests check them after each of millions of steps.
 
 Owns: nothing. Cheap enough to be switched on while hunting a fault on a live server.
 """
@@ -13,7 +13,7 @@ _ROUNDING_S = 1e-9
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Raises AssertionError, saying what broke. O(sequences + blocks)."""
+    """Raise AssertionError that says what broke. O(sequences + blocks)."""
     running, waiting = scheduler.running_sequences(), scheduler.waiting_sequences()
     _check_queues(scheduler, running, waiting)
     _check_in_flight(scheduler, running + waiting)
@@ -24,7 +24,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """The plan keeps the budget and names each sequence once."""
+    """Check that the plan keeps the budget and names each sequence once."""
     num_tokens = sum(share.num_tokens for share in plan.scheduled)
     assert num_tokens == plan.num_scheduled_tokens <= scheduler.config.max_num_batched_tokens
     assert all(share.num_tokens > 0 for share in plan.scheduled)
@@ -47,18 +47,20 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
     assert sum(item.num_tokens for item in to_encode) <= scheduler.config.max_encoder_tokens
     preempted = {preemption.sequence_id for preemption in plan.preemptions}
-    assert not preempted & set(ids), "somebody was preempted who has a share of the same step"
+    assert not preempted & set(ids), "a preempted sequence has a share of the same step"
 
 
 def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[Sequence]) -> None:
     assert all(seq.status is Status.RUNNING for seq in running)
     assert all(seq.status in (Status.WAITING, Status.SWAPPED) for seq in waiting)
-    assert [seq.rank for seq in running] == sorted(seq.rank for seq in running), "the line is out of order"
+    assert [seq.rank for seq in running] == sorted(seq.rank for seq in running), (
+        "the running queue is out of order"
+    )
     assert len(running) <= scheduler.config.max_num_seqs
     counts = scheduler.get_request_counts()
     assert counts.running == len(running)
     assert counts.swapped == sum(seq.status is Status.SWAPPED for seq in waiting)
-    assert counts.waiting == len(waiting) - counts.swapped, "the waiting line miscounts"
+    assert counts.waiting == len(waiting) - counts.swapped, "the waiting queue miscounts"
     ids = [seq.sequence_id for seq in running + waiting]
     assert len(ids) == len(set(ids)), "a sequence is in two places"
     assert bool(ids) == scheduler.has_unfinished_requests
@@ -73,24 +75,24 @@ def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[S
 def _check_in_flight(scheduler: Scheduler, sequences: list[Sequence]) -> None:
     plans = scheduler.plans_in_flight()
     assert len(plans) <= scheduler.config.max_plans_in_flight
-    num_draws = Counter(share.sequence_id for plan in plans for share in plan.scheduled if share.samples)
+    num_samples = Counter(share.sequence_id for plan in plans for share in plan.scheduled if share.samples)
     for seq in sequences:
         num_expected = seq.num_tokens - len(seq.token_ids)
-        assert 0 <= num_expected <= num_draws[seq.sequence_id], f"{seq} expects tokens that nobody draws"
-        if num_draws[seq.sequence_id] and seq.pooling is None:
-            assert len(seq.token_ids) + num_draws[seq.sequence_id] <= seq.max_length, (
-                f"{seq} is drawn too long"
+        assert 0 <= num_expected <= num_samples[seq.sequence_id], f"{seq} expects tokens that no plan samples"
+        if num_samples[seq.sequence_id] and seq.pooling is None:
+            assert len(seq.token_ids) + num_samples[seq.sequence_id] <= seq.max_length, (
+                f"{seq} is sampled too long"
             )
         elif seq.status is Status.RUNNING:
-            assert seq.num_uncomputed_tokens or num_draws[seq.sequence_id], f"{seq} has nothing left to do"
+            assert seq.num_uncomputed_tokens or num_samples[seq.sequence_id], f"{seq} has nothing left to do"
 
 
 def _check_shared_room(scheduler: Scheduler, running: list[Sequence]) -> None:
-    """Adapters and encoder outputs are held by those who run, and are not too many."""
+    """Check that only running sequences hold adapters and encoder outputs, and not too many."""
     config = scheduler.config
     assert len({seq.adapter for seq in running if seq.adapter}) <= config.max_adapters
     assert scheduler.encoder_cache.num_held_tokens <= config.encoder_cache_tokens
-    assert scheduler.encoder_cache.holders() <= {seq.sequence_id for seq in running}, "held by nobody"
+    assert scheduler.encoder_cache.holders() <= {seq.sequence_id for seq in running}, "no sequence holds them"
 
 
 def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
@@ -107,7 +109,7 @@ def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
         assert len(own) == len(set(own)), f"{seq} holds a block twice"
         assert not any(seq.block_ids[: seq.num_passed_blocks]), f"{seq} holds what its window passed"
         assert all(own), f"{seq} misses a block"
-        most = scheduler.kv.reach.most_blocks(seq.max_length)  # drafts may have asked for blocks ahead
+        most = scheduler.kv.attended.most_blocks(seq.max_length)  # drafts may have asked for blocks ahead
         assert len(own) <= most, f"{seq} holds more than it reads"
 
 

@@ -1,4 +1,4 @@
-"""The words that scheduler, worker and engine share: what a step is asked to do, and what came of it.
+"""Messages that scheduler, worker and engine share: plans of steps, and their results.
 
 Owns: plain data, complete when built, standard library only, so that it can be printed, compared,
 replayed and sent to another process.
@@ -20,18 +20,18 @@ BlockId = NewType("BlockId", int)
 
 
 class FinishReason(StrEnum):
-    """The one terminal event of a sequence. The first two are what OpenAI's clients know."""
+    """Terminal event of a sequence; each has exactly one. OpenAI's clients know the first two."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context window, or alone in a pool that is too small for more
-    ABORTED = "abort"  # the client left, or said so
+    ABORTED = "abort"  # the client left, or asked for it
     REJECTED = "rejected"  # never admitted: it can never fit
     EXPIRED = "timeout"  # one of its time limits ran out
     FAILED = "error"  # the model or the worker failed on it
 
 
 class GrammarKind(StrEnum):
-    """In which language a grammar is written."""
+    """Language in which a grammar is written."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -40,7 +40,10 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What the generated text must match. Only grammars that were compiled once reach the scheduler."""
+    """Pattern that the generated text must match.
+
+    Only grammars that were compiled once reach the scheduler.
+    """
 
     kind: GrammarKind
     text: str
@@ -52,10 +55,11 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token of a sequence is drawn, and when there is no next token.
+    """Sampling of the next token of a sequence, and conditions under which there is none.
 
     The order of application is fixed: grammar, logit bias, bans (minimum length, bad words, all that is
-    not allowed), penalties, temperature, min-p, top-k, top-p, draw. The scheduler reads only the last group.
+    not allowed), penalties, temperature, min-p, top-k, top-p, random draw. The scheduler reads only the last
+    group.
     """
 
     temperature: float = 1.0
@@ -69,77 +73,77 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    """Always set; the front door draws one for a request that brings none. 64 bits, unsigned."""
+    """64 bits, unsigned. Always set: a request without one is given a random one on arrival."""
     num_logprobs: int | None = None
-    """How many alternatives to report beside the chosen token; None reports nothing at all."""
+    """Number of alternatives to report beside the chosen token; None reports no log-probability at all."""
     num_prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, from the second on; the prefix cache is then not read."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences whose last token cannot be drawn where the others were just generated."""
+    """Token sequences; the last token of one cannot be sampled right after the others."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Only these can be drawn; empty: all."""
+    """Tokens that can be sampled; empty: all."""
     grammar: Grammar | None = None
 
     max_tokens: int = 16
     min_tokens: int = 0
-    """Until so many tokens were generated, no token of `stop_token_ids` can be drawn."""
+    """Number of tokens before which no token of `stop_token_ids` can be sampled."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends the sequence; holds the model's end-of-sequence tokens unless the caller ignores them."""
 
 
 class PoolingTask(StrEnum):
-    """What is made of a prompt of which nothing is generated."""
+    """Result computed from a prompt that generates nothing."""
 
     EMBED = "embed"  # one vector, as the checkpoint says how to pool
     SCORE = "score"  # the classification head's outputs
 
 
 class PromptComputation(StrEnum):
-    """How much of a prompt must be computed, and whether it may be divided."""
+    """Part of a prompt that must be computed, and whether it may be divided."""
 
-    REUSING = "reusing"  # what the prefix cache holds is not computed again
+    REUSING = "reusing"  # tokens in the prefix cache are not computed again
     EVERY_POSITION = "every_position"  # all of it, in chunks: something is asked of each position
-    AT_ONCE = "at_once"  # all of it in one step, and shared with nobody: each token attends to all others
+    AT_ONCE = "at_once"  # all of it in one step, its blocks not shared: each token attends to all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How the hidden states of a prompt become one vector."""
+    """Reduction of the hidden states of a prompt to one vector."""
 
     task: PoolingTask
     num_dimensions: int | None = None
-    """Cut to the first so many, and normalized again; None keeps all."""
+    """Dimensions to keep, from the first; the vector is normalized again. None keeps all."""
     prompt: PromptComputation = PromptComputation.EVERY_POSITION
-    """What the model's kind of pooling needs: REUSING if it reads the last position only."""
+    """Demand of the model's kind of pooling: REUSING if it reads the last position only."""
     second_text_start: int | None = None
-    """Where the second text of a pair begins, for models that tell the two apart; None: there is one."""
+    """Start of the second text of a pair, for models that distinguish the two; None: there is one text."""
 
 
 class EncoderInput(NamedTuple):
     """An image, say, whose encoder output stands at some positions of a prompt in place of embeddings."""
 
     offset: int
-    """The first of these positions."""
+    """First of these positions."""
     num_tokens: int
     content: str
-    """Names it. Equal names are equal inputs: prefixes are shared under this name."""
+    """Name of the input. Equal names are equal inputs: prefixes are shared under this name."""
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """Position behind the input."""
         return self.offset + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInputs:
-    """What a sequence is computed with, beside its tokens; all of it empty for plain generation."""
+    """Inputs of a sequence beside its tokens; all of them empty for plain generation."""
 
     pooling: PoolingParams | None = None
-    """Set: nothing is generated."""
+    """If set, nothing is generated."""
     adapter: str = ""
     """Name of the adapter (LoRA, say) that the model is run with; empty: none."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """In order of their positions, of which no two share one; the prompt's last token is behind them."""
+    """Inputs in order of their positions, which do not overlap; the prompt's last token is behind them."""
 
 
 NO_INPUTS = SequenceInputs()
@@ -147,10 +151,10 @@ NO_INPUTS = SequenceInputs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimits:
-    """Seconds from add_request on; inf is no limit. What has expired costs no further step."""
+    """Seconds from add_request on; inf is no limit. An expired request costs no further step."""
 
     queue_s: float = inf
-    """To the first step that it is part of."""
+    """Until the first step that the sequence is part of."""
     first_token_s: float = inf
     total_s: float = inf
 
@@ -161,19 +165,19 @@ class TimeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceTerms:
-    """On what terms a request is served; the same for all of its sequences."""
+    """Terms on which a request is served; the same for all of its sequences."""
 
     priority: int = 0
     """Lower is more urgent, as in nice(1). Read under the priority policy."""
     tenant: str = ""
-    """On whose account it runs. Read if tenants are treated fairly."""
+    """Account that the request runs on. Read if tenants are treated fairly."""
     cache_salt: str = ""
     """Prefixes are shared only with requests of the same salt."""
     time_limits: TimeLimits = TimeLimits()
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model thought of one generated token, before temperature and truncation."""
+    """Log-probabilities of one generated token, before temperature and truncation."""
 
     token_id: int
     logprob: float
@@ -185,52 +189,52 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """A sequence that the worker has no row for: admitted first, or again after a recompute preemption."""
+    """Sequence that the worker has no row for: admitted first, or again after a preemption."""
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
-    """The prompt and, on readmission, what was generated before."""
+    """Prompt and, on readmission, the tokens that were generated before."""
     num_prompt_tokens: int
     params: SamplingParams
     block_ids: tuple[BlockId, ...]
-    """The whole block table so far, prefix-cache hits first. 0 at its beginning stands for blocks that a
+    """Whole block table so far, prefix-cache hits first. 0 at its beginning stands for blocks that a
     sliding window has passed; later ones stay in the worker's table, and are not read either."""
     pooling: PoolingParams | None = None
-    """Set: nothing is drawn; the share that samples returns the pooled vector."""
+    """If set, no token is sampled; the share that samples returns the pooled vector."""
     adapter: str = ""
-    """Run the model with this adapter; empty: with none."""
+    """Adapter to run the model with; empty: none."""
 
 
 class PreemptionCause(StrEnum):
-    """Why a running sequence gave up its blocks."""
+    """Reason why a running sequence gave up its blocks."""
 
-    GROWTH = "growth"  # one that stands before it, or it itself, needed a block
+    GROWTH = "growth"  # a better ranked one, or it itself, needed a block
     DISPLACED = "displaced"  # a more urgent waiting one took its place
 
 
 class Preemption(NamedTuple):
-    """One sequence that left the running line without having ended, and what that costs."""
+    """Departure of a sequence from the running queue before its end, and its cost."""
 
     sequence_id: SequenceId
     cause: PreemptionCause
     was_swapped: bool
     """Its KV went to the host; else it is computed again, or found in the prefix cache."""
     beneficiary: SequenceId
-    """For whom; itself, if it was the last in line and needed more."""
+    """Sequence that it made room for; itself, if it was the last in the queue and needed more."""
     num_computed_tokens: int
-    """What it had computed."""
+    """Tokens that it had computed."""
     num_freed_blocks: int
 
 
 class BlockCopy(NamedTuple):
-    """The whole content of one block, to another. Which pools they are in, the field of the plan says."""
+    """Copy of the whole content of a block to another. The field of the plan says which pools they are in."""
 
     source: BlockId
     target: BlockId
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's share of a step. A named tuple because one is built per sequence and step."""
+    """Share of a step that one sequence gets. A named tuple because one is built per sequence and step."""
 
     sequence_id: SequenceId
     start: int
@@ -239,24 +243,25 @@ class ScheduledSequence(NamedTuple):
     num_tokens: int
     """At least 1. Several for a prefill chunk; one for a decode, and one more for each draft token."""
     samples: bool
-    """The share reaches the end of what is known, so that the next token is drawn from its logits."""
+    """Whether the share reaches the end of the known tokens, so that the next one is sampled from its
+    logits."""
 
 
 _NOTHING: Mapping[SequenceId, tuple[Any, ...]] = MappingProxyType({})
 
 
 class SchedulerOutput(NamedTuple):
-    """The plan of one step. The worker's order: release, swap out, swap in, copy, add, grow, compute.
+    """Plan of one step. The worker's order: release, swap out, swap in, copy, add, grow, compute.
 
     Copies of one kind may be made in any order: no two have one target, and none reads what another of its
-    kind writes. A later kind may read what an earlier one wrote. Nothing of a plan is written to what an
-    earlier kind, or the same one, still reads.
+    kind writes. A later kind may read what an earlier one wrote. No block is written that an earlier kind, or
+    the same one, still reads.
 
     The worker must write the keys and values of all scheduled tokens of a layer before any of them
     attends, since a sequence may share blocks that another one fills in the same step.
 
     Plans are carried out one after the other. One may be made before the result of an earlier one is known;
-    a share may then begin at a token that the worker has drawn and the scheduler has not heard of.
+    a share may then begin at a token that the worker has sampled and the scheduler does not know yet.
 
     A named tuple because one is built for each step: to build a frozen dataclass of so many fields takes half
     as long as to plan a step of one decode.
@@ -264,68 +269,69 @@ class SchedulerOutput(NamedTuple):
 
     step: int
     released: tuple[SequenceId, ...]
-    """Finished, aborted or preempted since the last plan: their rows are free."""
+    """Sequences finished, aborted or preempted since the last plan: their rows are free."""
     new_sequences: tuple[NewSequence, ...]
     new_blocks: dict[SequenceId, tuple[BlockId, ...]]
-    """Joins the block tables of sequences that the worker already knows."""
+    """Blocks to append to the tables of sequences that the worker already knows."""
     scheduled: tuple[ScheduledSequence, ...]
-    """Decodes first, then shares of several tokens: prefill chunks, and decodes with drafts."""
+    """Shares: decodes first, then shares of several tokens, prefill chunks and decodes with drafts."""
     num_scheduled_tokens: int
     swap_out: tuple[BlockCopy, ...] = ()
-    """From the device's pool to the host's, before anything else is written: what preempted sequences have
-    computed, and cached prefixes that the device gives up. Those first whose blocks are the first to be
-    written again, as far as that can be told: a device that copies beside its steps waits for no others."""
+    """Copies from the device's pool to the host's, before anything else is written: blocks of preempted
+    sequences, and cached prefixes that the device gives up. Blocks that are written again first come first,
+    as far as that is known: a device that copies beside its steps waits for no others."""
     swap_in: tuple[BlockCopy, ...] = ()
-    """From the host's pool to the device's, after all of `swap_out`."""
+    """Copies from the host's pool to the device's, after all of `swap_out`."""
     copies: tuple[BlockCopy, ...] = ()
-    """Within the device's pool, after all of `swap_in`: a prompt's tail, for whoever has the same one. What
-    earlier plans computed is in the sources; what this plan computes is not."""
+    """Copies within the device's pool, after all of `swap_in`: a prompt's tail, for sequences with the same
+    one. Earlier plans have computed the content of the sources; this plan computes none of it."""
     preemptions: tuple[Preemption, ...] = ()
-    """Those of this step, for the trace; the worker reads `released`."""
+    """Preemptions of this step, for the trace; the worker reads `released`."""
     draft_token_ids: Mapping[SequenceId, tuple[int, ...]] = _NOTHING
-    """Guesses for the positions after the first of that sequence's share. The worker returns those that
-    the model would have drawn too, up to the first that it would not, and one token more."""
+    """Guesses for the positions after the first of that sequence's share. The worker returns the ones that
+    the model would have sampled too, up to the first that it would not, and one token more."""
     encoder_inputs: Mapping[SequenceId, tuple[EncoderInput, ...]] = _NOTHING
-    """To be encoded before this step computes. An output is kept until the last of its positions was
+    """Inputs to encode before this step computes. An output is kept until the last of its positions was
     computed, or its sequence was released."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to do for the worker. Releases then travel with the next plan."""
+        """Whether the worker has nothing to do. Releases then travel with the next plan."""
         return not self.scheduled and not self.swap_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """What the worker made of a plan.
+    """Result of a plan.
 
     Every sequence with `samples` is in `token_ids`, in `pooled` or in `failures`.
     """
 
     token_ids: Mapping[SequenceId, tuple[int, ...]]
-    """The tokens drawn in this step, for each sequence that samples: one, and accepted drafts before it."""
+    """Tokens sampled in this step, for each sequence that samples: one, and accepted drafts before it."""
     logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]]
-    """Aligned with `token_ids`; only sequences that asked."""
+    """Log-probabilities aligned with `token_ids`; only sequences that asked."""
     failures: Mapping[SequenceId, str]
     """Sequences that failed alone (logits that are not finite, say), with the reason for the log."""
     prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """Of the prompt tokens after each computed position, in order; only sequences that asked."""
+    """Log-probabilities of the prompt tokens after each computed position, in order; only sequences that
+    asked."""
     pooled: Mapping[SequenceId, bytes] = field(default_factory=dict)
     """Float32, little-endian; for each pooling sequence whose share reaches the end of its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
-    """Told once, with the first output of a sequence."""
+    """Facts reported once, with the first output of a sequence."""
 
     queue_s: float
-    """From add_request to the first step it was part of."""
+    """Time from add_request to the first step that it was part of."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache at first admission."""
 
 
 class SequenceOutput(NamedTuple):
-    """News of one sequence after a step, on its way to the client that owns it.
+    """Output of one sequence after a step, on its way to the client that owns it.
 
     A named tuple because one is built per token.
     """
@@ -336,36 +342,36 @@ class SequenceOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     start: SequenceStart | None = None
     message: str = ""
-    """Why it was rejected or failed, fit for the caller's eyes."""
+    """Reason of a rejection or failure, fit for the caller's eyes."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Those not told before, in order: with a prompt in several chunks they come in several outputs."""
+    """Log-probabilities not reported before, in order: with a prompt in several chunks in several outputs."""
     pooled: bytes = b""
     """Float32, little-endian; with the one output of a pooling sequence."""
     num_preemptions: int = 0
-    """Of the sequence, so far."""
+    """Preemptions of the sequence so far."""
 
 
 class WaitReason(StrEnum):
-    """What the waiting line was waiting for when it was last looked at."""
+    """Reason why the waiting queue waited when it was last looked at."""
 
     STEP = "step"  # nothing: the next step will look at it
     PLACES = "places"  # max_num_seqs sequences run
-    BLOCKS = "blocks"  # too few KV blocks are free for the first in line
+    BLOCKS = "blocks"  # too few KV blocks are free for the first in the queue
     TOKENS = "tokens"  # the step's token budget was spent, or what prompts may have of it
-    PREEMPTION = "preemption"  # somebody was just sent away, or the first in line was, and is still drawn for
+    PREEMPTION = "preemption"  # of another in this step; or of the first in the queue, whose token is awaited
     ADAPTER = "adapter"  # max_adapters others are in use
     ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
-    GRAMMAR = "grammar"  # compiling those that were admitted to the step takes long enough
+    GRAMMAR = "grammar"  # compiling the grammars that were admitted to the step takes long enough
 
 
 class SequenceReport(NamedTuple):
-    """One live sequence."""
+    """Report on one unfinished sequence."""
 
     sequence_id: SequenceId
     state: str
     place: int
-    """In the running line, or among those who wait, by rank; 0 is the best. With fairness between tenants
-    another tenant's turn may come first."""
+    """Place in the running queue, or by rank in the waiting queue; 0 is the best. With fairness between
+    tenants another tenant's turn may come first."""
     priority: int
     rank: tuple[float, ...]
     tenant: str
@@ -378,11 +384,11 @@ class SequenceReport(NamedTuple):
     num_bypasses: int
     age_s: float
     wait_reason: str
-    """What the line waits for; empty for a running one."""
+    """Reason why the waiting queue waits; empty for a running sequence."""
 
 
 class RequestCounts(NamedTuple):
-    """How many sequences are in each state."""
+    """Number of sequences in each state."""
 
     running: int
     waiting: int
@@ -390,7 +396,7 @@ class RequestCounts(NamedTuple):
 
 
 class PreemptionCount(NamedTuple):
-    """How often it happened so."""
+    """Number of preemptions of one cause and mode."""
 
     cause: PreemptionCause
     was_swapped: bool
@@ -401,33 +407,33 @@ class PreemptionCount(NamedTuple):
 class SchedulerStats:
     """Gauges of this moment and counters since the start, for the metrics."""
 
-    num_running: int
-    num_waiting: int
-    wait_reason: WaitReason
-    num_swapped: int
-    num_used_blocks: int
+    num_running: int = 0
+    num_waiting: int = 0
+    wait_reason: WaitReason = WaitReason.STEP
+    num_swapped: int = 0
+    num_used_blocks: int = 0
     num_blocks: int
-    num_steps: int
-    num_used_host_blocks: int
-    num_host_blocks: int
-    num_stalls: int
-    """Requests failed because the scheduler found no way to serve them: each one is a fault of ours."""
-    preemptions: tuple[PreemptionCount, ...]
-    num_swap_space_full: int
+    num_steps: int = 0
+    num_used_host_blocks: int = 0
+    num_host_blocks: int = 0
+    num_stalls: int = 0
+    """Requests failed because the scheduler found no way to serve them: each one is a bug."""
+    preemptions: tuple[PreemptionCount, ...] = ()
+    num_swap_space_full: int = 0
     """Preemptions that would have swapped, had there been room."""
-    num_prefix_queries: int
+    num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, at first admissions."""
-    num_prefix_hits: int
+    num_prefix_hits: int = 0
     """Prompt tokens found there."""
-    num_prefix_host_hits: int
-    """Of these, tokens that were found on the host only, and were copied back."""
-    num_kept_host_blocks: int
+    num_prefix_host_hits: int = 0
+    """Tokens among these that were found on the host only, and were copied back."""
+    num_kept_host_blocks: int = 0
     """Blocks copied to the host because the prefix cache on the device gave them up."""
-    num_recomputed_tokens: int
+    num_recomputed_tokens: int = 0
     """Tokens computed again because a preemption lost them; what a cache still had is not computed again."""
     num_out_of_memory: int = 0
-    """Steps for which the device had too little memory: they were taken back, and made again in parts."""
+    """Steps for which the device had too little memory: they were rolled back, and made again in parts."""
     num_draft_tokens: int = 0
     """Guessed tokens that were verified."""
     num_accepted_tokens: int = 0
-    """Of these, those that the model would have drawn too."""
+    """Tokens among these that the model would have sampled too."""

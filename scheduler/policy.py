@@ -1,53 +1,159 @@
-"""In which order sequences are served: a policy is a sort key and nothing more.
+"""The order of service: one object per policy, which everything that orders requests asks.
 
-Never: sees blocks, mutates anything, or reads a clock. A rank is computed once, when a sequence is
-added, and does not change while it waits; so a heap stays a heap, and a preempted sequence returns to
-the place that it had.
+Owns: the rank (the sort key), which request may take the place of another, and in which order requests give
+way. The scheduler asks about sequences, the API process about the calls in its queue.
+Never: sees blocks or sequences, mutates anything, or reads a clock; loads nothing of the scheduler but its
+options, since the API process loads this module.
 
-Aging fits the same mould: a virtual deadline `added_s + priority * aging_s` is constant for one sequence
-and grows with arrival. So a sequence of priority p waits behind newcomers of priority q < p for at most
-(p - q) * aging_s; those that arrive later have a later deadline than its own.
+A rank is computed once, when a request is added, and does not change while it waits; so a heap stays a heap,
+and a preempted sequence returns to the place that it had.
+
+Aging keeps to this: a virtual deadline `arrived_s + priority * aging_s` is constant for one request and grows
+with arrival. So a request of priority p waits behind later ones of priority q < p for at most (p - q) *
+aging_s; still later ones have a later deadline than its own.
 """
 
-from collections.abc import Callable
-from math import isinf
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from math import inf, isinf
+from typing import NamedTuple, Protocol, TypeVar
 
-from scheduler.config import OrderAmongEquals, SchedulerConfig, SchedulingPolicy
-from scheduler.sequence import Rank, Sequence
+from scheduler.config import OrderAmongEquals, SchedulerOptions, SchedulingPolicy
 
-
-def by_admission(seq: Sequence) -> Rank:
-    """First come, first served. The admission number is the engine's own count: clocks can jump."""
-    return (seq.admission,)
-
-
-def by_priority(seq: Sequence) -> Rank:
-    """Lower is more urgent, as in nice(1); among equals the earlier."""
-    return (seq.priority, seq.admission)
+Rank = tuple[float, ...]
+"""The place in the one order of service: the smallest is served first and preempted last."""
 
 
-def by_priority_and_deadline(seq: Sequence) -> Rank:
-    """Among equals earliest deadline first; those without a time limit last, in order of arrival."""
-    return (seq.priority, seq.admitted_s + seq.time_limits.nearest_s, seq.admission)
+class Standing(NamedTuple):
+    """Facts about a request that decide its rank."""
+
+    priority: float
+    """Lower is more urgent, as in nice(1)."""
+    arrived_s: float
+    deadline_s: float
+    """When the nearest of its time limits runs out; inf without one."""
+    admission: float
+    """Number of the admission. Clocks can jump; this count does not."""
 
 
-def by_deadline(seq: Sequence) -> Rank:
-    return (seq.admitted_s + seq.time_limits.nearest_s, seq.admission)
+class Ranked(Protocol):
+    """A sequence, or a call in the queue."""
+
+    @property
+    def priority(self) -> float: ...
+
+    @property
+    def rank(self) -> Rank: ...
 
 
-def by_virtual_deadline(aging_s: float) -> Callable[[Sequence], Rank]:
-    """Priority counts as a head start of so many seconds a level."""
+class Newcomer(NamedTuple):
+    """A request that asks for a place and has none yet."""
 
-    def rank(seq: Sequence) -> Rank:
-        return (seq.admitted_s + seq.priority * aging_s, seq.admission)
-
-    return rank
+    priority: float
+    rank: Rank
 
 
-def rank_of(config: SchedulerConfig) -> Callable[[Sequence], Rank]:
-    is_fcfs = config.policy is SchedulingPolicy.FCFS
-    if config.order_among_equals is OrderAmongEquals.DEADLINE:
-        return by_deadline if is_fcfs else by_priority_and_deadline
-    if is_fcfs:
-        return by_admission
-    return by_priority if isinf(config.priority_aging_s) else by_virtual_deadline(config.priority_aging_s)
+MOST_URGENT = Newcomer(-inf, (-inf,))
+"""Ahead of every request that can come."""
+
+RankedT = TypeVar("RankedT", bound=Ranked)
+_SortKey = Callable[[Standing], Rank]
+
+
+class OrderOfService(ABC):
+    """Order of one policy. Unless a policy says otherwise all requests are equals."""
+
+    displaces = False
+    """Whether a request may ever take the place of another."""
+
+    def __init__(self, among_equals: _SortKey) -> None:
+        self._among_equals = among_equals
+
+    @abstractmethod
+    def rank(self, standing: Standing) -> Rank:
+        """Sort key, best first. No two requests have the same one."""
+
+    def level(self, priority: int) -> int:  # noqa: ARG002
+        """Group of equals that a priority belongs to; fairness between tenants holds inside each."""
+        return 0
+
+    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:  # noqa: ARG002
+        """Requests whose place `newcomer` may take, the one that is served last first.
+
+        `line` is in order of rank.
+        """
+        return iter(())
+
+    def equals_of_last(self, line: Sequence[RankedT]) -> list[RankedT]:
+        """Requests of `line`, in order of rank, that are as little urgent as its last.
+
+        One of them gives way when a better one needs room to grow.
+        """
+        return list(line)
+
+
+class FirstComeFirstServed(OrderOfService):
+    """No request takes the place of another."""
+
+    def rank(self, standing: Standing) -> Rank:
+        return self._among_equals(standing)
+
+
+class StrictPriority(OrderOfService):
+    """A more urgent request always comes first."""
+
+    displaces = True
+
+    def rank(self, standing: Standing) -> Rank:
+        return (standing.priority, *self._among_equals(standing))
+
+    def level(self, priority: int) -> int:
+        return priority
+
+    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:
+        """Requests that are strictly less urgent, by priority and by rank, the one that is served last first.
+
+        Two requests of one priority never displace each other.
+        """
+        priority, rank = newcomer.priority, newcomer.rank
+        for each in reversed(line):
+            if each.rank < rank:
+                return
+            if each.priority > priority:
+                yield each
+
+    def equals_of_last(self, line: Sequence[RankedT]) -> list[RankedT]:
+        last = line[-1].priority
+        return [each for each in line if each.priority == last]
+
+
+class AgingPriority(StrictPriority):
+    """A level of priority is a head start of `aging_s` seconds, so that no request waits for ever."""
+
+    def __init__(self, among_equals: _SortKey, *, aging_s: float) -> None:
+        super().__init__(among_equals)
+        self._aging_s = aging_s
+
+    def rank(self, standing: Standing) -> Rank:
+        virtual_deadline_s = standing.arrived_s + standing.priority * self._aging_s
+        return (virtual_deadline_s, *self._among_equals(standing))
+
+
+def order_of_service(options: SchedulerOptions) -> OrderOfService:
+    """Order that the operator's options describe."""
+    is_by_deadline = options.order_among_equals is OrderAmongEquals.DEADLINE
+    among_equals = _nearest_deadline if is_by_deadline else _arrival
+    if options.policy is SchedulingPolicy.FCFS:
+        return FirstComeFirstServed(among_equals)
+    if isinf(options.priority_aging_s):
+        return StrictPriority(among_equals)
+    return AgingPriority(among_equals, aging_s=options.priority_aging_s)
+
+
+def _arrival(standing: Standing) -> Rank:
+    return (standing.admission,)
+
+
+def _nearest_deadline(standing: Standing) -> Rank:
+    """Earliest deadline first; requests without a time limit last, in order of arrival."""
+    return (standing.deadline_s, standing.admission)

@@ -1,7 +1,7 @@
-"""Who computes how many tokens in the next step.
+"""The scheduler: how many tokens of which sequence the next step computes, and what its result means.
 
 Owns: the life of every sequence, from add_request to its one last output.
-Never: tensors, clocks, tasks. `schedule` decides (planner.py), `update_from_output` learns what came of it.
+Never: tensors, clocks, tasks, or the plan itself (planner.py).
 Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.02310), paged KV
 (arXiv:2309.06180).
 """
@@ -11,9 +11,6 @@ from collections.abc import Iterable, Mapping
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.lines.deadlines import Deadlines
-from scheduler.lines.fairness import GENERATED_TOKEN_COST
-from scheduler.lines.request_lines import Lines
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -26,24 +23,24 @@ from scheduler.messages import (
     SequenceReport,
     TokenLogprobs,
 )
-from scheduler.policy import rank_of
+from scheduler.policy import Standing, order_of_service
+from scheduler.queues.deadlines import Deadlines
+from scheduler.queues.fairness import GENERATED_TOKEN_COST
+from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
-from scheduler.step.counters import Counters
+from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
 from scheduler.step.encoder_cache import EncoderCache
-from scheduler.step.never_served import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
+from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.planner import Planner
-from scheduler.step.plans_in_flight import PlansInFlight
-from scheduler.step.reports import report_on
-from scheduler.step.rollback import TakingBack
-from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
-from scheduler.step.watchdog import Watchdog
+from scheduler.step.rollback import Rollback
+from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog
+from scheduler.step.token_shares import TokenShares
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
 
 Outputs = dict[int, list[SequenceOutput]]
-"""By client_index."""
+"""Outputs by client_index."""
 
 
 class Scheduler:
@@ -55,26 +52,27 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv = KVCacheManager(config)
-        self._rank = rank_of(config)
+        self._order = order_of_service(config)
         self._has_accounts = config.fairness is Fairness.TENANT
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._lines = Lines(config)
-        self._released: list[SequenceId] = []  # rows that the worker may free, told with the next plan
+        self._queues = RequestQueues(config, self._order)
+        self._released: list[SequenceId] = []  # rows that the worker may free, sent with the next plan
         self._outputs: Outputs = {}
         self._deadlines = Deadlines()
         self._watchdog = Watchdog()
         self._counters = Counters()
         self._in_flight = PlansInFlight(config.max_plans_in_flight)
-        self._failed_in_flight: set[SequenceId] = set()  # their further failures tell nothing new
-        state = SchedulerState(
+        self._failed_in_flight: set[SequenceId] = set()  # their further failures change nothing
+        self._state = SchedulerState(
             config=config,
+            order=self._order,
             kv=self.kv,
-            lines=self._lines,
+            queues=self._queues,
             in_flight=self._in_flight,
             counters=self._counters,
         )
-        self._state = state
-        self._planner = Planner(state, finish=self._finish)
+        self._shares = TokenShares(self._state)
+        self._planner = Planner(self._state, self._shares, finish=self._finish)
 
     # The public calls.
 
@@ -86,14 +84,15 @@ class Scheduler:
         """
         if seq.sequence_id in self._sequences:
             raise ValueError(f"sequence {seq.sequence_id} exists already")
-        self._refuse_what_never_fits(seq)
+        self._refuse_if_it_never_fits(seq)
         seq.max_length = self._max_length(seq)
         self._counters.num_added += 1
         seq.admission = self._counters.num_added
         seq.admitted_s = now_s
-        seq.rank = self._rank(seq)
+        deadline_s = now_s + seq.time_limits.nearest_s
+        seq.rank = self._order.rank(Standing(seq.priority, now_s, deadline_s, seq.admission))
         self._sequences[seq.sequence_id] = seq
-        self._lines.add(seq)
+        self._queues.add(seq)
         self._deadlines.add(seq)
 
     @property
@@ -110,28 +109,31 @@ class Scheduler:
         return self._close(self._planner.plan(now_s=now_s))
 
     def update_draft_token_ids(self, drafts: Mapping[SequenceId, tuple[int, ...]]) -> None:
-        """Guesses at the tokens after the last known one; the next plan verifies as many as have room."""
+        """Take guesses at the tokens after the last known one.
+
+        The next plan verifies as many as have room.
+        """
         for sequence_id, token_ids in drafts.items():
             seq = self._sequences.get(sequence_id)
             if seq is not None:
-                self._planner.shares.drafts.propose(seq, token_ids)
+                self._shares.propose_drafts(seq, token_ids)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
-        """Take in what the worker drew; results come in the order of the plans.
+        """Take in the tokens that the worker sampled; results come in the order of the plans.
 
-        Sequences that ended meanwhile are passed over. One that was preempted meanwhile gets its token
-        all the same: it was drawn, and is not drawn again.
+        Sequences that ended meanwhile are skipped. One that was preempted meanwhile gets its token all the
+        same: it was sampled, and is not sampled again.
         """
         self._in_flight.take(plan)
-        self._planner.step_limit.fitted()
-        sequences, drawn = self._sequences, result.token_ids
+        self._planner.note_memory_sufficed()
+        sequences, sampled = self._sequences, result.token_ids
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
                 if share.sequence_id in result.failures:
                     self._distrust(share.sequence_id)
                 continue
-            token_ids = drawn.get(share.sequence_id)
+            token_ids = sampled.get(share.sequence_id)
             if token_ids:
                 self._take_tokens(seq, share, token_ids, plan, result)
             else:
@@ -139,10 +141,10 @@ class Scheduler:
         return self.take_outputs()
 
     def fail_step(self, plan: SchedulerOutput, message: str) -> Outputs:
-        """The worker failed on the whole plan: everyone in it fails, with a share or with blocks only.
+        """Fail every sequence of a plan that the worker failed on, with a share or with blocks only.
 
-        So does whoever was admitted by a later plan in flight, since it may share what was never written.
-        Nothing that these published is found any more. All others go on.
+        Sequences that a later plan in flight admitted fail too, since they may share blocks that were never
+        written. Nothing that these published is found any more. All others go on.
         """
         self._in_flight.take(plan)
         # One may have got blocks but, for want of tokens, no share: the worker's table may miss them now.
@@ -155,90 +157,89 @@ class Scheduler:
                 self._distrust(sequence_id)
             else:
                 self._fail(seq, message)
-        for preemption in plan.preemptions:  # whether their copies were made, nobody knows
+        for preemption in plan.preemptions:  # it is unknown whether their copies were made
             seq = self._sequences.get(preemption.sequence_id)
             if seq is not None and seq.status is Status.SWAPPED:
                 self.kv.drop_copy(seq)
-                self._lines.lose_copy(seq)
+                self._queues.lose_copy(seq)
         self.kv.forget_copies(plan.swap_out)
         return self.take_outputs()
 
-    def take_back(self, message: str) -> Outputs:
-        """The device had too little memory for the oldest plan in flight: none of them was ever made.
+    def roll_back(self, message: str) -> Outputs:
+        """Undo all plans in flight: the device had too little memory for the oldest.
 
-        Their results must not be taken in. Everybody in them waits again, as after a preemption, with all
-        tokens told so far, and the next plans are smaller. One that was alone in a plan that cannot be made
-        smaller fails with `message`.
+        Their results must not be taken in. Sequences in them wait again, as after a preemption, with all
+        tokens reported so far, and the next plans are smaller. A sequence that was alone in a plan that
+        cannot be made smaller fails with `message`.
         """
         plans = self._in_flight.take_all()
         self._counters.num_out_of_memory += 1
-        taking_back = TakingBack(self._state, self._planner.shares, plans, self._sequences)
-        for sequence_id in taking_back.ended_and_published():
+        rollback = Rollback(self._state, self._shares, plans, self._sequences)
+        for sequence_id in rollback.ended_and_published():
             self._distrust(sequence_id)
-        self._released += taking_back.undo()
+        self._released += rollback.undo()
         first = plans[0]
         if len(first.scheduled) == 1 and self._is_smallest(first.scheduled[0]):
             self.finish_requests([first.scheduled[0].sequence_id], FinishReason.FAILED, message=message)
         elif first.scheduled:
-            self._planner.step_limit.did_not_fit(first.num_scheduled_tokens)
+            self._planner.note_memory_lacked(first)
         return self.take_outputs()
 
     def finish_requests(
         self, sequence_ids: Iterable[SequenceId], reason: FinishReason, *, message: str = ""
     ) -> None:
-        """End these now, wherever they are; ids that are unknown or ended already are passed over."""
+        """End sequences now, in any state; ids that are unknown or ended already are skipped."""
         for sequence_id in sequence_ids:
             seq = self._sequences.get(sequence_id)
             if seq is not None:
                 self._finish(seq, reason, message)
 
     def reset_prefix_cache(self) -> None:
-        """Let nothing that was cached so far be found again; running sequences keep their blocks."""
+        """Forget all that was cached so far; running sequences keep their blocks."""
         self.kv.reset_prefix_cache()
 
     def take_outputs(self) -> Outputs:
-        """What was not delivered yet, for steps that had nothing to compute."""
+        """Outputs that were not delivered yet, for steps that had nothing to compute."""
         outputs, self._outputs = self._outputs, {}
         return outputs
 
     def get_request_counts(self) -> RequestCounts:
-        return self._lines.counts()
+        return self._queues.counts()
 
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
-        """How long the worker took for a plan; what follows is decided by such figures."""
-        num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
-        self._planner.step_time.observe(
-            plan.num_scheduled_tokens, seconds, has_prefill=plan.num_scheduled_tokens > num_decoded
-        )
+        """Learn how long the worker took for a plan; later plans are sized by such figures."""
+        self._planner.observe_step(plan, seconds)
 
     def report(self, *, now_s: float) -> list[SequenceReport]:
-        """Every live sequence, and why it waits."""
-        waiting = list(self._lines.waiting)
-        return report_on(self._lines.running, waiting, self._planner.wait_reason, now_s=now_s)
+        """Reports on all unfinished sequences, and why they wait."""
+        return self._queues.report(self._planner.wait_reason, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
-        """What each tenant had so far, by cost; empty without fairness."""
-        return self._lines.tenant_service()
+        """Service of each tenant so far, by cost; empty without fairness."""
+        return self._queues.tenant_service()
 
     @property
     def swap_space(self) -> SwapSpace:
         return self.kv.swap_space
 
     def running_sequences(self) -> list[Sequence]:
-        """In the order in which they are served; the sequences themselves are not copies."""
-        return list(self._lines.running)
+        """Running sequences in the order in which they are served.
+
+        The sequences themselves are not copies.
+        """
+        return list(self._queues.running)
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Swapped ones too; in no particular order."""
-        return list(self._lines.waiting)
+        """Waiting sequences, swapped ones too; in no particular order."""
+        return list(self._queues.waiting)
 
     def plans_in_flight(self) -> list[SchedulerOutput]:
-        """Oldest first."""
+        """Plans without a result, oldest first."""
         return list(self._in_flight)
 
     @property
     def encoder_cache(self) -> EncoderCache:
-        return self._planner.shares.encoder_cache
+        return self._shares.encoder_cache
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -251,15 +252,15 @@ class Scheduler:
             num_waiting=counts.waiting,
             wait_reason=self._planner.wait_reason,
             num_swapped=counts.swapped,
-            num_used_blocks=self.kv.pool.num_used,
-            num_blocks=self.kv.pool.num_blocks,
+            num_used_blocks=self.kv.num_used_blocks,
+            num_blocks=self.kv.num_blocks,
             num_used_host_blocks=self.swap_space.num_used,
             num_host_blocks=self.swap_space.num_blocks,
             num_steps=self._counters.num_steps,
             num_stalls=self._counters.num_stalls,
             num_out_of_memory=self._counters.num_out_of_memory,
             preemptions=self._counters.preemptions(),
-            num_swap_space_full=self._planner.preemptor.num_swap_space_full,
+            num_swap_space_full=self._counters.num_swap_space_full,
             num_prefix_queries=self._counters.num_prefix_queries,
             num_prefix_hits=self._counters.num_prefix_hits,
             num_prefix_host_hits=self._counters.num_prefix_host_hits,
@@ -274,7 +275,7 @@ class Scheduler:
         if plan.is_empty:
             self._watch()
             return plan.finished(self._counters.num_steps, ())
-        self._watchdog.sees_a_stall(has_work=False)
+        self._watchdog.note_progress()
         self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
         finished = plan.finished(self._counters.num_steps, released)
@@ -282,12 +283,14 @@ class Scheduler:
         return finished
 
     def _watch(self) -> None:
-        """Work, nothing under way and nothing planned must not be, and must never become a hang."""
-        has_work = bool(self._sequences) and not self._in_flight
-        if not self._watchdog.sees_a_stall(has_work=has_work):
+        """Fail a request if, with work to do and no plan in flight, several plans in a row are empty."""
+        if not self._sequences or self._in_flight:
+            self._watchdog.note_progress()
+            return
+        if not self._watchdog.is_stalled():
             return
         self._counters.num_stalls += 1
-        first = self._lines.running[0] if self._lines.running else self._lines.waiting.peek()
+        first = self._queues.running[0] if self._queues.running else self._queues.waiting.peek()
         self._finish(first, FinishReason.FAILED, message="the scheduler cannot serve this request")
 
     def _max_length(self, seq: Sequence) -> int:
@@ -301,7 +304,7 @@ class Scheduler:
         is_indivisible = seq is not None and seq.is_indivisible
         return is_indivisible or share.num_tokens <= SMALLEST_CHUNK_TOKENS
 
-    # Learning what came of it.
+    # Results.
 
     def _take_tokens(
         self,
@@ -320,23 +323,23 @@ class Scheduler:
         if reason is None:
             if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
                 self._settle(seq, len(token_ids) - 1)
-        elif len(token_ids) > 1:  # what was accepted behind the end is nobody's
+        elif len(token_ids) > 1:  # tokens accepted behind the end are dropped
             token_ids, logprobs = token_ids[: num_known - num_before], logprobs[: num_known - num_before]
         if self._has_accounts:
-            self._lines.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
+            self._queues.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
         start, seq.pending_start = seq.pending_start, None
-        news = self._news_of_prompt(seq, share, result) if result.prompt_logprobs else ()
+        prompt_logprobs = self._new_prompt_logprobs(seq, share, result) if result.prompt_logprobs else ()
         num_preemptions = seq.num_preemptions
         output = SequenceOutput(
-            seq.sequence_id, token_ids, reason, logprobs, start, "", news, b"", num_preemptions
+            seq.sequence_id, token_ids, reason, logprobs, start, "", prompt_logprobs, b"", num_preemptions
         )
         if reason is None:
-            self._tell(seq, output)
+            self._post(seq, output)
         else:
             self._end(seq, reason, output)
 
     def _judge_drafts(self, seq: Sequence, token_ids: tuple[int, ...], plan: SchedulerOutput) -> bool:
-        """Count them; False if so many tokens cannot be, and the sequence has failed."""
+        """Count drafts; False if the number of tokens is impossible, and the sequence has failed."""
         num_drafts = len(plan.draft_token_ids.get(seq.sequence_id, ()))
         if not 1 <= len(token_ids) <= 1 + num_drafts:
             self._fail(seq, f"the model returned {len(token_ids)} tokens for {num_drafts} drafts")
@@ -346,18 +349,19 @@ class Scheduler:
         return True
 
     def _settle(self, seq: Sequence, num_accepted: int) -> None:
-        """Correct what was planned without knowing its tokens, and let others find its full blocks."""
+        """Correct a plan that was made without knowing these tokens, and let others find the full blocks."""
         num_known = len(seq.token_ids)
         seq.num_tokens = max(seq.num_tokens, num_known)
         if seq.status is not Status.RUNNING:
             return
-        # What of the known tokens is computed, or will be by a plan in flight, but was not published yet.
+        # From the first known token that is computed, or will be by a plan in flight, but was not published
+        # yet.
         start = seq.num_computed_tokens if num_accepted else num_known - 1
         seq.num_computed_tokens += num_accepted
         self.kv.publish(seq, start, min(seq.num_computed_tokens, num_known))
 
     def _take_other(self, seq: Sequence, share: ScheduledSequence, result: ModelRunnerOutput) -> None:
-        """Of a share that drew no token."""
+        """Take in a share that sampled no token."""
         sequence_id = seq.sequence_id
         if sequence_id in result.failures:
             self._fail(seq, result.failures[sequence_id])
@@ -366,11 +370,12 @@ class Scheduler:
         elif share.samples:
             # A silent worker counts as a failed one: the sequence could never be scheduled again.
             self._fail(seq, "the model returned no token")
-        elif news := self._news_of_prompt(seq, share, result):
-            self._tell(seq, SequenceOutput(sequence_id, (), None, (), seq.take_start(), "", news))
+        elif prompt_logprobs := self._new_prompt_logprobs(seq, share, result):
+            output = SequenceOutput(sequence_id, (), None, (), seq.take_start(), "", prompt_logprobs)
+            self._post(seq, output)
 
     def _take_pooled(self, seq: Sequence, pooled: bytes) -> None:
-        """The one output of a sequence that generates nothing."""
+        """Post the one output of a sequence that generates nothing."""
         reason = FinishReason.STOP
         output = SequenceOutput(
             seq.sequence_id,
@@ -382,28 +387,31 @@ class Scheduler:
         )
         self._end(seq, reason, output)
 
-    def _news_of_prompt(
+    def _new_prompt_logprobs(
         self, seq: Sequence, share: ScheduledSequence, result: ModelRunnerOutput
     ) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of the prompt not told before: what a preemption made compute again was."""
+        """Log-probabilities of the prompt not reported before: after a preemption some are computed again."""
         computed = result.prompt_logprobs.get(share.sequence_id, ())
-        news = computed[max(seq.num_told_positions - share.start, 0) :]
-        seq.num_told_positions += len(news)
-        return news
+        unreported = computed[max(seq.num_reported_positions - share.start, 0) :]
+        seq.num_reported_positions += len(unreported)
+        return unreported
 
-    def _tell(self, seq: Sequence, output: SequenceOutput) -> None:
+    def _post(self, seq: Sequence, output: SequenceOutput) -> None:
         self._outputs.setdefault(seq.client_index, []).append(output)
 
     # Ending.
 
     def _fail(self, seq: Sequence, message: str) -> None:
-        """What it computed last cannot be trusted."""
+        """End a sequence whose last results cannot be trusted."""
         self._failed_in_flight.add(seq.sequence_id)
         self.kv.forget(seq)
         self._finish(seq, FinishReason.FAILED, message=message)
 
     def _distrust(self, sequence_id: SequenceId) -> None:
-        """It failed after it ended; unless it ended by failing, what it published can still be found."""
+        """Empty the prefix cache if a sequence failed after its end: its blocks may still be found there.
+
+        One that ended by failing has been forgotten already.
+        """
         if sequence_id not in self._failed_in_flight:
             self.reset_prefix_cache()
 
@@ -419,32 +427,32 @@ class Scheduler:
         self._end(seq, reason, output)
 
     def _end(self, seq: Sequence, reason: FinishReason, output: SequenceOutput) -> None:
-        """The one way out, from any queue."""
+        """End a sequence, from any queue: there is no other way out."""
         before = seq.status
-        self._lines.finish(seq)
+        self._queues.finish(seq)
         seq.finish_reason = reason
         if before is Status.RUNNING:
-            self._planner.shares.forget_extras(seq)
+            self._shares.forget_extras(seq)
             self.kv.free(seq)
             self._released.append(seq.sequence_id)
         elif before is Status.SWAPPED:
             self.kv.drop_copy(seq)
         del self._sequences[seq.sequence_id]
         self._deadlines.forget(seq)
-        self._tell(seq, output)
+        self._post(seq, output)
 
-    def _refuse_what_never_fits(self, seq: Sequence) -> None:
+    def _refuse_if_it_never_fits(self, seq: Sequence) -> None:
         refuse_beyond_limits(seq, self.config)
         refuse_inputs_without_room(seq, self.config)
         if not self.kv.can_ever_fit(seq.num_tokens):
             raise NeverFits(
                 f"the prompt has {seq.num_tokens} tokens; the KV cache holds "
-                f"{self.kv.pool.num_blocks * self.config.block_size}"
+                f"{self.kv.num_blocks * self.config.block_size}"
             )
 
 
 def _append(seq: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-    """Add them to what is known, up to the one that ends it."""
+    """Add tokens to those that are known, up to the one that ends the sequence."""
     known, stop_token_ids = seq.token_ids, seq.params.stop_token_ids
     for token_id in token_ids:
         known.append(token_id)

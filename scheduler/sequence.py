@@ -1,7 +1,7 @@
-"""One stream of tokens and where it stands.
+"""Sequence: one stream of tokens and its state.
 
 Owns: the tokens of a sequence, how many of them are computed, its state and which states may follow.
-Never: decides anything. Only the scheduler and the KV cache manager write to it.
+Never: decides anything. Only the scheduler and its parts write to it.
 """
 
 from enum import Enum
@@ -19,13 +19,11 @@ from scheduler.messages import (
     SequenceStart,
     ServiceTerms,
 )
-
-Rank = tuple[float, ...]
-"""Where a sequence stands in the one line: the smallest is served first and preempted last."""
+from scheduler.policy import Rank
 
 
 class Status(Enum):
-    """Where a sequence is: in the waiting line, without or with a copy on the host, or running."""
+    """State of a sequence: waiting, without or with a copy of its KV on the host, running, or finished."""
 
     WAITING = "waiting"
     SWAPPED = "swapped"
@@ -43,18 +41,18 @@ _MAY_BECOME = {
 _DEFAULT_TERMS = ServiceTerms()
 
 _LEAST_COMPILE_S = 0.001
-"""What a small grammar takes in the worker; so much counts one of which less was seen, or nothing."""
+"""Time that a small grammar takes in the worker; the least that any grammar counts."""
 
 
 class Sequence:
-    """There is no prefill and no decode phase: `num_computed_tokens` runs after `num_tokens`.
+    """One stream of tokens. It has no prefill or decode phase: `num_computed_tokens` runs after `num_tokens`.
 
     A new prompt is far behind, a decoding sequence is one token behind, a preempted one starts over,
-    a prefix-cache hit starts further ahead. Both count what plans in flight will have done:
+    a prefix-cache hit starts further ahead. Both count the tokens of plans in flight as done:
 
         token_ids   [ prompt .............. | generated ... ]        known
-        num_tokens   ------------------------------------------->    and those that are being drawn
-        num_computed_tokens  ------------------------------->        and those that are being computed
+        num_tokens   ------------------------------------------->    and tokens that are being sampled
+        num_computed_tokens  ------------------------------->        and tokens that are being computed
     """
 
     __slots__ = (
@@ -76,10 +74,10 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_reached_tokens",
+        "num_reported_positions",
         "num_slots",
         "num_swapped_tokens",
         "num_tokens",
-        "num_told_positions",
         "params",
         "pending_start",
         "pooling",
@@ -107,9 +105,9 @@ class Sequence:
         self.sequence_id = sequence_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        # Tokens that are known or being drawn, as far as they will have to be computed.
+        # Tokens that are known or being sampled, as far as they will have to be computed.
         self.num_tokens = len(prompt_token_ids)
-        self.max_length = 0  # the scheduler's word; a token that reaches it is not computed any more
+        self.max_length = 0  # set by the scheduler; a token that reaches it is not computed any more
         self.params = params
         self.pooling = inputs.pooling
         self.adapter = inputs.adapter
@@ -127,66 +125,75 @@ class Sequence:
         self.admitted_s = 0.0
         self.rank: Rank = ()
         self.num_preemptions = 0
-        self.num_reached_tokens = 0  # computed before it was preempted: from here on nothing is done twice
-        self.num_bypasses = 0  # later sequences that were admitted while this one was first in line
+        self.num_reached_tokens = 0  # computed before it was preempted: from here on no token is recomputed
+        self.num_bypasses = 0  # later sequences that were admitted while this one was first in the queue
         self.protected_until = 0  # number of tokens below which it cannot be displaced again
-        self.pending_start: SequenceStart | None = None  # to be told with the first output
+        self.pending_start: SequenceStart | None = None  # for the first output
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_told_positions = 0  # of the prompt, whose log-probabilities the client has
+        self.num_reported_positions = 0  # of the prompt: the client has their log-probabilities
         self.block_ids: list[BlockId] = []
-        self.num_passed_blocks = 0  # of these, behind a sliding window: 0 stands in their place
+        self.num_passed_blocks = 0  # of these, passed by a sliding window: 0 stands in their place
         self.num_slots = 0  # len(block_ids) * block_size
         self.host_block_ids: list[BlockId] = []  # while it is swapped out; 0 as above
         self.num_swapped_tokens = 0  # computed tokens whose KV is in them
-        self.block_keys: list[bytes] = []  # of the full blocks, as far as anybody asked
+        self.block_keys: list[bytes] = []  # of the full blocks, as far as they were needed
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Nothing is asked of its prompt's positions, or all of it was told before a preemption."""
+        """Whether its prompt may come from the prefix cache.
+
+        Not while log-probabilities, or hidden states, of each position are still to be reported.
+        """
         if self.prompt_computation is PromptComputation.REUSING:
             return True
-        return self.pooling is None and self.num_told_positions >= self.num_prompt_tokens - 1
+        return self.pooling is None and self.num_reported_positions >= self.num_prompt_tokens - 1
 
     @property
     def is_indivisible(self) -> bool:
-        """Its prompt is computed in one step or not at all, and its blocks hold nothing for others."""
+        """Whether its prompt is computed in one step or not at all.
+
+        Its blocks then hold nothing for others.
+        """
         return self.prompt_computation is PromptComputation.AT_ONCE
 
     @property
     def has_grammar(self) -> bool:
-        """The worker compiles one each time it is given the sequence."""
+        """Whether the worker compiles a grammar, each time it is given the sequence."""
         return self.params.grammar is not None
 
     @property
     def compile_s(self) -> float:
-        """What compiling its grammar takes; 0 without one."""
+        """Time that compiling its grammar takes; 0 without one."""
         grammar = self.params.grammar
         return 0.0 if grammar is None else max(grammar.cost_s, _LEAST_COMPILE_S)
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that are known."""
+        """Generated tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def is_protected(self) -> bool:
-        """It was preempted, and has not made enough progress since to be sent away again."""
+        """Whether it was preempted, and has not made enough progress since to be preempted again."""
         return self.num_tokens < self.protected_until
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What is left to catch up; 1 for a decode, 0 while what is being drawn decides how it goes on."""
+        """Tokens left to compute.
+
+        1 for a decode, 0 while a token that is being sampled decides how it goes on.
+        """
         return self.num_tokens - self.num_computed_tokens
 
     def become(self, status: Status) -> None:
-        """Raises AssertionError on a transition that the table does not allow."""
+        """Change the state. Raises AssertionError on a transition that the table does not allow."""
         assert status in _MAY_BECOME[self.status], f"sequence {self.sequence_id}: {self.status} -> {status}"
         self.status = status
 
     def inputs_within(self, start: int, end: int) -> bytes:
-        """Names what an encoder made of the positions [start, end); nothing if they are all tokens."""
+        """Names of the encoder inputs at the positions [start, end); empty if they are all tokens."""
         if not self.encoder_inputs:
             return b""
         names = [
@@ -197,17 +204,17 @@ class Sequence:
         return " ".join(names).encode()
 
     def take_start(self) -> SequenceStart | None:
-        """What its first output tells; None for all others."""
+        """Facts for its first output; None for all later ones."""
         start, self.pending_start = self.pending_start, None
         return start
 
     def expect_token(self) -> None:
-        """A plan draws its next token, which will have to be computed unless it is the last."""
+        """Count the token that a plan samples, which will have to be computed unless it is the last."""
         if self.num_tokens + 1 < self.max_length:
             self.num_tokens += 1
 
     def as_new(self) -> NewSequence:
-        """The whole of it, for a worker that has no row for it. All its tokens must be known."""
+        """Message for a worker that has no row for the sequence. All its tokens must be known."""
         return NewSequence(
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids),

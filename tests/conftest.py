@@ -22,7 +22,7 @@ CORE = ("engine", "scheduler", "server", "deploy/test_docs.py", "test_architectu
 NOT_CORE = frozenset(
     {
         # They start an engine or another process for each test.
-        *("test_client.py", "test_giving_way.py", "test_grammar_compiler.py", "test_lives.py"),
+        *("test_client.py", "test_giving_way.py", "test_grammar_compiler.py", "test_engine_processes.py"),
         *("test_doctor.py", "test_run_batch.py", "test_terminal.py"),
         # They import torch.
         *("core/test_overlapped_loop.py", "core/test_prefill_limit.py"),

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
+PACKAGES = ("tokenyard", "server", "engine", "scheduler", "worker", "bench", "campaigns")
 INSTALLED = PACKAGES[:-1]
 
 MAY_IMPORT = {
+    "tokenyard": {"server"},  # the command, which is all that it is
     "server": {"server", "engine"},
     "engine": {"engine", "scheduler", "worker"},
     "scheduler": {"scheduler"},
@@ -38,12 +39,36 @@ FOLDER_DOORS = {
 # Single doors through which a wall may be passed.
 DOORS = {
     ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
+    # One HTTP client for the commands that talk to a server and for what measures one.
+    ("bench", "server.http.http_client"),
+    ("campaigns", "server.http.http_client"),
 }
 # What the API process loads of packages that are the engine process's. They import no torch.
 SHARED_WITH_API = {
-    *("scheduler", "scheduler.config", "scheduler.messages"),
+    *("scheduler", "scheduler.config", "scheduler.messages", "scheduler.policy"),
     *("worker", "worker.worker_config", "worker.worker_errors"),
-    *("worker.findings", "worker.machine", "worker.memory_sizes"),
+    *("worker.doctor_findings", "worker.machine", "worker.memory_sizes"),
+}
+
+# Arrows between the floors of a package that close a circle and are to be cut.
+OPEN_CIRCLES = {
+    ("worker", "gpu", "startup"): "gpu_kernel_choice.py takes the types of startup's results",
+    ("server", "openapi", "pooling"): "one page documents all endpoints, and each endpoint adds to it",
+    ("server", "openapi", "responses"): "as above",
+    ("server", "launch", "commands"): "announcement.py belongs to the start of the server, not to a command",
+}
+# Packages and folders whose docstrings begin with a noun or a verb. To be widened to all packages.
+PLAIN_WORDS = (
+    *("worker/steps", "worker/sampling", "worker/own_cache", "worker/pooling", "worker/checkpoint"),
+    *("worker/devices", "worker/startup/__init__", "worker/startup/device", "worker/startup/forecast"),
+    *("worker/startup/loader", "worker/startup/s", "worker/worker.py", "worker/worker_config.py"),
+    *("worker/worker_errors.py", "worker/progress.py", "worker/machine.py", "worker/memory_sizes.py"),
+    *("worker/doctor_findings.py", "worker/__init__.py"),
+)
+# No docstring that begins so can be read without the name above it.
+HEADLESS = {
+    *("all of", "all that", "all there", "as", "by", "how", "nobody", "none", "nothing", "of", "so", "that"),
+    *("those", "what", "where", "which", "who", "whoever", "whom", "whose", "why"),
 }
 
 MAX_FOLDER_FILES = 14
@@ -178,6 +203,100 @@ def process_of(folder: Path) -> str:
     found = re.fullmatch(r".*\((.+)\)\.", first)
     assert found is not None, f"{folder}/__init__.py does not end its first line with (a process)"
     return found.group(1)
+
+
+def floor_arrows(package: str) -> dict[str, set[str]]:
+    """Imports between the floors of a package, inside functions too: its folders, and its loose modules."""
+    arrows = defaultdict(set)
+    for path in python_files(package):
+        source = floor_of(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            targets = {floor_of(tuple(name.split("."))) for name in names if name.split(".")[0] == package}
+            arrows[source] |= targets - {source}
+    return arrows
+
+
+def floor_of(parts: tuple[str, ...]) -> str:
+    """Name the floor of a module: `gpu` for worker.gpu.kernels.norm, `progress` for worker.progress."""
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def arrows_in_circles(arrows: dict[str, set[str]]) -> set[tuple[str, str]]:
+    def reached_from(floor: str) -> set[str]:
+        reached: set[str] = set()
+        waiting = [floor]
+        while waiting:
+            new = arrows.get(waiting.pop(), set()) - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    return {
+        (floor, target)
+        for floor, targets in arrows.items()
+        for target in targets
+        if floor in reached_from(target)
+    }
+
+
+@pytest.mark.parametrize("package", ["server", "engine", "scheduler", "worker"])
+def test_no_folders_of_a_package_import_each_other_in_a_circle(package: str) -> None:
+    arrows = floor_arrows(package)
+    is_open = {(source, target) for name, source, target in OPEN_CIRCLES if name == package}
+    assert is_open <= arrows_in_circles(arrows), "cut by now: take it out of OPEN_CIRCLES"
+    for source, target in is_open:
+        arrows[source].discard(target)
+    assert not arrows_in_circles(arrows)
+
+
+def test_only_the_choice_of_kernels_asks_whether_the_device_is_a_gpu() -> None:
+    asking = {
+        path.relative_to(ROOT).as_posix()
+        for path in python_files("worker")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "is_gpu"
+    }
+    assert asking <= {"worker/startup/device_kernels.py", "worker/startup/ready_model.py"}
+
+
+def headless_docstrings(source: str) -> list[str]:
+    """First lines of docstrings, those of fields too, that begin with a word which hangs in the air."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            first = str(node.value.value).strip().partition("\n")[0]
+            words = re.findall(r"[a-z]+", first.lower())[:2]
+            if words[:1] and (words[0] in HEADLESS or " ".join(words) in HEADLESS):
+                found.append(f"line {node.lineno}: {first}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in python_files(*INSTALLED) if path.relative_to(ROOT).as_posix().startswith(PLAIN_WORDS)],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_a_docstring_begins_with_a_noun_or_a_verb(path: Path) -> None:
+    assert not headless_docstrings(path.read_text())
+
+
+def test_the_rules_for_circles_and_docstrings_notice_what_is_planted() -> None:
+    assert arrows_in_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {
+        ("a", "b"),
+        ("b", "c"),
+        ("c", "a"),
+    }
+    assert not arrows_in_circles({"a": {"b", "c"}, "b": {"c"}})
+    assert floor_of(("worker", "gpu", "kernels", "norm")) == "gpu"
+    assert headless_docstrings('class A:\n    """What it is."""\n    b: int\n    """Of all that."""')
+    assert headless_docstrings('"""`None` of them."""')
+    assert not headless_docstrings('"""Whether it is. What follows is free."""')
 
 
 @pytest.mark.parametrize("folder", folders(*INSTALLED), ids=lambda path: str(path.relative_to(ROOT)))

@@ -117,7 +117,7 @@ class World:
         while self._late:
             with suppress(StepOutOfMemory, WorkerExploded):
                 self._late.popleft()[1].result()
-        self._take(self.scheduler.take_back("too little memory"))
+        self._take(self.scheduler.roll_back("too little memory"))
 
     def _drafts(self) -> dict[SequenceId, tuple[int, ...]]:
         return {

@@ -1,8 +1,8 @@
-"""What this machine lets the process use: memory and cores.
+"""Memory and cores that this machine lets the process use.
 
-Owns: reading /proc, /sys and control groups (version 2, then 1), where a container's real limits stand.
-Never: decides anything; worker/memory_sizes.py and worker/devices/device.py do.
-Every path hangs on a root folder, so that a test can bring its own machine.
+Owns: reading /proc, /sys and control groups (version 2, then 1), which hold a container's real limits.
+Never: decides; worker/memory_sizes.py and worker/devices/device.py do.
+Every path is below a root folder, so that a test can bring its own machine.
 """
 
 import os
@@ -14,7 +14,7 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def available_memory_bytes(root: Path = _MACHINE) -> int:
-    """Bytes that can be taken without swapping: free memory, or what the control group leaves if less."""
+    """Measure the memory that can be taken without swapping, in the machine and in its control groups."""
     available = _meminfo_available_bytes(root)
     for folder, names in _cgroup_folders(root, "memory"):
         limit, usage, *cache_keys = names
@@ -22,7 +22,7 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
         if limit_bytes is None or limit_bytes >= _NO_LIMIT_BYTES:
             continue
         used_bytes = _read_int(folder / usage) or 0
-        # Page cache counts as usage, but gives way: a checkpoint just read would else eat the KV cache.
+        # Page cache counts as usage, but can be reclaimed: a checkpoint just read must not shrink the cache.
         # Its pages become active ones when the mapping of a file that was read before ends.
         reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
         available = min(available, limit_bytes - max(used_bytes - reclaimable_bytes, 0))
@@ -30,9 +30,9 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
 
 
 def memory_use(root: Path = _MACHINE) -> float:
-    """Share of the memory in use, 0 to 1: of the machine's or of a control group's, whichever is fuller.
+    """Measure the share of memory in use, 0 to 1, of the machine or of a fuller control group.
 
-    What can be reclaimed at once, caches of files that is, does not count.
+    Caches of files do not count, since they can be reclaimed at once.
     """
     info = _read_text(root / "proc/meminfo").splitlines()
     sizes = {words[0]: int(words[1]) for words in map(str.split, info) if len(words) > 1}
@@ -47,7 +47,7 @@ def memory_use(root: Path = _MACHINE) -> float:
 
 
 def usable_cores(root: Path = _MACHINE) -> int:
-    """Physical cores in the affinity mask, cut to the CPU quota of the control group; at least 1."""
+    """Count physical cores in the affinity mask, cut to the CPU quota of the control group; at least 1."""
     cores = {_core_of(root, cpu) for cpu in os.sched_getaffinity(0)}
     quota = _cpu_quota(root)
     return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
@@ -118,5 +118,5 @@ def _read_int(path: Path) -> int | None:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # absent, or hidden from this process: then it sets no limit that we could know
+    except OSError:  # absent, or hidden from this process: no known limit
         return ""

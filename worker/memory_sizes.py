@@ -1,7 +1,7 @@
-"""Bytes to blocks: how large the KV cache and the host's pool are, and how long a sequence may grow.
+"""Sizes of the KV cache and of the host's pool in blocks, and the longest sequence.
 
-Owns: the arithmetic, and the refusals with their numbers; of the weights too. Testable without a device.
-Never: measures (machine.py, device.py) or allocates (startup.py, host_pool.py).
+Owns: the arithmetic, and the refusals with their numbers, for weights too. Testable without a device.
+Never: measures (machine.py, device.py) or allocates (ready_model.py, host_pool.py).
 """
 
 from dataclasses import dataclass
@@ -9,53 +9,57 @@ from dataclasses import dataclass
 from worker.worker_errors import StartupError
 
 CPU_SHARE_OF_AVAILABLE = 0.25
-"""Other processes live here too, and activations and the page cache of the weights need room."""
+"""Other processes, activations and the page cache of the weights need room too."""
 CPU_MOST_BYTES = 4 << 30
-"""More is rarely reached before compute runs out on a CPU; kv_cache_bytes asks for it."""
+"""A CPU rarely computes fast enough to fill more; kv_cache_bytes asks for more."""
 _BYTES_OF_A_GRAPH = 16 << 20
-"""Some hundred kernels with their arguments; the driver takes memory in pieces of 2 MiB. An estimate."""
+"""Estimate for some hundred kernels with arguments; the driver takes memory in pieces of 2 MiB."""
 _MOST_USEFUL_FILLS = 2
-"""Once for every sequence at full length, and as much again for cached prefixes."""
+"""Twice every sequence at full length: once for the sequences, once for cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRequest:
-    """What was asked, and what the model needs."""
+    """Options that size the cache, and the needs of the model."""
 
     block_bytes: int
     block_size: int
     budget_bytes: int
     num_blocks: int | None
-    """Asked for; overrides the budget."""
+    """The option, which overrides the budget."""
     max_model_len: int | None
-    """Asked for; must fit."""
+    """The option, which must fit."""
     checkpoint_len: int
     """The model's own context window, the longest that can be right."""
     max_num_seqs: int
     most_read_tokens: int | None = None
-    """With a window in every layer: how many tokens a sequence reads and writes in a step at most. None: all
-    of its own."""
+    """Most tokens that a sequence reads and writes in a step, if every layer has a window. None: all of the
+    sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
+    """Memory of a checkpoint's weights."""
+
     total: int
-    """Once loaded, in the dtype that was asked for."""
+    """Bytes once loaded, in the dtype that was asked for."""
     converted: int
-    """Of these, what is not in the files' dtype: made on the host, whatever the device."""
+    """Bytes among them that are converted from the files' dtype, on the host for every device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
+    """Size of a KV cache."""
+
     num_blocks: int
-    """Without the padding block."""
+    """Number of blocks without the padding block."""
     max_model_len: int
 
 
 def cpu_budget_bytes(available_bytes: int, *, asked_bytes: int | None, swap_bytes: int) -> int:
-    """Memory for the KV cache on CPU. Asking for more than there is raises StartupError.
+    """Size the KV cache on CPU. Raises StartupError if more is asked for than there is.
 
-    The swap space comes out of the same memory, and comes first: it was asked for.
+    The swap space is taken from the same memory first, since it was asked for.
     """
     check_host_memory(available_bytes, cache_bytes=asked_bytes or 0, swap_bytes=swap_bytes)
     if asked_bytes is None:
@@ -64,17 +68,18 @@ def cpu_budget_bytes(available_bytes: int, *, asked_bytes: int | None, swap_byte
 
 
 def check_weights_fit(num_bytes: int, *, available_bytes: int, where: str) -> int:
-    """Refuse, with StartupError, weights that would not fit; returns the bytes that they leave."""
+    """Refuse weights that do not fit, with StartupError; returns the bytes that they leave."""
     if num_bytes > available_bytes:
         raise StartupError(
-            f"the weights take {_gib(num_bytes)}, but {where} has {_gib(available_bytes)} available",
+            f"the weights take {format_gib(num_bytes)}, "
+            f"but {where} has {format_gib(available_bytes)} available",
             fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
         )
     return available_bytes - num_bytes
 
 
 def check_host_memory(available_bytes: int, *, cache_bytes: int, swap_bytes: int) -> None:
-    """Refuse, with StartupError, what this machine cannot hold. `cache_bytes` is 0 for a cache on a GPU."""
+    """Refuse a cache and a swap space that do not fit, with StartupError. For a GPU `cache_bytes` is 0."""
     if cache_bytes + swap_bytes <= available_bytes:
         return
     wanted = {"KV cache": cache_bytes, "swap space": swap_bytes}
@@ -83,16 +88,16 @@ def check_host_memory(available_bytes: int, *, cache_bytes: int, swap_bytes: int
         "swap space": "ask for less with --swap-space",
     }
     asked = [name for name, num_bytes in wanted.items() if num_bytes]
-    named = " and ".join(f"a {name} of {_gib(wanted[name])}" for name in asked)
+    named = " and ".join(f"a {name} of {format_gib(wanted[name])}" for name in asked)
     verb = "does not fit" if len(asked) == 1 else "do not fit together"
     raise StartupError(
-        f"{named} {verb} into the {_gib(available_bytes)} of memory that are available",
+        f"{named} {verb} into the {format_gib(available_bytes)} of memory that are available",
         fix=fixes[asked[0]] if len(asked) == 1 else "ask for less with --swap-space, or for a smaller cache",
     )
 
 
 def num_host_blocks(*, swap_bytes: int, block_bytes: int) -> int:
-    """Blocks that the swap space holds. Raises StartupError for one that is too small for any."""
+    """Count the blocks of the swap space. Raises StartupError if it is too small for one."""
     if 0 < swap_bytes < block_bytes:
         raise StartupError(
             f"a swap space of {swap_bytes} bytes holds no KV block of {block_bytes} bytes",
@@ -102,10 +107,10 @@ def num_host_blocks(*, swap_bytes: int, block_bytes: int) -> int:
 
 
 def graph_bytes(num_graphs: int, *, activation_bytes: int) -> int:
-    """What so many captured steps will take, by estimate: the cache must be there before they can be.
+    """Estimate the memory of captured steps, which are captured after the cache is allocated.
 
-    One set of a step's own tensors for all of them, apart from that of steps that are not captured, and
-    what the driver keeps of each graph.
+    All graphs share one set of a step's tensors, apart from that of steps that are not captured; the driver
+    keeps some memory for each graph.
     """
     return (activation_bytes + num_graphs * _BYTES_OF_A_GRAPH) if num_graphs else 0
 
@@ -113,11 +118,11 @@ def graph_bytes(num_graphs: int, *, activation_bytes: int) -> int:
 def cuda_budget_bytes(
     *, total_bytes: int, free_bytes: int, activation_bytes: int, reserved_bytes: int = 0, utilization: float
 ) -> int:
-    """Memory for the KV cache on a GPU, once the weights are on it.
+    """Size the KV cache on a GPU, once the weights are on it.
 
-    `utilization` is the share of the whole device that all of this process and its neighbours on the
-    device may fill; `activation_bytes` is the peak of a step above the weights, measured; `reserved_bytes`
-    is what will be allocated after the cache.
+    `utilization` is the share of the device that this process and its neighbours may fill;
+    `activation_bytes` is the measured peak of a step above the weights; `reserved_bytes` will be allocated
+    after the cache.
     """
     used_bytes = total_bytes - free_bytes
     return max(0, int(total_bytes * utilization) - used_bytes - activation_bytes - reserved_bytes)
@@ -141,7 +146,7 @@ def size_cache(request: CacheRequest) -> CacheSize:
         num_blocks = min(num_blocks, useful)
     if num_blocks < 1:
         raise StartupError(
-            f"the memory left for the KV cache ({_gib(request.budget_bytes)}) holds no two blocks "
+            f"the memory left for the KV cache ({format_gib(request.budget_bytes)}) holds no two blocks "
             f"of {request.block_bytes} bytes",
             fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-memory on CPU, "
             "--gpu-memory-utilization on CUDA), or take a smaller --block-size",
@@ -151,16 +156,16 @@ def size_cache(request: CacheRequest) -> CacheSize:
         needed_bytes = (_ceil_div(asked_len, request.block_size) + 1) * request.block_bytes
         raise StartupError(
             f"the KV cache of {num_blocks} blocks holds {cache_len} tokens, "
-            f"but one sequence of max_model_len {asked_len} needs {_gib(needed_bytes)} of it",
+            f"but one sequence of max_model_len {asked_len} needs {format_gib(needed_bytes)} of it",
             fix=f"ask for --max-model-len {cache_len} or less, or give the cache {needed_bytes} bytes",
         )
     return CacheSize(num_blocks=num_blocks, max_model_len=asked_len or min(request.checkpoint_len, cache_len))
 
 
 def _cache_len(request: CacheRequest, num_blocks: int) -> int:
-    """The longest sequence that the cache can serve, alone."""
+    """Return the longest sequence that the cache can serve, alone."""
     if request.most_read_tokens is not None:
-        # So many tokens in a row touch one block more than they fill.
+        # Consecutive tokens touch one block more than they fill.
         most_blocks = _ceil_div(request.most_read_tokens, request.block_size) + 1
         if num_blocks >= most_blocks:
             return request.checkpoint_len
@@ -171,5 +176,6 @@ def _ceil_div(amount: int, unit: int) -> int:
     return -(-amount // unit)
 
 
-def _gib(num_bytes: int) -> str:
+def format_gib(num_bytes: int) -> str:
+    """Write a size for a person: `1.25 GiB`."""
     return f"{num_bytes / (1 << 30):.2f} GiB"

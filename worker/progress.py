@@ -1,8 +1,8 @@
-"""Loading, told to whoever waits for it at least every half second.
+"""Progress of a load, reported at least every half second.
 
-Owns: the thread that loads, the calls to `report` from the thread that asked, while it does, and how
-large a part of the whole each stage is.
-Never: knows what is loaded.
+Owns: the thread that loads, the calls to `report` from the calling thread meanwhile, and the share of each
+phase in the whole.
+Never: loads.
 """
 
 import threading
@@ -19,8 +19,8 @@ _INTERVAL_S = 0.25
 Result = TypeVar("Result")
 
 
-class Stage(Enum):
-    """In the order in which they come."""
+class LoadPhase(Enum):
+    """Phases of a load, in order."""
 
     STARTING = "starting"
     READING = "reading weights"
@@ -32,44 +32,44 @@ class Stage(Enum):
     CAPTURING = "capturing CUDA graphs"
 
 
-# Of the time that a checkpoint takes which is not in the page cache yet: a bar for a person, no promise.
+# Shares of the time to load a checkpoint that is not in the page cache yet: a rough bar for a person.
 _SHARES = {
-    Stage.STARTING: 0.05,
-    Stage.READING: 0.55,
-    Stage.BUILDING: 0.1,
-    Stage.COPYING: 0.1,
-    Stage.MEASURING: 0.05,
-    Stage.COMPILING: 0.0,
-    Stage.WARMING_UP: 0.1,
-    Stage.CAPTURING: 0.05,
+    LoadPhase.STARTING: 0.05,
+    LoadPhase.READING: 0.55,
+    LoadPhase.BUILDING: 0.1,
+    LoadPhase.COPYING: 0.1,
+    LoadPhase.MEASURING: 0.05,
+    LoadPhase.COMPILING: 0.0,
+    LoadPhase.WARMING_UP: 0.1,
+    LoadPhase.CAPTURING: 0.05,
 }
 _SHARES_BEFORE = dict(zip(_SHARES, accumulate(_SHARES.values(), initial=0.0), strict=False))
 
 
 class LoadStage:
-    """Where loading stands. Written by the thread that loads, read by the one that reports."""
+    """Present phase of a load. Written by the thread that loads, read by the one that reports."""
 
     def __init__(self) -> None:
-        # One tuple, replaced whole: the reader never sees one stage with the bytes of another.
-        self._now = (Stage.STARTING, 0, 0)
+        # One tuple, replaced whole: the reader never sees one phase with the bytes of another.
+        self._now = (LoadPhase.STARTING, 0, 0)
 
-    def enter(self, stage: Stage, *, total_bytes: int = 0) -> None:
-        """Go on to a stage that counts `total_bytes`, or none."""
-        self._now = (stage, 0, total_bytes)
+    def enter(self, phase: LoadPhase, *, total_bytes: int = 0) -> None:
+        """Go on to a phase that counts `total_bytes`, or none."""
+        self._now = (phase, 0, total_bytes)
 
     def count(self, num_bytes: int) -> None:
-        stage, done_bytes, total_bytes = self._now
-        self._now = (stage, done_bytes + num_bytes, total_bytes)
+        phase, done_bytes, total_bytes = self._now
+        self._now = (phase, done_bytes + num_bytes, total_bytes)
 
     def progress(self, elapsed_s: float) -> LoadProgress:
-        stage, done_bytes, total_bytes = self._now
+        phase, done_bytes, total_bytes = self._now
         return LoadProgress(
-            stage=stage.value,
+            stage=phase.value,
             done_bytes=done_bytes,
             total_bytes=total_bytes,
             elapsed_s=elapsed_s,
-            share_before=_SHARES_BEFORE[stage],
-            share=_SHARES[stage],
+            share_before=_SHARES_BEFORE[phase],
+            share=_SHARES[phase],
         )
 
 
@@ -98,7 +98,7 @@ def run_reporting(work: Callable[[LoadStage], Result], report: Callable[[LoadPro
     def report_now() -> None:
         report(stage.progress(time.monotonic() - started_s))
 
-    # A daemon: a process that is told to stop while it loads shall not wait for the rest of the model.
+    # A daemon: a process that is stopped while it loads does not wait for the rest of the model.
     thread = threading.Thread(target=run, name="tokenyard-load", daemon=True)
     thread.start()
     while thread.is_alive():

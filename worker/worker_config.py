@@ -1,4 +1,8 @@
-"""What the worker is told before it starts, and what it reports once the model is loaded."""
+"""Configuration of the worker, and the facts that it reports once the model is loaded.
+
+Owns: the fields.
+Never: defaults that depend on the machine.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +11,12 @@ from scheduler.messages import PoolingTask, PromptComputation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Resolved by engine/options/engine_config.py: the worker guesses nothing that it need not measure."""
+    """Configuration as engine/options/engine_config.py resolves it; the worker measures the rest."""
 
     model_path: str
-    """A checkpoint folder on this machine."""
+    """Checkpoint folder on this machine."""
     checksums_file: str | None = None
-    """The list that every file which is read must be in. None: nothing is compared."""
+    """List of checksums that every file which is read must be in. None: no file is compared."""
     dtype: str = "auto"
     """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
     task: str = "auto"
@@ -21,16 +25,15 @@ class WorkerConfig:
     device: str = "auto"
     """auto takes CUDA where torch sees a GPU, else the CPU; or cpu, cuda, cuda:1."""
     max_model_len: int | None = None
-    """None takes the checkpoint's own context window, cut to what the KV cache can hold."""
+    """Context window. None takes the checkpoint's own, cut to the size of the KV cache."""
     block_size: int | None = None
     """Tokens per KV block, 1 to 1024. None: the device's default (worker/devices/device.py)."""
     num_blocks: int | None = None
-    """None measures free memory. Counts the blocks that sequences can use; the padding block is extra."""
+    """Blocks that sequences can use; the padding block is extra. None measures free memory."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
     kv_cache_bytes: int | None = None
-    """Memory for the KV cache on CPU. None: a share of what is free, worker/memory_sizes.py says
-    which."""
+    """Memory for the KV cache on CPU. None: the share of free memory that worker/memory_sizes.py names."""
     swap_space_bytes: int = 0
     """Host memory for the KV blocks of preempted sequences. 0: there is no host pool."""
     max_num_seqs: int = 256
@@ -42,20 +45,20 @@ class WorkerConfig:
     enforce_eager: bool = False
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
-    """int8 keeps the layers' weights as whole numbers with a scale for each output. CPU kernels only."""
+    """int8 keeps the layers' weights as integers with a scale for each output. CPU kernels only."""
     num_threads: int | None = None
     """Compute threads on CPU. None: one per physical core that this process may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """A step on the way to ready; one is reported at least every half second while loading."""
+    """Progress of a load, reported at least every half second."""
 
     stage: str
-    """For a person: `reading weights`, `measuring memory`, `warming up`."""
+    """Phase, for a person: `reading weights`, `measuring memory`, `warming up`."""
     done_bytes: int
     total_bytes: int
-    """Of this stage; 0 for one that does not count bytes."""
+    """Bytes of this stage; 0 for one that does not count bytes."""
     elapsed_s: float
     share_before: float = 0.0
     """Share of the whole load that lies before this stage, 0 to 1."""
@@ -64,25 +67,25 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
-        """Of the whole load. Below 1 until the last stage is over, which only `ready` says."""
+        """Return the finished share of the whole load; below 1 until the last stage is over."""
         done = self.done_bytes / self.total_bytes if self.total_bytes else 0.0
         return self.share_before + self.share * done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingFacts:
-    """What a model that does not generate is there for."""
+    """Task of a model that pools."""
 
     task: PoolingTask
     num_dimensions: int
     """Size of its vectors; 1 for scores."""
     prompt: PromptComputation
-    """What its kind of pooling needs."""
+    """Computation of a prompt that the kind of pooling needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What was really loaded."""
+    """Facts of the loaded model."""
 
     model_type: str
     num_parameters: int
@@ -98,21 +101,20 @@ class ModelFacts:
     """Blocks that sequences can use, ids 1 to num_blocks; block 0 is the worker's own, for padding."""
     kv_cache_bytes: int
     is_paged: bool = True
-    """False: each sequence has a cache of the model's own making, and blocks only stand for memory. Nothing
-    can be found in them again, swapped or copied."""
+    """False: each sequence has a cache of the model's own, and blocks only stand for memory. They cannot be
+    reused, swapped or copied."""
     sliding_window: int | None = None
-    """If every layer has a window, the largest of them: blocks before it are never read again."""
+    """Largest window, if every layer has one: blocks before it are never read again."""
     num_host_blocks: int = 0
     """Blocks of the host pool, ids 1 to num_host_blocks."""
     copy_s_per_block: float = 0.0
     """Measured at load: seconds to copy one block between the pools, one way. 0 without a host pool."""
     runs_ahead: bool = False
-    """A step that was launched is computed while the host goes on: the next one can be launched before its
-    result is known."""
+    """Steps are computed while the host goes on: the next one can be launched before the result is known."""
     saturating_tokens: int = 0
-    """With more tokens of prompts a step computes no more of them per second: its time is linear from here
-    on. 0: that is not known, or not so."""
+    """Number of prompt tokens from which the time of a step is linear: more tokens are not computed faster.
+    0 if unknown, or if there is no such number."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
     pooling: PoolingFacts | None = None
-    """None: it generates."""
+    """Facts of a model that pools; None for one that generates."""

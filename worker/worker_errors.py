@@ -1,7 +1,7 @@
-"""What can go wrong in the worker, by who can do something about it.
+"""Errors of the worker, by the party that can act on them.
 
 WorkerError
-├── StartupError           the operator's: says what is wrong, and what to do about it
+├── StartupError           the operator can act: the text says what is wrong, and what to do
 │   └── FamilyRefused      no option helps: this family cannot be served
 ├── UnsupportedAttention   a model asks attention for something that the backend would get wrong
 ├── SequenceRefused        one sequence of a plan cannot be computed; the others can
@@ -10,7 +10,7 @@ WorkerError
 
 
 class WorkerError(Exception):
-    """The root. Its text is for the log."""
+    """Root of the worker's errors. Its text is for the log."""
 
 
 class StartupError(WorkerError):

@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Reply, Target, exchange
 from bench.load.request_record import COMPLETED, CUT_OFF, RequestRecord
 from bench.load.workload import ONE_TOKEN_A_WORD, PlannedRequest, WordCost, words
+from server.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
 
 _CALIBRATION_WORDS = (16, 80)
 
@@ -34,14 +34,14 @@ class Endpoint(StrEnum):
 
 
 class UsageMode(StrEnum):
-    """How tokens are counted."""
+    """Way of counting tokens."""
 
     CONTINUOUS = "continuous"  # every chunk says how many there are so far, as Tokenyard and vLLM can
     FINAL = "final"  # one for each chunk, set right by the last one, as OpenAI does
 
 
 class StreamEnd(StrEnum):
-    """How a server says that a stream is whole."""
+    """Mark by which a server ends a whole stream."""
 
     DONE_EVENT = "done event"  # `data: [DONE]`, as OpenAI does
     FINISH_REASON = "finish reason"  # and then the end of the reply, as `transformers serve` does
@@ -49,7 +49,7 @@ class StreamEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStyle:
-    """What all requests of a run have in common."""
+    """Fields that all requests of a run have in common."""
 
     endpoint: Endpoint
     model: str
@@ -58,13 +58,13 @@ class RequestStyle:
     sends_priority: bool
     usage: UsageMode
     seed: int
-    """Request i draws with seed + i."""
+    """Request i samples with seed + i."""
     timeout_s: float
     end: StreamEnd = StreamEnd.DONE_EVENT
 
 
 class StreamReader:
-    """Makes sense of the events of one stream."""
+    """Reads the events of one stream: tokens, their times, the end."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -123,7 +123,7 @@ class StreamReader:
 
 
 def request_body(request: PlannedRequest, style: RequestStyle) -> bytes:
-    """The JSON of one streaming request; fields beyond OpenAI's only where they were asked for."""
+    """Build the JSON of one streaming request; fields beyond OpenAI's only where they were asked for."""
     stream_options = {"include_usage": True}
     if style.usage is UsageMode.CONTINUOUS:
         stream_options["continuous_usage_stats"] = True
@@ -147,7 +147,7 @@ def request_body(request: PlannedRequest, style: RequestStyle) -> bytes:
 
 
 def error_of(reply: Reply) -> ExchangeFailed:
-    """A reply that is no success, as a failure with status and code."""
+    """Turn a reply that is no success into a failure with status and code."""
     code, message = "", reply.body[:200].decode("utf-8", "replace")
     with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
         error = orjson.loads(reply.body).get("error")
@@ -160,7 +160,7 @@ def error_of(reply: Reply) -> ExchangeFailed:
 async def stream(target: Target, request: PlannedRequest, style: RequestStyle, reader: StreamReader) -> None:
     """Send `request` and feed its stream to `reader`. Raises ExchangeFailed unless it ends as it should."""
     wire = target.request("POST", style.endpoint.path, request_body(request, style))
-    reply = await exchange(target, wire, timeout_s=style.timeout_s, on_event=reader.take)
+    reply = await exchange(target, wire, timeouts=Timeouts(whole_s=style.timeout_s), on_event=reader.take)
     if reply.status != 200:
         raise error_of(reply)
     if reader.error is not None:
@@ -172,8 +172,8 @@ async def stream(target: Target, request: PlannedRequest, style: RequestStyle, r
 
 
 async def first_model(target: Target, *, timeout_s: float) -> str:
-    """The first of the models that the server says it has. Raises ExchangeFailed."""
-    reply = await exchange(target, target.request("GET", "/v1/models"), timeout_s=timeout_s)
+    """Return the first of the models that the server lists. Raises ExchangeFailed."""
+    reply = await exchange(target, target.request("GET", "/v1/models"), timeouts=Timeouts(whole_s=timeout_s))
     if reply.status != 200:
         raise error_of(reply)
     try:

@@ -7,24 +7,23 @@ Never: the load itself (load_client.py) or its statistics (report.py).
 import argparse
 import asyncio
 import math
-import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from bench.http_stream import ExchangeFailed, Target
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, first_model, measure_words
 from bench.load.load_progress import progress
 from bench.load.load_report import render, summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import PlannedRequest, Shape, WorkloadError, plan, read_prompts, synthetic_prompts
+from server.http.http_client import API_KEY_VARIABLE, ExchangeFailed, Target, key_from_environment
 
-API_KEY_VARIABLE = "TOKENYARD_API_KEY"
 _DEFAULT_NUM_PROMPTS = 64
 _DEFAULT_CONCURRENCY = 8
 _MAX_PROMPTS = 1_000_000
@@ -56,8 +55,8 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.json:
         _check_writable(options.json)
     target: Target = options.base_url
-    if key := options.api_key or os.environ.get(API_KEY_VARIABLE, "").split(",")[0].strip():
-        target = target.with_key(key)
+    if key := options.api_key or key_from_environment():
+        target = replace(target, api_key=key)
     style = await _style(options, target)
     requests = await _plan(options, target, style)
     records = await _run(options, target, style, requests)
@@ -75,7 +74,7 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before the run, not after it. Raises WorkloadError."""
+    """Check before the run that the file can be written. Raises WorkloadError."""
     try:
         path.touch()
     except OSError as error:
@@ -133,7 +132,7 @@ def _concurrency(options: argparse.Namespace) -> int:
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as they were used, for the record, without the key."""
+    """Return the options as they were used, for the record, without the key."""
     target: Target = options.base_url
     given = {name: value for name, value in vars(options).items() if name not in ("api_key", "command")}
     for name in ("prompt_file", "json"):

@@ -1,4 +1,4 @@
-"""How far a run has come: a bar on a terminal, a line now and then elsewhere.
+"""Progress of a run: a bar on a terminal, a line now and then elsewhere.
 
 Owns: what is shown on standard error while a run lasts.
 Never: the numbers of the report (report.py), nor a timer: it speaks when a request ends.

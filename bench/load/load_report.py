@@ -1,4 +1,4 @@
-"""What a load run comes to: rates and percentiles, as a table for people and as JSON for machines.
+"""The report of a load run: rates and percentiles, as a table for people and as JSON for machines.
 
 Owns: the statistics and their meaning.
 Never: a clock or the network.
@@ -25,7 +25,7 @@ _TITLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Of one latency, in milliseconds."""
+    """Mean and percentiles of one latency, in milliseconds."""
 
     count: int
     mean: float
@@ -37,7 +37,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Of a group of completed requests. None where there is nothing to measure."""
+    """Latencies of a group of completed requests. None where there is nothing to measure."""
 
     num_requests: int
     ttft_ms: Distribution | None
@@ -51,23 +51,23 @@ class Summary:
     """One run in numbers."""
 
     duration_s: float
-    """From the first request sent to the end of the last."""
+    """Time from the first request sent to the end of the last."""
     num_planned: int
     num_sent: int
     num_completed: int
     num_failed: int
     failures: dict[str, int]
-    """By kind, most frequent first."""
+    """Counts by kind, most frequent first."""
     example_messages: dict[str, str]
-    """By kind: what the first of them said."""
+    """The message of the first failure of each kind."""
     finish_reasons: dict[str, int]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of the prompt tokens, found in the server's prefix cache."""
+    """Prompt tokens that were found in the server's prefix cache."""
     num_output_tokens: int
-    """All that arrived, those of failed requests included: the server made them."""
+    """Tokens that arrived, also of failed requests: the server computed them."""
     requests_per_s: float
-    """Completed ones."""
+    """Completed requests."""
     output_tokens_per_s: float
     total_tokens_per_s: float
     """Prompt tokens of completed requests, and output tokens."""
@@ -76,7 +76,7 @@ class Summary:
     """The most that an open loop fell behind its own arrivals; large means that the client was too slow."""
     latencies: Latencies
     by_priority: dict[int, Latencies]
-    """Only where there is more than one priority."""
+    """Latencies by priority, where there is more than one priority."""
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)
@@ -85,7 +85,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, with linear interpolation between neighbours, as numpy's default."""
+    """Percentile of ascending values, with linear interpolation between neighbours, as numpy's default."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -155,7 +155,7 @@ def _rate(count: float, per: float) -> float:
 
 
 def render(summary: Summary) -> str:
-    """The summary as a table of plain text."""
+    """Format the summary as a table of plain text."""
     lines = [
         f"Completed        {summary.num_completed} of {summary.num_planned} requests "
         f"in {summary.duration_s:.2f} s",

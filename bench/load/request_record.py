@@ -1,4 +1,4 @@
-"""What became of one request of a load run.
+"""The record of one request of a load run.
 
 Owns: the meaning of its times and counts, for all who measure requests.
 Never: takes a time (load_client.py, gpu/clients.py), or adds them up (report.py).
@@ -12,7 +12,7 @@ CUT_OFF = "cut off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What became of one request. Times are None where it did not come so far."""
+    """Outcome of one request. Times are None where it did not come so far."""
 
     index: int
     priority: int
@@ -21,17 +21,17 @@ class RequestRecord:
     message: str
     """The failure for a person; empty for a completed one."""
     start_s: float
-    """When it was sent, after the start of the run."""
+    """Time of sending, after the start of the run."""
     late_s: float
-    """How much later than its arrival; only an open loop has a say in this."""
+    """Delay behind the planned arrival; 0 in a closed loop."""
     ttft_s: float | None
-    """From sending to the first token, with the connection made in between."""
+    """Time from sending to the first token, with the connection made in between."""
     e2e_s: float
-    """From sending to the end, whatever it was."""
+    """Time from sending to the end, with or without success."""
     chunk_gaps_s: tuple[float, ...]
-    """Between chunks that bring tokens."""
+    """Times between chunks that bring tokens."""
     tpot_s: float | None
-    """Per token after those of the first chunk; None if there are none."""
+    """Time per token after those of the first chunk; None if there are none."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

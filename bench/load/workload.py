@@ -1,4 +1,4 @@
-"""Which requests are sent, and when: the same for the same seed.
+"""Requests of a load run and their arrivals: the same for the same seed.
 
 Owns: synthetic prompts, prompt files, arrival times, priorities.
 Never: the network.
@@ -36,19 +36,19 @@ class PlannedRequest:
     max_tokens: int
     priority: int
     arrival_s: float
-    """After the start of the run; an open loop sends it then, a closed loop when its turn comes."""
+    """Time after the start of the run; an open loop sends it then, a closed loop when its turn comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordCost:
-    """What words cost in tokens, measured on the server's own tokenizer."""
+    """Cost of words in tokens, measured on the server's own tokenizer."""
 
     per_word: float
     per_prompt: float
-    """The chat template, and the like."""
+    """Tokens of the chat template and the like."""
 
     def num_words(self, num_tokens: int) -> int:
-        """How many words make about `num_tokens`; at least one."""
+        """Return how many words make about `num_tokens`; at least one."""
         return max(1, round((num_tokens - self.per_prompt) / self.per_word))
 
 
@@ -57,13 +57,13 @@ ONE_TOKEN_A_WORD = WordCost(per_word=1.0, per_prompt=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a synthetic workload looks like; lengths in tokens."""
+    """Size of a synthetic workload; lengths in tokens."""
 
     num_prompts: int
     input_len: int
     output_len: int
     shared_prefix_len: int
-    """Of `input_len`; the same words open every prompt."""
+    """Part of `input_len`; the same words open every prompt."""
 
 
 def words(count: int, rng: random.Random) -> str:
@@ -71,7 +71,7 @@ def words(count: int, rng: random.Random) -> str:
 
 
 def synthetic_prompts(shape: Shape, cost: WordCost, seed: int) -> list[tuple[str, int]]:
-    """Prompts of about `shape.input_len` tokens, each with its max_tokens."""
+    """Make prompts of about `shape.input_len` tokens, each with its max_tokens."""
     rng = random.Random(seed)
     num_words = cost.num_words(shape.input_len)
     num_shared = min(num_words, round(shape.shared_prefix_len / cost.per_word))
@@ -84,7 +84,7 @@ def synthetic_prompts(shape: Shape, cost: WordCost, seed: int) -> list[tuple[str
 
 
 def read_prompts(path: Path, *, num_prompts: int | None, output_len: int) -> list[tuple[str, int]]:
-    """Prompts of a JSON lines file, each with its own max_tokens or else `output_len`.
+    """Read the prompts of a JSON lines file, each with its own max_tokens or else `output_len`.
 
     None takes each line once; a number takes so many, from the top again when the file is too short.
     Raises WorkloadError with the line number.

@@ -1,4 +1,4 @@
-"""Which requests come, and when: drawn from a seed, or read from a file.
+"""Requests and their arrivals: sampled from a seed, or read from a file.
 
 Owns: the form of a request file, the draws, and the token ids that stand for a prompt.
 Never: the scheduler.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
-from bench.simulate.lengths import Lengths
+from bench.simulate.lengths import LengthDistribution
 
 _Value = TypeVar("_Value")
 
@@ -39,7 +39,7 @@ class SimRequest(NamedTuple):
     prefix_group: str = ""
     """Requests of one group begin with the same tokens."""
     prefix_len: int = 0
-    """So many of them."""
+    """Number of tokens that the group shares."""
     prompt: tuple[int, ...] = ()
     """The token ids themselves, if a file gave the prompt; else they are made up."""
 
@@ -52,15 +52,15 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticWorkload:
-    """Drawn while it is iterated, so that millions of requests take no memory."""
+    """A workload that is sampled while it is iterated, so that millions of requests take no memory."""
 
     num_requests: int
     rate_per_s: float
-    """inf: all at once."""
+    """Requests per second; inf sends all at once."""
     burstiness: float
     """Shape of the gamma distribution of the gaps: 1 is Poisson, below it comes in bursts."""
-    prompt_lens: Lengths
-    output_lens: Lengths
+    prompt_lens: LengthDistribution
+    output_lens: LengthDistribution
     priority_mix: tuple[tuple[int, float], ...]
     """Priority and weight."""
     tenant_mix: tuple[tuple[str, float], ...]
@@ -99,7 +99,7 @@ def _draw(mix: Sequence[tuple[_Value, float]], rng: random.Random) -> _Value:
 
 
 def read_requests(path: Path) -> list[SimRequest]:
-    """The requests of a JSON lines file, by arrival. Raises ArrivalsError with the line number.
+    """Read the requests of a JSON lines file, by arrival. Raises ArrivalsError with the line number.
 
     Fields: `arrival_s`; `prompt_len`, or `prompt` as text or token ids; `max_tokens` or `output_len`, the
     smaller if both are there; and, where wanted, `priority`, `tenant`, `prefix_group` and `prefix_len`.
@@ -119,7 +119,7 @@ def read_requests(path: Path) -> list[SimRequest]:
 
 
 def write_requests(path: Path, workload: Iterable[SimRequest]) -> None:
-    """What `read_requests` reads. Raises ArrivalsError."""
+    """Write a file that `read_requests` reads. Raises ArrivalsError."""
     try:
         with path.open("wb") as lines:
             for request in workload:
@@ -172,7 +172,7 @@ def _whole(entry: dict[str, Any], name: str, where: str, least: int) -> int:
 
 
 def _prompt_tokens(prompt: Any, where: str) -> tuple[int, ...]:
-    """Token ids as they are; of text, one for each four bytes, so that equal beginnings stay equal."""
+    """Return token ids as they are; for text, one for each four bytes, so equal beginnings stay equal."""
     if prompt is None:
         return ()
     if isinstance(prompt, str) and prompt:
@@ -188,7 +188,7 @@ def _prompt_tokens(prompt: Any, where: str) -> tuple[int, ...]:
 
 
 class PromptMaker:
-    """The token ids of a request: its own number behind the tokens of its group, then always the same.
+    """Makes the token ids of a request: its own number behind the tokens of its group, then always the same.
 
     Cheap on purpose: a prompt differs from all others from its first own token on, and that is all that a
     prefix cache can see.

@@ -1,4 +1,4 @@
-"""How long a step takes: t = base + token * tokens + decode * decodes + context * context tokens.
+"""Step time fitted to a trace: t = base + token * tokens + decode * decodes + context * context tokens.
 
 Owns: the model and its fit to the steps of a real engine.
 Never: a clock.
@@ -31,8 +31,8 @@ class FitError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeModel:
-    """Seconds."""
+class LinearStepTime:
+    """Coefficients of the step time, in seconds."""
 
     base_s: float
     per_token_s: float
@@ -56,15 +56,15 @@ class StepTimeModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A model, and how well it says what was measured."""
+class FittedStepTime:
+    """A step time, and how well it agrees with the trace."""
 
-    model: StepTimeModel
+    model: LinearStepTime
     num_steps: int
     num_accidents: int
     """Steps that were left out: they took far longer or shorter than steps of their size."""
     median_error: float
-    """Of the predicted step time, relative to the measured one."""
+    """Error of the predicted step time, relative to the measured one."""
 
     def __str__(self) -> str:
         return (
@@ -73,7 +73,7 @@ class Fit:
         )
 
 
-def fit(steps: Iterable[TracedStep]) -> Fit:
+def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     """Least squares of the relative error, with no coefficient below 0. Raises FitError.
 
     Relative, because a step of 5 ms matters as much to those who wait for its tokens as one of 500 ms.
@@ -97,8 +97,10 @@ def fit(steps: Iterable[TracedStep]) -> Fit:
         found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
     errors = np.abs(sizes[is_kept] @ found / measured_s[is_kept] - 1)
     base, token, decode, context = (float(each) for each in found)
-    return Fit(
-        model=StepTimeModel(base_s=base, per_token_s=token, per_decode_s=decode, per_context_token_s=context),
+    return FittedStepTime(
+        model=LinearStepTime(
+            base_s=base, per_token_s=token, per_decode_s=decode, per_context_token_s=context
+        ),
         num_steps=int(is_kept.sum()),
         num_accidents=int((~is_kept).sum()),
         median_error=float(np.median(errors)),

@@ -1,4 +1,4 @@
-"""How many tokens a prompt or an answer has: a distribution by its name.
+"""Lengths of prompts and answers in tokens: a distribution by its name.
 
 128                          always
 uniform:LOW:HIGH             both ends included
@@ -15,15 +15,15 @@ _NUM_ARGUMENTS = {"uniform": (2, 2), "exponential": (1, 2), "lognormal": (2, 3)}
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """At least 1, at most what the name says."""
+class LengthDistribution:
+    """A distribution of lengths, from 1 to the most that its name allows."""
 
     text: str
     draw: Callable[[random.Random], int]
 
     @classmethod
-    def parse(cls, text: str) -> "Lengths":
-        """Raises ValueError, fit for a person."""
+    def parse(cls, text: str) -> "LengthDistribution":
+        """Read a distribution by its name. Raises ValueError, fit for a person."""
         name, *words = text.split(":")
         if not words:
             length = _number(name, text)

@@ -1,4 +1,4 @@
-"""The report as pictures: how the first token was waited for, and how long the queue was.
+"""The report as pictures: time to first token, and length of the queue.
 
 Owns: which points are drawn, few enough for a file that opens quickly.
 Never: how SVG is written (bench/svg.py).
@@ -15,7 +15,7 @@ _NUM_QUEUE_POINTS = 1000
 
 
 def draw_ttft(results: Sequence[RunResult]) -> Canvas:
-    """Share of the requests that had their first token within so many milliseconds; a line for each class."""
+    """Draw the share of requests with their first token within so many ms; a line for each class."""
     lines = []
     for result in results:
         for tally in result.classes:
@@ -31,7 +31,7 @@ def draw_ttft(results: Sequence[RunResult]) -> Canvas:
 
 
 def draw_queue(results: Sequence[RunResult]) -> Canvas:
-    """How many waited over virtual time, on all replicas together."""
+    """Draw how many requests waited over virtual time, on all replicas together."""
     lines = [(result.name, staircase(_thin(result.queue))) for result in results]
     seconds = [x for _, points in lines for x, _ in points]
     counts = [y for _, points in lines for _, y in points]
@@ -40,7 +40,7 @@ def draw_queue(results: Sequence[RunResult]) -> Canvas:
 
 
 def _thin(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """At most so many, each the most of its stretch."""
+    """Keep at most so many points, each the most of its stretch."""
     stride = -(-len(points) // _NUM_QUEUE_POINTS)
     return [
         (points[start][0], max(count for _, count in points[start : start + stride]))

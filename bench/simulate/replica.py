@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from bench.simulate.arrivals import SimRequest
-from bench.simulate.fitted_step_time import StepTimeModel
+from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
@@ -40,7 +40,7 @@ class Stuck(Exception):
 
 
 class _Live:
-    """A request on its way."""
+    """A request that is waiting or running."""
 
     __slots__ = ("arrival_s", "first_s", "last_s", "seq", "tally")
 
@@ -53,7 +53,7 @@ class _Live:
 
 
 class Tallies:
-    """By priority and tenant, in the order in which they are first seen: that place is the client_index."""
+    """Counts by priority and tenant, in the order of appearance: that place is the client_index."""
 
     def __init__(self) -> None:
         self.all: list[ClassTally] = []
@@ -69,12 +69,14 @@ class Tallies:
 
 
 class Replica:
-    """Driven by `add`, `begin_step` and `end_step`, in the order of virtual time."""
+    """One scheduler, driven by `add`, `begin_step` and `end_step`, in the order of virtual time."""
 
-    def __init__(self, config: SchedulerConfig, step_time: StepTimeModel, tallies: Tallies, slo: Slo) -> None:
+    def __init__(
+        self, config: SchedulerConfig, step_time: LinearStepTime, tallies: Tallies, slo: Slo
+    ) -> None:
         self.scheduler = Scheduler(config)
         self.is_awake = False
-        """It has an event ahead: the end of a step, or a moment to begin one."""
+        """Whether an event is ahead: the end of a step, or a moment to begin one."""
         self.busy_s = 0.0
         self.num_tokens = 0
         self.preemptions: Counter[str] = Counter()
@@ -94,7 +96,7 @@ class Replica:
         self._params: dict[int, SamplingParams] = {}
         self._terms: dict[int, ServiceTerms] = {}
         self.num_waiting = 0
-        """Preempted ones included."""
+        """Requests, preempted ones included."""
         self.num_running = 0
 
     def add(
@@ -120,7 +122,7 @@ class Replica:
         self.num_waiting += 1
 
     def begin_step(self, now_s: float) -> float | None:
-        """When to call `end_step`; None if there is nothing to do until the next request. Raises Stuck."""
+        """Begin a step; return when to call `end_step`, None if there is no work. Raises Stuck."""
         scheduler = self.scheduler
         while scheduler.has_unfinished_requests:
             plan = scheduler.schedule(now_s=now_s)
@@ -135,7 +137,7 @@ class Replica:
         return None
 
     def end_step(self, now_s: float) -> None:
-        """Everybody whose share reached the end of what is known has one token more."""
+        """Give one token to each sequence whose share reached the end of its known tokens."""
         plan, self._plan = self._plan, None
         if plan is None:  # it was a pause
             return
@@ -161,7 +163,7 @@ class Replica:
         self._sampled, self._sampled_s = sampled, now_s
 
     def _begin(self, plan: SchedulerOutput) -> float:
-        """Seconds that the step takes."""
+        """Return the seconds that the step takes."""
         scheduled = plan.scheduled
         num_decodes = sum([share[2] == 1 for share in scheduled])
         num_context_tokens = 0
@@ -191,14 +193,14 @@ class Replica:
         return _SHORT_PAUSE_S if self._num_pauses <= _NUM_SHORT_PAUSES else _LONG_PAUSE_S
 
     def _note_stalled(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """They had a token in the last step and have none in this: ended, or preempted."""
+        """Note the sequences that had a token in the last step and have none in this: ended, or preempted."""
         for sequence_id in sequence_ids:
             live = self._live.get(sequence_id)
             if live is not None:
                 live.last_s = self._sampled_s
 
     def _settle(self, news: list[SequenceOutput], now_s: float) -> int:
-        """Count who ended. Returns how many of the news bring no token."""
+        """Count the requests that ended. Return how many outputs bring no token."""
         num_without = 0
         for output in [each for each in news if each[2] is not None]:
             num_without += not output.token_ids

@@ -1,4 +1,4 @@
-"""Which replica takes a request.
+"""The choice of a replica for a request.
 
 Owns: the choice, made once, when the request arrives.
 Never: moves a request that was placed.
@@ -34,7 +34,7 @@ def router_of(kind: RouterKind) -> Router:
 
 
 def least_waiting(_: SimRequest, replicas: Sequence[Replica]) -> Replica:
-    """The one where fewest wait; among equals the one where fewest run, then the first."""
+    """Choose the replica where fewest wait; among equals the one where fewest run, then the first."""
     return min(replicas, key=_burden)
 
 
@@ -48,7 +48,7 @@ def round_robin() -> Router:
 
 
 def prefix_aware() -> Router:
-    """A prefix group goes where it went before, whose cache has its prefix, unless too many wait there."""
+    """Send a prefix group to the replica whose cache has its prefix, unless too many wait there."""
     homes: dict[str, Replica] = {}
 
     def choose(request: SimRequest, replicas: Sequence[Replica]) -> Replica:

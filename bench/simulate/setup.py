@@ -1,4 +1,4 @@
-"""What is simulated: the scheduler's configuration, how long steps take, how many replicas, how much load.
+"""Setup of a simulation: the scheduler's configuration, the duration of steps, replicas, load.
 
 Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
 field of SchedulerConfig may stand there under its own name, and load, replicas and router.
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from bench.simulate.fitted_step_time import StepTimeModel
+from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.router import RouterKind
 from scheduler.config import SchedulerConfig, SchedulingPolicy
 
@@ -25,15 +25,15 @@ class Setup:
 
     name: str
     config: SchedulerConfig
-    step_time: StepTimeModel
+    step_time: LinearStepTime
     num_replicas: int = 1
     router: RouterKind = RouterKind.LEAST_WAITING
     load: float = 1.0
-    """Requests come so many times as fast."""
+    """Factor by which requests come faster."""
 
 
 def settable_fields() -> dict[str, type[Any]]:
-    """Fields of SchedulerConfig that can be given as a word or a number, with their types."""
+    """List the fields of SchedulerConfig that can be given as a word or a number, with their types."""
     return {
         each.name: each.type
         for each in fields(SchedulerConfig)
@@ -42,7 +42,7 @@ def settable_fields() -> dict[str, type[Any]]:
 
 
 def parse_value(text: str, kind: type[Any]) -> Any:
-    """Raises ValueError that says what was expected."""
+    """Read a value. Raises ValueError that says what was expected."""
     if issubclass(kind, StrEnum):
         if text not in list(kind):
             raise ValueError(f"expected {' or '.join(list(kind))}, got {text!r}")
@@ -55,7 +55,7 @@ def parse_value(text: str, kind: type[Any]) -> Any:
 
 
 def variant(base: Setup, text: str) -> Setup:
-    """`base` with what the words of `text`, joined by +, change in it. Raises SetupError."""
+    """Return `base` changed by the words of `text`, joined by +. Raises SetupError."""
     setup = replace(base, name=text)
     for word in text.split("+"):
         name, equals, value = word.partition("=")

@@ -25,8 +25,8 @@ from bench.simulate.arrivals import (
     read_requests,
     write_requests,
 )
-from bench.simulate.fitted_step_time import FitError, StepTimeModel, fit
-from bench.simulate.lengths import Lengths
+from bench.simulate.fitted_step_time import FitError, LinearStepTime, fit
+from bench.simulate.lengths import LengthDistribution
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stuck
 from bench.simulate.router import RouterKind
@@ -53,8 +53,8 @@ _SYNTHETIC: dict[str, Any] = {
     "num_requests": 10_000,
     "request_rate": 10.0,
     "burstiness": 1.0,
-    "prompt_len": Lengths.parse("lognormal:256:1:4096"),
-    "output_len": Lengths.parse("lognormal:128:0.7:2048"),
+    "prompt_len": LengthDistribution.parse("lognormal:256:1:4096"),
+    "output_len": LengthDistribution.parse("lognormal:128:0.7:2048"),
     "priority_mix": ((0, 1.0),),
     "tenant_mix": (("", 1.0),),
     "prefix_groups": 0,
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _step_time(options: argparse.Namespace) -> tuple[StepTimeModel, str]:
+def _step_time(options: argparse.Namespace) -> tuple[LinearStepTime, str]:
     given = {name: getattr(options, f"step_{name}") for name in _STEP_TIME}
     if options.fit:
         if any(value is not None for value in given.values()):
@@ -121,7 +121,7 @@ def _step_time(options: argparse.Namespace) -> tuple[StepTimeModel, str]:
         found = fit(read_trace(options.fit))
         return found.model, str(found)
     values = {name: _STEP_TIME[name] if value is None else value for name, value in given.items()}
-    model = StepTimeModel(
+    model = LinearStepTime(
         base_s=values["base_ms"] / 1e3,
         per_token_s=values["token_us"] / 1e6,
         per_decode_s=values["decode_us"] / 1e6,
@@ -132,7 +132,7 @@ def _step_time(options: argparse.Namespace) -> tuple[StepTimeModel, str]:
     return model, str(model)
 
 
-def _setups(options: argparse.Namespace, step_time: StepTimeModel) -> list[Setup]:
+def _setups(options: argparse.Namespace, step_time: LinearStepTime) -> list[Setup]:
     given = {name: getattr(options, name) for name in settable_fields() if getattr(options, name) is not None}
     try:
         config = SchedulerConfig(**(_CONFIG | given))
@@ -188,7 +188,7 @@ def _simulate(workload: Workload, setup: Setup, slo: Slo) -> RunResult:
 
 @contextmanager
 def _progress(name: str) -> Iterator[Any]:
-    """How many have arrived, on a terminal; elsewhere nothing, since a run is short."""
+    """Show how many requests have arrived, on a terminal; elsewhere nothing, since a run is short."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -204,7 +204,7 @@ def _progress(name: str) -> Iterator[Any]:
 
 
 def _check_writable(options: argparse.Namespace) -> None:
-    """Find out before the run, not after it."""
+    """Check before the run that the file can be written."""
     try:
         if options.plots:
             options.plots.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def _write(options: argparse.Namespace, results: Sequence[RunResult], reports: S
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Lengths):
+    if isinstance(value, LengthDistribution):
         return value.text
     return str(value) if isinstance(value, Path) else value
 

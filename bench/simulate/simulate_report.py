@@ -49,7 +49,7 @@ class RunReport:
     goodput_per_s: float
     """Requests that kept to the SLO; all that completed where there is none."""
     good_share: float
-    """Of the requests that arrived."""
+    """Share of the requests that arrived."""
     num_replicas: int
     busy_share: float
     mean_kv_use: float
@@ -59,9 +59,9 @@ class RunReport:
     max_waiting: int
     preemptions: dict[str, int]
     recomputed_share: float
-    """Of the computed tokens, those of sequences that lost them."""
+    """Share of the computed tokens that sequences had lost before."""
     prefix_hit_share: float
-    """Of the prompt tokens."""
+    """Share of the prompt tokens."""
     classes: tuple[ClassReport, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def render(reports: Sequence[RunReport], slo: Slo) -> str:
-    """A table of plain text with one column for each run. What kept to the SLO is told if there is one."""
+    """Format a table with a column for each run; the SLO has a row where there is one."""
     words = [each.name.split("+") for each in reports]
     depth = max(len(each) for each in words)
     rows: list[Row] = [

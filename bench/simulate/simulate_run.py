@@ -25,7 +25,7 @@ class RunResult:
 
     name: str
     duration_s: float
-    """Virtual, from 0 to the end of the last step."""
+    """Virtual time, from 0 to the end of the last step."""
     classes: tuple[ClassTally, ...]
     """Most urgent first, then by tenant."""
     num_replicas: int
@@ -36,14 +36,14 @@ class RunResult:
     num_prefix_queries: int
     num_prefix_hits: int
     preemptions: dict[str, int]
-    """By cause and mode."""
+    """Preemptions by cause and mode."""
     busy_share: float
-    """Of the duration, in steps; mean of the replicas."""
+    """Share of the duration in steps; mean of the replicas."""
     mean_kv_use: float
     """Share of the blocks in use while a step runs."""
     max_kv_use: float
     queue: tuple[tuple[float, int], ...]
-    """Seconds, and how many wait on all replicas together."""
+    """Time in seconds, and how many requests wait on all replicas together."""
 
 
 class _Run:
@@ -72,7 +72,7 @@ class _Run:
             heappush(self._events, (now_s, self._numbers[id(replica)]))
 
     def advance(self, until_s: float) -> None:
-        """All events before `until_s`."""
+        """Handle all events before `until_s`."""
         events = self._events
         while events and events[0][0] < until_s:
             now_s, number = heappop(events)

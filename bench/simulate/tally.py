@@ -1,4 +1,4 @@
-"""What was measured in a run, as little of it as the report needs.
+"""Measurements of a run, no more than the report needs.
 
 Owns: percentiles of gaps that are counted, not listed; the length of the queue in a bounded list.
 Never: virtual time; it is told.
@@ -24,7 +24,7 @@ class GapCounts:
         self._counts[round(gap_s * 1e6)] += count
 
     def distribution_ms(self) -> Distribution | None:
-        """Percentiles are values that occurred: the smallest that so many percent do not exceed."""
+        """Return percentiles that occurred: the smallest value that so many percent do not exceed."""
         total = self._counts.total()
         if not total:
             return None
@@ -50,11 +50,11 @@ def _at(ordered: list[tuple[int, int]], rank: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a good request keeps to, in seconds; inf does not bind."""
+    """Limits that a good request keeps, in seconds; inf does not bind."""
 
     ttft_s: float
     itl_s: float
-    """Of the mean time between its tokens."""
+    """Limit of the mean time between its tokens."""
 
     @property
     def binds(self) -> bool:
@@ -75,12 +75,12 @@ class ClassTally:
     tenant: str
     num_arrived: int = 0
     num_rejected: int = 0
-    """Could never fit."""
+    """Requests that could never fit."""
     num_completed: int = 0
     num_cut_short: int = 0
-    """Of the completed: ended before max_tokens, by the context window or alone in a full pool."""
+    """Completed requests that ended before max_tokens, by the context window or alone in a full pool."""
     num_good: int = 0
-    """Of the completed: kept to the SLO."""
+    """Completed requests that kept to the SLO."""
     num_output_tokens: int = 0
     ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
     e2e_s: "array[float]" = field(default_factory=lambda: array("d"))
@@ -102,7 +102,7 @@ def class_name(priority: int, tenant: str) -> str:
 
 
 class QueueLine:
-    """How many wait, over time: at most some thousand points, each the most of its stretch."""
+    """Length of the queue over time: at most some thousand points, each the most of its stretch."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, int]] = []

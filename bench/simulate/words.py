@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bench.simulate.lengths import Lengths
+from bench.simulate.lengths import LengthDistribution
 from bench.simulate.setup import parse_value
 
 
@@ -31,9 +31,9 @@ def number(least: float, *, most: float = 1e300) -> Callable[[str], float]:
     return parse
 
 
-def length(text: str) -> Lengths:
+def length(text: str) -> LengthDistribution:
     try:
-        return Lengths.parse(text)
+        return LengthDistribution.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -49,7 +49,7 @@ def setting(kind: type[Any]) -> Callable[[str], Any]:
 
 
 def priority_mix(text: str) -> tuple[tuple[int, float], ...]:
-    """`0:1,10:4` is one of priority 0 for each four of priority 10."""
+    """Read a mix: `0:1,10:4` is one of priority 0 for each four of priority 10."""
     try:
         return tuple((int(name), weight) for name, weight in tenant_mix(text))
     except ValueError:
@@ -57,7 +57,7 @@ def priority_mix(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def tenant_mix(text: str) -> tuple[tuple[str, float], ...]:
-    """`acme:1,other:4` is one of acme for each four of other."""
+    """Read a mix: `acme:1,other:4` is one of acme for each four of other."""
     pairs = []
     for entry in text.split(","):
         name, _, weight = entry.partition(":")

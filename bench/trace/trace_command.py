@@ -1,4 +1,4 @@
-"""`tokenyard trace`: what the scheduler did, step by step, from the file of `--trace-steps`.
+"""`tokenyard trace`: the scheduler step by step, from the file of `--trace-steps`.
 
 Owns: the command line, the table and the summary.
 Never: the form of the file (trace_reading.py) or the picture (trace_timeline.py).
@@ -62,18 +62,18 @@ class TraceSummary:
     first_s: float = inf
     last_s: float = -inf
     busy_s: float = 0.0
-    """Spent in steps."""
+    """Time in steps."""
     num_tokens: int = 0
     num_decodes: int = 0
     num_recomputed_tokens: int = 0
-    """Computed before, and lost to a preemption since."""
+    """Tokens that were computed before, and lost to a preemption since."""
     preemptions: Counter[str] = field(default_factory=Counter)
-    """By cause and mode."""
+    """Preemptions by cause and mode."""
     max_waiting: int = 0
     max_kv_use: float = 0.0
     """Share of the blocks."""
     _reached: dict[int, int] = field(default_factory=dict)
-    """How far each sequence ever was."""
+    """The furthest position of each sequence."""
 
     def add(self, step: TracedStep) -> None:
         self.num_steps += 1
@@ -113,7 +113,7 @@ class StepTable:
 
     def __init__(self, window: tuple[int, int], *, max_lines: int) -> None:
         self.num_steps = 0
-        """In the window."""
+        """Steps in the window."""
         self._window = window
         self._max_lines = max_lines
         self._lines: list[tuple[str, ...]] = []

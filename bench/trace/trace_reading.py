@@ -15,7 +15,7 @@ class TraceError(Exception):
 
 
 class TracedPreemption(msgspec.Struct, frozen=True, kw_only=True):
-    """Who had to leave, why, for whom, and what it had computed."""
+    """A preempted sequence: cause, sequence in its favour, and tokens that it had computed."""
 
     sequence_id: int
     cause: str
@@ -26,11 +26,11 @@ class TracedPreemption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One line."""
+    """One step: a line of the file."""
 
     step: int
     time_s: float
-    """When it was planned, by a clock whose zero means nothing."""
+    """Time of planning, by a clock whose zero means nothing."""
     schedule_s: float
     execute_s: float
     update_s: float
@@ -44,11 +44,11 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Sequence, position of the first token, number of tokens."""
     arrived: tuple[int, ...]
     new: tuple[int, ...]
-    """Admitted to the line, for the first time or again."""
+    """Sequences admitted to the line, for the first time or again."""
     released: tuple[int, ...]
-    """Ended or preempted since the last step."""
+    """Sequences that ended or were preempted since the last step."""
     ended: tuple[int, ...]
-    """Aborted since the last step."""
+    """Sequences aborted since the last step."""
     preemptions: tuple[TracedPreemption, ...]
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int
@@ -58,7 +58,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     num_used_blocks: int
     num_blocks: int
     waiting: dict[str, int]
-    """How many wait for which reason."""
+    """Number of waiting sequences by reason."""
 
     @property
     def duration_s(self) -> float:
@@ -76,7 +76,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(path: Path) -> Iterator[TracedStep]:
-    """The steps in the order of the file, one at a time: a trace may be larger than memory.
+    """Read the steps in the order of the file, one at a time: a trace may be larger than memory.
 
     A last line without its end, as an engine leaves it that was killed, is passed over.
     Raises TraceError with the line number.

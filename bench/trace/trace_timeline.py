@@ -1,4 +1,4 @@
-"""Who did what in which step: sequences as rows, steps as columns.
+"""Timeline of a step trace: sequences as rows, steps as columns.
 
 Owns: the states of the picture and how they follow from the lines of a trace.
 Never: reads files.
@@ -19,7 +19,7 @@ from bench.trace.trace_reading import TracedStep
 
 
 class Cell(Enum):
-    """What a sequence did in a step. The value is the colour."""
+    """State of a sequence in a step. The value is the colour."""
 
     WAITING = GREY
     PREEMPTED = RED
@@ -39,7 +39,7 @@ _WIDTH = 1200
 
 @dataclass(slots=True)
 class Run:
-    """Neighbouring columns in which a sequence did the same."""
+    """Neighbouring columns in which a sequence has the same state."""
 
     first: int
     end: int
@@ -87,14 +87,14 @@ class Row:
 
 
 class Timeline:
-    """Fed with all steps from the first on: who waits in the window may have arrived long before it."""
+    """Collects steps from the first on: a sequence that waits in the window may be much older."""
 
     def __init__(self, window: tuple[int, int], *, max_columns: int) -> None:
         """The window is two step numbers, both included."""
         self.rows: dict[int, Row] = {}
-        """By sequence, in the order of appearance; columns count the steps from 0."""
+        """Rows by sequence, in the order of appearance; columns count the steps from 0."""
         self.step_numbers: list[int] = []
-        """Of the columns in the window."""
+        """Steps of the columns in the window."""
         self.num_left_out = 0
         """Steps in the window for which there was no room."""
         self._window = window
@@ -119,7 +119,7 @@ class Timeline:
         self._num_columns += 1
 
     def close(self) -> None:
-        """No step follows: whoever still waits has waited to the last column."""
+        """End the timeline: sequences that still wait have waited to the last column."""
         for row in self._live.values():
             row.wait_until(self._num_columns)
 
@@ -142,7 +142,7 @@ class Timeline:
         return self._live[sequence_id]
 
     def _take_out(self, step: TracedStep, column: int) -> None:
-        """Who ended before this step. Who was preempted is released, too, but comes back."""
+        """Remove sequences that ended before this step. A preempted one is released, too, but comes back."""
         for sequence_id in step.released:
             row = self._live.get(sequence_id)
             if row is not None and not row.is_preempted:
@@ -153,7 +153,7 @@ class Timeline:
                 self._live.pop(sequence_id).wait_until(column)
 
     def draw(self, *, max_rows: int) -> Canvas:
-        """The window, and of the sequences in it the first `max_rows`. There must be a step in it."""
+        """Draw the window with the first `max_rows` of its sequences. There must be a step in it."""
         numbers, first = self.step_numbers, self._first
         end = first + len(numbers)
         clipped = {sequence_id: list(_clip(row.runs, first, end)) for sequence_id, row in self.rows.items()}
@@ -193,7 +193,7 @@ def _draw_legend(canvas: Canvas) -> None:
 
 
 def _draw_steps(canvas: Canvas, numbers: Sequence[int], column_width: float, y: float) -> None:
-    """Step numbers below the columns, as many as there is room for."""
+    """Draw step numbers below the columns, as many as there is room for."""
     stride = max(1, -(-len(numbers) // max(1, int(len(numbers) * column_width / 60))))
     for column in range(0, len(numbers), stride):
         x = _LEFT + (column + 0.5) * column_width

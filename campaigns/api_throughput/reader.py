@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaigns.stack_cost import processor_s
+from campaigns.servers.processes import processor_s
 
 _TEXT = re.compile(rb'"(?:text|content)":"([^"]*)"')
 _DONE = b"data: [DONE]"

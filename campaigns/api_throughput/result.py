@@ -1,4 +1,4 @@
-"""What one run says: how much was offered, how much arrived, how late, and what it cost.
+"""The result of one run: how much was offered, how much arrived, how late, and what it cost.
 
 Owns: the arithmetic on what the stand-in sent and the reader read.
 Never: measures anything.

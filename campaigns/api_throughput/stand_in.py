@@ -27,7 +27,6 @@ from scheduler.messages import (
     SequenceId,
     SequenceOutput,
     SequenceStart,
-    WaitReason,
 )
 
 _BEAT_EVERY_S = 0.5
@@ -167,25 +166,7 @@ class StandIn:
         if now_s < self._next_beat_s:
             return
         self._next_beat_s = now_s + _BEAT_EVERY_S
-        stats = SchedulerStats(
-            num_running=len(self._live),
-            num_waiting=0,
-            wait_reason=WaitReason.STEP,
-            num_swapped=0,
-            num_used_blocks=0,
-            num_blocks=1,
-            num_steps=0,
-            num_used_host_blocks=0,
-            num_host_blocks=0,
-            num_stalls=0,
-            preemptions=(),
-            num_swap_space_full=0,
-            num_prefix_queries=0,
-            num_prefix_hits=0,
-            num_prefix_host_hits=0,
-            num_kept_host_blocks=0,
-            num_recomputed_tokens=0,
-        )
+        stats = SchedulerStats(num_running=len(self._live), num_blocks=1)
         self._send(Beat(num_turns=int(now_s / _BEAT_EVERY_S), stats=stats, times={}))
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -1,4 +1,4 @@
-"""What the GPU path is worth on a GPU: whether it is right, how fast it is, and where its time goes.
+"""Measurements of the GPU path on a GPU: correctness, speed, and where its time goes (commands).
 
     python -m campaigns.gpu --out FOLDER
 

@@ -1,4 +1,4 @@
-"""What the device is, how fast it copies, and how fast it multiplies.
+"""Facts of the device: its name, speed of copies, speed of products.
 
 Owns: the two rates that all other parts are compared with: `copy_bytes_per_s` and `matmul_flops`.
 """

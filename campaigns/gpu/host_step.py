@@ -1,4 +1,4 @@
-"""What a step costs the host, by phase: the engine's loop with a worker whose model computes nothing.
+"""Cost of a step for the host, by phase: the engine's loop with a worker whose model computes nothing.
 
 Owns: the pieces that serve, from the plan to the encoded message, put together without a model; the host's
 processor time, and what the device was asked for.

@@ -46,6 +46,7 @@ class NullGpu(CpuDevice):
     """See Device."""
 
     default_block_size = 16
+    kind = "GPU"
     is_gpu = True
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a part has found, on disk as soon as it is found.
+"""Results of a part, written to disk as soon as they are found.
 
 Owns: the file of a part, and the page made of all of them.
 Never: measures.

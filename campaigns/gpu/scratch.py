@@ -1,4 +1,4 @@
-"""Where checkpoints are written that no part outlives.
+"""The folder for checkpoints, which ends with the run.
 
 Owns: the choice between memory and disk.
 """

@@ -1,4 +1,4 @@
-"""What clients get: a server of its own on the device, and the load client against it.
+"""Serving over HTTP: a server of its own on the device, and the load client against it.
 
 Owns: the server's command, and the rounds of load.
 Never: times a request itself: bench/load/load_command.py does.
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from bench.load.load_command import main as load
 from campaigns.gpu.results import Record
-from campaigns.peers.catalogue import Launch
-from campaigns.peers.running import free_port, running
+from campaigns.servers.running import Launch, free_port, running
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
@@ -34,7 +33,8 @@ def run(record: Record, settings: "Settings") -> None:
 
 def _model(folder: Path) -> Path:
     """With a tokenizer, which the shapes of the other parts do without."""
-    command = [sys.executable, "scripts/make_shapes.py", "--out", str(folder), "--shapes", _SHAPE]
+    module = "campaigns.checkpoints.make_shapes"  # in a process of its own, which loads torch and ends
+    command = [sys.executable, "-m", module, "--out", str(folder), "--shapes", _SHAPE]
     subprocess.run(command, cwd=_ROOT, check=True)
     return folder / _SHAPE
 

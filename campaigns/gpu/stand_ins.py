@@ -3,7 +3,7 @@
 Owns: that no more than names is there. A grammar would fail, and nothing here asks for one.
 Never: does anything where the library is installed.
 
-Also a plugin of pytest (`-p bench.gpu.stand_ins`), for tests that load the worker: importing it is enough.
+Also a plugin of pytest (`-p campaigns.gpu.stand_ins`) for tests of the worker: importing it is enough.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a swap costs the decodes that it runs beside.
+"""Cost of a swap for the decodes that run beside it.
 
 Owns: plans to which copies of blocks are added that no sequence has, and how much longer steps take by them.
 Never: chooses what is swapped: here nobody is preempted.

@@ -1,6 +1,6 @@
 """Tokenyard beside other servers: the same checkpoint, the same client, one machine, alternating rounds.
 
-catalogue.py   who the peers are, how each is started      running.py    one server process and its life
+catalogue.py   the peers and how each is started           (servers/running.py: one process and its life)
 workloads.py   what is sent, the same to everybody         bandwidth.py  how fast memory is read here
 rounds.py      who is measured when                        floor.py      the time below which no step can be
 results.py     what the rounds come to                     tables.py     as Markdown and as a picture

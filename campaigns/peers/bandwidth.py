@@ -1,4 +1,4 @@
-"""How fast this machine reads memory now, since no decode step can be faster than reading the weights.
+"""Memory bandwidth of this machine now: no decode step can be faster than reading the weights.
 
 Owns: the measurement: every thread sums an array of its own that no cache holds, all at once.
 Never: a figure from a data sheet.

@@ -1,4 +1,4 @@
-"""Who is compared: how each server is started on a checkpoint, and what may be asked of it.
+"""The peers: how each server is started on a checkpoint, and what may be asked of it.
 
 Owns: command lines, environment variables, the dialect that each peer speaks. All compute in bfloat16 with
 as many threads as this process may use processors.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.load.load_client import StreamEnd, UsageMode
+from campaigns.servers.running import ROOT, Launch
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS = "tokenyard"
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """As our engine process sets for itself: threads that wait by spinning take processors from the client and
@@ -35,19 +35,6 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One command, ready to run."""
-
-    command: tuple[str, ...]
-    variables: Mapping[str, str]
-    """Defaults: one that is set already where the measurement is started stays as it is."""
-    folder: Path
-    """To run it in. The packages of this project lie in ours alone, where they can hide nobody else's."""
-    served_name: str
-    """How requests name the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """A server that can be measured, or the reason why it cannot."""
 
@@ -56,7 +43,7 @@ class Peer:
     """Its version is part of the result."""
     launch: Callable[[Site], Launch] | None = None
     ignores_eos: bool = True
-    """It can be asked to; of the others, greedy decoding of a checkpoint by scripts/make_shapes.py never ends
+    """Whether it can be asked to. Without that, greedy decoding of a checkpoint by make_shapes.py never ends
     early either."""
     usage: UsageMode = UsageMode.CONTINUOUS
     end: StreamEnd = StreamEnd.DONE_EVENT

@@ -212,7 +212,9 @@ def _add_runs(group: Any) -> None:
 def _folder(text: str) -> Path:
     path = Path(text)
     if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder; scripts/make_shapes.py makes some")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder; campaigns.checkpoints.make_shapes makes some"
+        )
     return path
 
 

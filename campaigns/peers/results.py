@@ -1,4 +1,4 @@
-"""What the rounds come to: for each peer and workload one row, and ratios to ours.
+"""Results of the rounds: for each peer and workload one row, and ratios to ours.
 
 Owns: how rounds are put together. Rates are the median over rounds; latencies are those of all completed
 requests of all rounds.

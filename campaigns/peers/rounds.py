@@ -1,4 +1,4 @@
-"""Who is measured when: one server after another, in rounds that alternate their order.
+"""Order of the measurements: one server after another, in rounds that alternate their order.
 
 Owns: the order, the seeds (the same prompts for everybody, new ones in every round), what became of whom.
 Never: statistics (results.py) or processes (running.py).
@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.http_stream import Target
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle
 from bench.load.request_record import RequestRecord
 from bench.load.workload import WordCost
-from campaigns.peers.catalogue import PEERS, Launch, Peer, Site, python_of
+from campaigns.peers.catalogue import PEERS, Peer, Site, python_of
 from campaigns.peers.results import Failure, Measurement, Start
-from campaigns.peers.running import PeerFailed, free_port, last_line, running
 from campaigns.peers.workloads import Workload
+from campaigns.servers.running import Launch, PeerFailed, free_port, last_line, running
+from server.http.http_client import Target
 
 _VERSION_OF = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 _WARM_UP_SEED = 10_000_000
@@ -82,7 +82,7 @@ def _obstacle(peer: Peer, comparison: Comparison) -> str:
     if python_of(peer.name, comparison.environments) is None:
         return f"not installed: give --env {peer.name}=FOLDER, or run campaigns/peers/install {peer.name}"
     if peer.needs_gguf and comparison.gguf is None:
-        return "not comparable: needs GGUF; scripts/write_gguf.py makes it, give --gguf FILE"
+        return "not comparable: needs GGUF; campaigns/checkpoints/write_gguf.py makes it, give --gguf FILE"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What is sent to every server: the same prompts in the same order.
+"""Workloads, sent to every server: the same prompts in the same order.
 
 Owns: the named workloads, and prompts that are counted by the checkpoint's own tokenizer.
 Never: the network.

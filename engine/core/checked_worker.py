@@ -1,7 +1,7 @@
-"""A worker whose tokens are looked at before anybody believes them.
+"""A worker whose sampled tokens are checked against the vocabulary.
 
-Owns: the bounds of the vocabulary. A token outside of it would fail the next step of everybody in the batch,
-at the embedding on CPU and for good on a GPU; so its sequence fails alone, now.
+Owns: the check. A token outside the vocabulary would fail the next step of the whole batch at the embedding,
+on a GPU for good; so its sequence fails alone, at once.
 Never: computes.
 """
 
@@ -14,7 +14,7 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
 
 
 class CheckedWorker:
-    """Does what `worker` does."""
+    """An executor that checks the results of `worker`."""
 
     def __init__(self, worker: Executor, *, vocab_size: int) -> None:
         self._worker = worker
@@ -37,13 +37,13 @@ class _CheckedStep:
         kept = {key: value for key, value in output.token_ids.items() if key not in impossible}
         return replace(output, token_ids=kept, failures={**output.failures, **impossible})
 
-    def _impossible(self, drawn: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, str]:
-        """Why each of these fails; empty nearly always."""
-        all_drawn = list(chain.from_iterable(drawn.values()))
-        if not all_drawn or (min(all_drawn) >= 0 and max(all_drawn) < self._vocab_size):
+    def _impossible(self, sampled: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, str]:
+        """Find sequences with impossible tokens, each with its error message."""
+        all_ids = list(chain.from_iterable(sampled.values()))
+        if not all_ids or (min(all_ids) >= 0 and max(all_ids) < self._vocab_size):
             return {}
         return {
             sequence_id: f"the model drew a token that is none of its {self._vocab_size}"
-            for sequence_id, token_ids in drawn.items()
+            for sequence_id, token_ids in sampled.items()
             if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self._vocab_size
         }

@@ -1,9 +1,9 @@
-"""The one loop that moves every sequence.
+"""The engine's loop, which moves every sequence.
 
-Owns: the order of things: arrivals, plan, launch, results, news. `EngineLoop.turn` can be read aloud.
-Never: decides who runs (scheduler) or touches a tensor (worker).
+Owns: the order of a turn: arrivals, plan, launch, results, outputs. `EngineLoop.turn` can be read aloud.
+Never: decides which sequences run (scheduler), or touches a tensor (worker).
 
-A device that works by itself is given the next step before the result of the last one is taken in:
+A device that works asynchronously gets the next step before the result of the last one is taken in:
 
     host     plan 1 | plan 2 | result 1, plan 3 | result 2, plan 4 | ...
     device          | step 1 .......... | step 2 .......... | step 3 ...
@@ -44,35 +44,34 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.scheduler import Outputs as OutputsByClient
 from scheduler.sequence import Sequence
-from scheduler.step.step_limit import SMALLEST_CHUNK_TOKENS
+from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
 from worker.worker_errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
 _MIN_BEAT_INTERVAL_S = 0.05
-# A worker that fails again and again is broken (a CUDA context after a fault stays so): a new process
-# is the only cure.
+# A worker that fails again and again stays broken, as a CUDA context after a fault: only a new process helps.
 _MAX_FAILED_STEPS_IN_A_ROW = 3
 _TOO_LITTLE_MEMORY = "the device has too little memory to compute this request, even by itself"
 
 
 class Launched(Protocol):
-    """A step that the worker was given."""
+    """A step that the worker has begun."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for it. Raises what went wrong; StepOutOfMemory if it should be tried again in parts."""
+        """Wait for the result. Raises the step's error; StepOutOfMemory if it may be made again in parts."""
 
 
 class Executor(Protocol):
-    """What the loop asks of a worker."""
+    """The loop's interface to a worker."""
 
     def launch(self, plan: SchedulerOutput) -> Launched:
-        """Begin a step; on a CPU, do it. Steps are carried out in this order. Raises as `result` does."""
+        """Begin a step; on a CPU, compute it. Steps are computed in order. Raises as `result` does."""
 
 
 class Mailbox(Protocol):
-    """What the loop asks of a transport."""
+    """The loop's interface to a transport."""
 
     def receive(self, *, wait_s: float) -> list[ToEngine]: ...
 
@@ -84,7 +83,7 @@ class WorkerBroken(Exception):
 
 
 class _NotLaunched:
-    """A step that could not even begin: that is told in its turn, after the results of those before it."""
+    """A step that failed at launch; its error is raised after the results of the steps before it."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -105,7 +104,7 @@ class _StepUnderWay(NamedTuple):
 
 
 class EngineLoop:
-    """Turns until a Shutdown arrives. Raises WorkerBroken; the process then ends and says so."""
+    """The loop, which turns until a Shutdown arrives. Raises WorkerBroken, which ends the process."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class EngineLoop:
                 self._trace.close()
 
     def turn(self) -> None:
-        """Give the worker one more step, take in the results that are due; without work wait for some."""
+        """Launch one step and take in the results that are due; when idle, wait for messages."""
         self._take_messages(wait_s=self._idle_wait_s() if self._is_idle else 0.0)
         plan = self._plan_and_launch()
         for _ in range(self._num_results_due(plan)):
@@ -181,7 +180,6 @@ class EngineLoop:
                 _params_of(request.params, index),
                 request.terms,
                 inputs=SequenceInputs(pooling=request.pooling),
-                client_index=request.client_index,
             )
             try:
                 self._scheduler.add_request(seq, now_s=now_s)
@@ -189,7 +187,7 @@ class EngineLoop:
                 self._mailbox.send(Outputs([_rejected(sequence_id, str(refusal))]))
 
     def _name(self, request: AddRequest) -> None:
-        """For the log, should something go wrong."""
+        """Remember the names of a request, for the log."""
         if self._names.is_full:
             live = (*self._scheduler.running_sequences(), *self._scheduler.waiting_sequences())
             self._names.keep(seq.sequence_id for seq in live)
@@ -201,7 +199,7 @@ class EngineLoop:
         launched_s = self._clock()
         self._schedule_s += launched_s - planned_s
         if plan.is_empty:
-            self._note(plan, planned_s)
+            self._trace_step(plan, planned_s)
         else:
             self._under_way.append(_StepUnderWay(plan, planned_s, launched_s, self._launch(plan)))
         return plan
@@ -209,19 +207,19 @@ class EngineLoop:
     def _launch(self, plan: SchedulerOutput) -> Launched:
         try:
             return self._worker.launch(plan)
-        except Exception as error:  # noqa: BLE001 - raised once more, in its turn
+        except Exception as error:  # noqa: BLE001 - raised again, in its turn
             return _NotLaunched(error)
 
     def _num_results_due(self, plan: SchedulerOutput) -> int:
-        """How many steps must end before the next plan is made."""
+        """Count the steps whose results are needed before the next plan."""
         if not self._under_way:
             return 0
         if not self._under_way[-1].is_launched:
-            return len(self._under_way)  # nothing more is built on it
+            return len(self._under_way)  # no step may follow it
         return 1 if plan.is_empty or not self._scheduler.can_schedule else 0
 
     def _take_result(self) -> None:
-        """Wait for the oldest step; then tell the scheduler what came of it."""
+        """Wait for the oldest step, and update the scheduler by its result."""
         if not self._under_way:
             return
         step = self._under_way.popleft()
@@ -229,19 +227,19 @@ class EngineLoop:
             result = step.launched.result()
         except StepOutOfMemory:
             self._take_back(step)
-        except Exception:  # noqa: BLE001 - logged there
+        except Exception:  # noqa: BLE001 - `_fail` logs it
             self._fail(step)
         else:
             self._num_failed_in_a_row = 0
             self._observe(step)
             if not result.failures:
-                # Aborts that came while the worker computed win over its results; not over its failures,
-                # since what those wrote must be forgotten while it is known whose it was.
+                # Aborts that came during the step win over its results. They must not win over failures:
+                # the KV that failed sequences wrote is forgotten while they are still known.
                 self._take_messages(wait_s=0.0)
             self._update(step, lambda: self._scheduler.update_from_output(step.plan, result))
 
     def _observe(self, step: _StepUnderWay) -> None:
-        """How long the device had it: it begins a step when the one before it is done."""
+        """Measure the step on the device, which begins it when the step before is done."""
         now_s = self._clock()
         took_s = now_s - max(step.launched_s, self._last_result_s)
         self._last_result_s = now_s
@@ -249,7 +247,7 @@ class EngineLoop:
         self._scheduler.observe_step(step.plan, took_s)
 
     def _fail(self, step: _StepUnderWay) -> None:
-        """Only within an except clause."""
+        """Fail the sequences of a step. Called within an except clause, for the log."""
         self._num_failed_in_a_row += 1
         self._last_result_s = self._clock()
         scheduled = step.plan.scheduled
@@ -258,7 +256,7 @@ class EngineLoop:
         self._update(step, lambda: self._scheduler.fail_step(step.plan, "the model failed on this request"))
 
     def _take_back(self, step: _StepUnderWay) -> None:
-        """It found too little memory. What was built on it is waited for, and does not count either."""
+        """Undo a step that ran out of memory, and the steps launched after it once they have ended."""
         log.warning(
             "too little memory for step %d, with %d tokens of %d sequences: it is made again in parts",
             *(step.plan.step, step.plan.num_scheduled_tokens, len(step.plan.scheduled)),
@@ -267,33 +265,33 @@ class EngineLoop:
         for later in behind:
             with suppress(Exception):
                 later.launched.result()
-        self._update(step, lambda: self._make_again(step.plan))
+        self._update(step, lambda: self._retry_in_parts(step.plan))
         for later in behind:
-            self._note(later.plan, later.planned_s)
+            self._trace_step(later.plan, later.planned_s)
 
-    def _make_again(self, plan: SchedulerOutput) -> OutputsByClient:
-        outputs = self._scheduler.take_back(_TOO_LITTLE_MEMORY)
-        told = (output for news in outputs.values() for output in news)
-        has_failed = any(output.finish_reason is FinishReason.FAILED for output in told)
+    def _retry_in_parts(self, plan: SchedulerOutput) -> OutputsByClient:
+        outputs = self._scheduler.roll_back(_TOO_LITTLE_MEMORY)
+        ends = (output.finish_reason for of_client in outputs.values() for output in of_client)
+        has_failed = FinishReason.FAILED in ends
         if has_failed and plan.num_scheduled_tokens <= SMALLEST_CHUNK_TOKENS:
-            self._num_failed_in_a_row += 1  # no step is small enough: perhaps only a new process has memory
+            self._num_failed_in_a_row += 1  # the smallest step failed: a new process may have memory
         return outputs
 
-    def _update(self, step: _StepUnderWay, learn: Callable[[], OutputsByClient]) -> None:
-        """Let the scheduler `learn` what came of a step, and tell the clients."""
+    def _update(self, step: _StepUnderWay, update: Callable[[], OutputsByClient]) -> None:
+        """Update the scheduler by the end of a step, and post the outputs."""
         started_s = self._clock()
-        outputs = learn()
+        outputs = update()
         self._update_s += self._clock() - started_s
         self._post(outputs)
-        self._note(step.plan, step.planned_s)
+        self._trace_step(step.plan, step.planned_s)
 
     def _post(self, outputs: OutputsByClient) -> None:
-        for news in outputs.values():  # one API process so far: all news goes the same way
-            self._mailbox.send(Outputs(news))
+        for of_client in outputs.values():  # one API process
+            self._mailbox.send(Outputs(of_client))
         if self._num_failed_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
             raise WorkerBroken(f"{self._num_failed_in_a_row} steps failed in a row")
 
-    def _note(self, plan: SchedulerOutput, planned_s: float) -> None:
+    def _trace_step(self, plan: SchedulerOutput, planned_s: float) -> None:
         if self._trace is not None:
             stats = self._scheduler.stats()
             waiting = {stats.wait_reason.value: stats.num_waiting} if stats.num_waiting else {}
@@ -303,7 +301,7 @@ class EngineLoop:
         return StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
 
     def _idle_wait_s(self) -> float:
-        """When idle: until the next beat is due."""
+        """Return the time until the next beat is due; flush the trace, since the loop is idle."""
         if self._trace is not None:
             self._trace.flush()
         since_s = self._clock() - self._last_beat_s
@@ -330,7 +328,7 @@ class EngineLoop:
 def _params_of(params: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return params
-    # One of them computes the log-probabilities of the prompt for all.
+    # The first sequence computes the log-probabilities of the prompt for all.
     return replace(params, seed=(params.seed + index) % 2**64, num_prompt_logprobs=None)
 
 

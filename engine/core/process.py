@@ -1,7 +1,7 @@
-"""The engine process: from `python -m engine.core.process DIRECTORY` to its last turn.
+"""The engine process: `python -m engine.core.process DIRECTORY PARENT_PID LOG_LEVEL`.
 
-Owns: the order of birth (parent watch, sockets, model, scheduler, loop) and the exit code.
-Never: reads the command line of the server; all it needs lies in DIRECTORY/config.msgpack.
+Owns: the order of the start (parent watch, sockets, model, scheduler, loop) and the exit code.
+Never: reads the server's command line; its configuration is in DIRECTORY/config.msgpack.
 """
 
 import faulthandler
@@ -9,9 +9,9 @@ import logging
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -32,7 +32,7 @@ from engine.processes.child_process import (
 )
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
-from scheduler.config import PrefixCaching, SchedulerConfig
+from scheduler.config import PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.scheduler import Scheduler
 from worker.worker_config import LoadProgress, ModelFacts
 
@@ -43,10 +43,10 @@ EXIT_UNEXPECTED = 1
 
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
-    """Serve until told to leave; returns the exit code."""
+    """Serve until Shutdown arrives; return the exit code."""
     die_with_parent(parent_pid)
     leave_signals_to_parent()
-    _tell_stacks_when_asked()
+    _write_stacks_on_signal()
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
         mailbox = EngineSide(directory)
@@ -62,7 +62,7 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
-    # Only here: importing torch takes seconds, and the parent wants to hear from us before.
+    # Not at the top: importing torch takes seconds, and the first message should leave before.
     from worker.attention.interface import num_layers_begun
     from worker.worker import Worker
     from worker.worker_errors import StartupError
@@ -76,7 +76,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     log.info("loaded in %.1f s", time.monotonic() - started_s)
     keep_what_is_loaded()
     mailbox.send(Ready(facts))
-    scheduler = Scheduler(scheduler_config(config, facts))
+    scheduler = Scheduler(scheduler_config(config.scheduler, facts))
     checked = CheckedWorker(worker, vocab_size=facts.vocab_size)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
     pulse = StepPulse(directory, num_layers_begun)
@@ -92,14 +92,14 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     return 0
 
 
-def _tell_stacks_when_asked() -> None:
-    """All threads, to stderr, from within the signal: also of a thread that waits in C for ever."""
-    faulthandler.enable()  # the same for a segmentation fault, before it ends us
+def _write_stacks_on_signal() -> None:
+    """Write all threads' stacks to stderr from the signal handler, even if a thread is stuck in C."""
+    faulthandler.enable()  # the same at a segmentation fault
     faulthandler.register(SIGNAL_FOR_STACKS, all_threads=True, chain=False)
 
 
 def _open_trace(path: str | None) -> StepTrace | None:
-    """A trace that cannot be written costs the trace, not the service."""
+    """Open the trace; one that cannot be opened is logged and does not stop the service."""
     if path is None:
         return None
     try:
@@ -109,19 +109,23 @@ def _open_trace(path: str | None) -> StepTrace | None:
         return None
 
 
-def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig:
-    """What the operator asked, with what the worker found."""
-    asked = config.max_prefill_tokens
-    max_prefill_tokens = facts.saturating_tokens if asked is None else asked
-    return replace(
-        config.scheduler,
-        max_prefill_tokens=max_prefill_tokens,
-        max_chunk_tokens=_chunk_limit(config.scheduler.max_chunk_tokens, max_prefill_tokens),
+def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerConfig:
+    """The operator's options, with what the worker found; the only place where a configuration is made."""
+    asked = {each.name: getattr(options, each.name) for each in fields(options)}
+    max_prefill_tokens = options.max_prefill_tokens
+    if max_prefill_tokens is None:
+        max_prefill_tokens = facts.saturating_tokens
+    decided: dict[str, Any] = {
+        "max_prefill_tokens": max_prefill_tokens,
+        "max_chunk_tokens": _chunk_limit(options.max_chunk_tokens, max_prefill_tokens),
+        "max_plans_in_flight": options.max_plans_in_flight if facts.runs_ahead else 1,
+        "prefix_caching": options.prefix_caching if facts.is_paged else PrefixCaching.OFF,
+    }
+    return SchedulerConfig(
+        **(asked | decided),
         num_blocks=facts.num_blocks,
-        max_plans_in_flight=config.scheduler.max_plans_in_flight if facts.runs_ahead else 1,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
-        prefix_caching=config.scheduler.prefix_caching if facts.is_paged else PrefixCaching.OFF,
         sliding_window=facts.sliding_window,
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
@@ -129,14 +133,17 @@ def scheduler_config(config: EngineConfig, facts: ModelFacts) -> SchedulerConfig
 
 
 def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:
-    """0 is no limit. One that leaves nothing of what all prompts get is lowered to half of that."""
+    """Limit of one prompt; 0 is none.
+
+    One that leaves nothing of what all prompts get is lowered to half of that.
+    """
     if 0 < max_prefill_tokens <= asked:
         return max(max_prefill_tokens // 2, 1)
     return asked
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Everything is closed: to take down modules and model object by object would take a second or two."""
+    """Exit at once, with everything closed: freeing modules and model one by one takes seconds."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""Signs of life from within a long step.
+"""Heartbeats from within a long step.
 
-Owns: a thread of the engine process that says so while a step gets on: on a slow CPU one step may take longer
-than any sensible heartbeat timeout, and must not be taken for a hang.
-Never: says anything while `progress` stands still, whatever the reason: that silence is the alarm.
+Owns: a thread of the engine process that posts a pulse while a step makes progress. On a slow CPU one step
+may take longer than any sensible heartbeat timeout, and is no hang.
+Never: posts while `progress` stands still, whatever the reason: that silence is the alarm.
 """
 
 import threading
@@ -16,7 +16,7 @@ _EVERY_S = 0.5
 
 
 class StepPulse:
-    """Use `start`, then `stop`. `progress` is any number that grows while a step gets on."""
+    """The thread, from `start` to `stop`. `progress` returns a number that grows while a step is computed."""
 
     def __init__(self, directory: Path, progress: Callable[[], int]) -> None:
         self._directory = directory

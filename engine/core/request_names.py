@@ -1,7 +1,7 @@
-"""What the log of the engine process calls the requests that sequences belong to.
+"""The names of requests for the log of the engine process.
 
-Owns: the map from sequences to the ids that clients and traces know.
-Never: decides anything by it; sequences are all that the rest of the process knows.
+Owns: the map from sequences to the request and trace ids that clients know.
+Never: decides anything by them; the rest of the process knows sequences only.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _MAX_NAMES_IN_A_LINE = 8
 
 
 class RequestNames:
-    """Asked only when something went wrong; ended sequences leave when there is no room for more."""
+    """Request names by sequence, read after errors. Ended sequences go when there is no more room."""
 
     def __init__(self, *, room: int = _MIN_ROOM) -> None:
         self._names: dict[SequenceId, str] = {}
@@ -22,23 +22,23 @@ class RequestNames:
 
     @property
     def is_full(self) -> bool:
-        """Time to say who is alive."""
+        """Whether `keep` is due."""
         return len(self._names) >= self._room
 
     def keep(self, live_ids: Iterable[SequenceId]) -> None:
-        """Forget all others. Called as rarely as the number of those who live allows."""
+        """Forget all other sequences, and allow for twice as many as are left."""
         self._names = {each: self._names[each] for each in live_ids if each in self._names}
         self._room = max(self._min_room, 2 * len(self._names))
 
     def add(self, request: AddRequest) -> None:
-        """A request whose sequences arrive now."""
+        """Add a request whose sequences arrive."""
         name = request.request_id or "(no id)"
         if request.trace_id:
             name += f" (trace {request.trace_id})"
         self._names.update(dict.fromkeys(request.sequence_ids, name))
 
     def of(self, sequence_ids: Iterable[SequenceId]) -> str:
-        """A few of them, for a line of the log; each once."""
+        """List some of their names for a line of the log, each once."""
         names = list(dict.fromkeys(self._names.get(each, "(no id)") for each in sequence_ids))
         more = f" and {len(names) - _MAX_NAMES_IN_A_LINE} more" if len(names) > _MAX_NAMES_IN_A_LINE else ""
         return ", ".join(names[:_MAX_NAMES_IN_A_LINE]) + more

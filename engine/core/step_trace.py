@@ -1,10 +1,10 @@
-"""Every step of the engine as one line of JSON, for `tokenyard trace` and `tokenyard simulate --fit`.
+"""A trace of the engine's steps, for `tokenyard trace` and `tokenyard simulate --fit`.
 
 Owns: the trace file and the form of its lines.
-Never: stops the engine. What cannot be written ends the trace, is logged once, and nothing else.
+Never: stops the engine. A failed write ends the trace and is logged once.
 
-One line a step, as large as the step (some 12 bytes a sequence in it), built only while a trace is asked
-for. Times are in seconds of the engine's monotonic clock; a sequence stands under its number.
+Each step is one line of JSON, of some 12 bytes for each sequence in it, built only if the operator asks for a
+trace. Times are in seconds of the engine's monotonic clock; sequences are given by their ids.
 """
 
 import logging
@@ -21,21 +21,20 @@ log = logging.getLogger(__name__)
 
 _FLUSH_INTERVAL_S = 1.0
 _MAX_PENDING_BYTES = 1 << 20
-# A trace that is forgotten must not fill the disk that others need: hours of a large server, days of a
-# small one.
+# A forgotten trace must not fill the disk. This is enough for hours of a large server, days of a small one.
 _MAX_FILE_BYTES = 4 << 30
 _APPEND_NEWLINE = orjson.OPT_APPEND_NEWLINE
 
 
 class StepTrace:
-    """Appends to a file, so that an engine process that was replaced goes on where the last one ended.
+    """The trace file. Lines are appended, so the next engine process goes on where the last one ended.
 
-    Raises OSError if the file cannot be opened; from then on nothing.
+    Raises OSError if the file cannot be opened; later errors are logged.
     """
 
     def __init__(self, path: Path, *, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
         self._path = path
-        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115  (it lives as long as the engine)
+        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115  (it stays open as long as the engine runs)
         self._num_bytes_left = max_file_bytes - path.stat().st_size
         self._pending: list[bytes] = []
         self._num_pending_bytes = 0
@@ -46,17 +45,17 @@ class StepTrace:
         self._last_times = StepTimes()
 
     def note_arrivals(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """These were added to the scheduler; told with the next line."""
+        """Note sequences that were added to the scheduler, for the next line."""
         if self._file is not None:
             self._arrived.extend(sequence_ids)
 
     def note_request(self, request: AddRequest) -> None:
-        """What the log calls the request of sequences that arrived, if it has a name."""
+        """Note the names of a request that arrived, if it has any."""
         if self._file is not None and request.request_id:
             self._requests.append((request.sequence_ids[0], request.request_id, request.trace_id))
 
     def note_ends(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """These were aborted. Other ends are known from what the plans release."""
+        """Note aborted sequences. Other ends are in the plans, as released sequences."""
         if self._file is not None:
             self._ended.extend(sequence_ids)
 
@@ -69,11 +68,11 @@ class StepTrace:
         waiting: dict[str, int],
         times: StepTimes,
     ) -> None:
-        """One step, after its results are in.
+        """Record one step, after its results were taken in.
 
-        `now_s` is when it was planned. `times` are the engine's totals since its start: the line holds
-        what was added to them since the last line. `waiting` says how many wait for which reason.
-        A plan with nothing to compute is a line only if it preempted somebody.
+        `now_s` is the time of planning. `times` are the engine's totals since its start; the line holds the
+        differences to the last line. `waiting` is the number of waiting sequences by reason. A plan with
+        nothing to compute is recorded only if it preempted a sequence.
         """
         if self._file is None or (plan.is_empty and not plan.preemptions):
             return
@@ -86,7 +85,7 @@ class StepTrace:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending; the loop calls it before it waits for work, else the last second lingers."""
+        """Write pending lines. The loop calls it before it waits, so that no line is held back."""
         if self._file is None or not self._pending:
             return
         data = b"".join(self._pending)
@@ -95,7 +94,7 @@ class StepTrace:
             self._stop("it has reached its largest size")
             return
         try:
-            while data:  # a disk that is almost full takes a part
+            while data:  # an almost full disk takes a part
                 num_written = self._file.write(data)
                 self._num_bytes_left -= num_written
                 data = data[num_written:]
@@ -103,7 +102,7 @@ class StepTrace:
             self._stop(error.strerror or str(error))
 
     def close(self) -> None:
-        """Write the rest. May be called twice."""
+        """Write pending lines and close the file. May be called twice."""
         self.flush()
         if self._file is not None:
             self._close_file()
@@ -139,7 +138,7 @@ class StepTrace:
             "update_s": times.update_s - last.update_s,
             "num_tokens": plan.num_scheduled_tokens,
             "num_decodes": len(decodes),
-            # Keys that are read: all up to the last token of each share.
+            # Keys that are read: for each entry, all up to its last token.
             "num_context_tokens": sum([share[1] + share[2] for share in scheduled]),
             "decodes": decodes,  # [sequence, position]
             "chunks": chunks,  # [sequence, position of the first token, number of tokens]

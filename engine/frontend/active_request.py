@@ -1,7 +1,7 @@
-"""What requests of every kind share between their admission and their end.
+"""The base of admitted requests of both kinds, text and pooling.
 
-Owns: who of a request's sequences has started and ended, and the error that ended all of them.
-Never: what is read from a request: texts (active_text.py) or vectors (active_pooling.py).
+Owns: which of a request's sequences have started and ended, and the error that ended all of them.
+Never: holds results: texts (active_text.py) or vectors (active_pooling.py).
 """
 
 import asyncio
@@ -30,14 +30,14 @@ _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
 }
 _REASONS: dict[type[EngineError], FinishReason] = {
     RequestRejected: FinishReason.REJECTED,
-    Overloaded: FinishReason.REJECTED,  # gave way to a more urgent one
+    Overloaded: FinishReason.REJECTED,  # displaced by a more urgent request
     DeadlineExceeded: FinishReason.EXPIRED,
-    EngineUnavailable: FinishReason.ABORTED,  # cut off by the end of the server
+    EngineUnavailable: FinishReason.ABORTED,  # cut off by a shutdown
 }
 
 
-class Part(Protocol):
-    """What one sequence of a request becomes: a choice, or a vector."""
+class RequestChoice(Protocol):
+    """One sequence of a request and its result so far: text (TextChoice) or a vector (PooledChoice)."""
 
     finish_reason: FinishReason | None
     last_token_s: float | None
@@ -47,29 +47,32 @@ class Part(Protocol):
     def index(self) -> int: ...
 
 
-PartT = TypeVar("PartT", bound=Part)
+ChoiceT = TypeVar("ChoiceT", bound=RequestChoice)
 RequestT = TypeVar("RequestT", bound=GenerationRequest | PoolingRequest)
 
 
-class Live(Generic[RequestT, PartT]):
-    """Fed by the receiver, read by one reader; over when every part has ended, or with an error.
+class ActiveRequest(Generic[RequestT, ChoiceT]):
+    """An admitted request. The receiver of messages feeds it, one reader reads it.
 
-    `news` is set whenever there is something to read; several requests may share it.
+    It is over when every choice has ended, or with an error. `readable` is set whenever there is
+    something to read; several requests may share it.
     """
 
     prompt_param = "prompt"
-    """How a request of this kind calls its prompt."""
+    """The request field that holds the prompt, for error messages."""
 
-    def __init__(self, request: RequestT, choices: Mapping[SequenceId, PartT], news: asyncio.Event) -> None:
+    def __init__(
+        self, request: RequestT, choices: Mapping[SequenceId, ChoiceT], readable: asyncio.Event
+    ) -> None:
         self.request = request
         self.choices = choices
         self.arrived_s = time.monotonic()
         self.num_unstarted = len(choices)
-        """Parts that did not belong to a step yet."""
+        """Sequences that have not been in a step yet."""
         self.num_deaths = 0
-        """Engine processes that died with it."""
+        """Engine processes that died while they held this request."""
         self.error: EngineError | None = None
-        self._news = news
+        self._readable = readable
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,7 +80,7 @@ class Live(Generic[RequestT, PartT]):
 
     @property
     def first_id(self) -> SequenceId:
-        """The lowest of its sequences: of two requests, the earlier one has the lower."""
+        """The lowest sequence id; earlier requests have lower ids."""
         return next(iter(self.choices))
 
     @property
@@ -96,21 +99,21 @@ class Live(Generic[RequestT, PartT]):
 
     @property
     def reason_of_end(self) -> FinishReason:
-        """Of the choices that have none of their own: what the error says, or that the reader left."""
+        """The finish reason of choices without one of their own: by the error, or because the reader left."""
         if self.error is None:
             return FinishReason.ABORTED
         return _REASONS.get(type(self.error), FinishReason.FAILED)
 
     @property
     def abort_cause(self) -> AbortCause | None:
-        """If it is left before it is over; None: something was wrong with the request itself."""
+        """The cause of an early end, for the metrics. None if the request itself was at fault."""
         if self.error is None:
             return AbortCause.CLIENT_LEFT
         return _ABORT_CAUSES.get(type(self.error))
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
-        """Take in news of one of the sequences."""
-        if output.finish_reason is None:  # as with nearly every token
+        """Take in an output of one of the sequences."""
+        if output.finish_reason is None:  # nearly every token
             self._push(output, eos_token_ids)
         elif output.finish_reason is FinishReason.REJECTED:
             self.fail(
@@ -124,15 +127,15 @@ class Live(Generic[RequestT, PartT]):
             self._push(output, eos_token_ids)
 
     def fail(self, error: EngineError) -> None:
-        """End it with an error; the first one counts."""
+        """End the request with an error; the first one counts."""
         self.error = self.error or error
-        self._news.set()
+        self._readable.set()
 
     @property
     def _has_reply(self) -> bool:
-        """There is something to send, even if no more comes."""
+        """Whether there is something to send even if no more comes."""
         return False
 
     def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
-        """Take in what is not an error."""
+        """Take in an output that is not an error."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""The requests between admission and their end, and who is told what about them.
+"""The requests between admission and their end.
 
-Owns: admission, the map from sequences to requests, the metrics of both, and who survives the death of an
-engine process. Every admitted request leaves once, through `leave`.
-Never: the engine process (client.py hands messages on), or text (active_text.py).
+Owns: admission, the map from sequences to requests, the metrics of both, and which requests survive the death
+of an engine process. Every admitted request leaves once, through `leave`.
+Never: runs the engine process (client.py passes messages on), or makes text (active_text.py).
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from math import inf
 
 from engine.errors import (
     DeadlineExceeded,
@@ -20,29 +19,27 @@ from engine.errors import (
     Overloaded,
     OverloadReason,
 )
-from engine.frontend.active_pooling import LivePooling
-from engine.frontend.active_request import Part
-from engine.frontend.active_text import LiveRequest
+from engine.frontend.active_pooling import ActivePooling
+from engine.frontend.active_request import RequestChoice
+from engine.frontend.active_text import ActiveText
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.queue_limits import Admission
-from engine.frontend.replay import ReplayQueue, what_is_left
-from engine.frontend.tenant_tokens import TenantTokens
-from engine.frontend.waiting_calls import Call, WaitingCalls
+from engine.frontend.queue_limits import QueueLimits, TenantTokens
+from engine.frontend.replay import ReplayQueue, remaining_limits
+from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
-from scheduler.config import SchedulingPolicy
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, SequenceStart
 
 log = logging.getLogger(__name__)
 
-AnyLive = LiveRequest | LivePooling
-_NOTHING_DRAWN = SamplingParams()
+AnyActive = ActiveText | ActivePooling
+_NO_SAMPLING = SamplingParams()
 
 
-class InFlight:
-    """Fed by the receiver of messages; `send` carries ours to the engine process."""
+class ActiveRequests:
+    """The admitted requests. The receiver of messages feeds them; `send` posts to the engine process."""
 
     def __init__(
         self,
@@ -55,156 +52,159 @@ class InFlight:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._send = send
-        self._admission = Admission(
+        self._queue_limits = QueueLimits(
             max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
         )
         self._tenant_tokens = TenantTokens()
-        self._gives_way = config.scheduler.policy is SchedulingPolicy.PRIORITY
-        self._waiting: WaitingCalls[AnyLive] = WaitingCalls(aging_s=config.scheduler.priority_aging_s)
+        self._waiting: WaitingCalls[AnyActive] = WaitingCalls(config.scheduler)
         self._next_id = 1
-        self._live: dict[str, AnyLive] = {}
-        self._by_sequence: dict[SequenceId, AnyLive] = {}
+        self._by_id: dict[str, AnyActive] = {}
+        self._by_sequence: dict[SequenceId, AnyActive] = {}
         self._replays = ReplayQueue()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.num_cut_off = 0
-        """Requests that an error of the engine's or the end of the server ended."""
+        """Requests that the engine's death or a shutdown ended."""
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._by_id)
 
-    def find(self, request_id: str) -> AnyLive | None:
-        return self._live.get(request_id)
+    def find(self, request_id: str) -> AnyActive | None:
+        return self._by_id.get(request_id)
 
-    def of_sequence(self, sequence_id: SequenceId) -> AnyLive | None:
+    def of_sequence(self, sequence_id: SequenceId) -> AnyActive | None:
         return self._by_sequence.get(sequence_id)
 
     def require_room(self, priority: int | None) -> None:
-        """Refuse now whom `admit` would refuse however little it asked for; None is any priority.
-
-        Raises Overloaded.
-        """
-        if self._admission.has_room(1, 1):
+        """Raise Overloaded if `admit` would refuse even the smallest request; priority None is any."""
+        if self._queue_limits.has_room(1, 1):
             return
         now_s = time.monotonic()
-        if self._gives_way:
-            rank = -inf if priority is None else self._waiting.rank(priority, arrived_s=now_s)
-            if self._giving_way(1, 1, rank):
-                return
+        terms = None
+        if priority is not None:
+            terms = CallTerms(
+                priority=priority, tenant="", arrived_s=now_s, time_limit_s=self._limits.nearest_s
+            )
+        if self._giving_way(1, 1, terms):
+            return
         with self._metrics.counting_refusals():
-            raise self._admission.refusal(1, now_s=now_s)
+            raise self._queue_limits.refusal(1, now_s=now_s)
 
-    def admit(self, requests: Sequence[GenerationRequest], news: asyncio.Event) -> list[LiveRequest]:
-        """All of them or none; `news` is set whenever there is something to read from one of them.
+    def admit(self, requests: Sequence[GenerationRequest], readable: asyncio.Event) -> list[ActiveText]:
+        """Admit all requests or none. `readable` is set whenever one of them has something to read.
 
-        Raises Overloaded, and ValueError for an id that is in flight already.
+        Raises Overloaded, and ValueError for an id that is in use already.
         """
         self._take_places(requests, sum(request.n for request in requests))
-        lives = [
-            LiveRequest(request, self._new_ids(request.n), self._tokenizer, news) for request in requests
+        admitted = [
+            ActiveText(request, self._new_ids(request.n), self._tokenizer, readable) for request in requests
         ]
-        self._start(lives)
-        return lives
+        self._start(admitted)
+        return admitted
 
-    def admit_pooling(self, requests: Sequence[PoolingRequest], news: asyncio.Event) -> list[LivePooling]:
-        """As `admit`."""
+    def admit_pooling(
+        self, requests: Sequence[PoolingRequest], readable: asyncio.Event
+    ) -> list[ActivePooling]:
+        """Admit pooling requests; otherwise as `admit`."""
         self._take_places(requests, len(requests))
-        lives = [LivePooling(request, self._new_ids(1)[0], news) for request in requests]
-        self._start(lives)
-        return lives
+        admitted = [ActivePooling(request, self._new_ids(1)[0], readable) for request in requests]
+        self._start(admitted)
+        return admitted
 
-    def leave(self, live: AnyLive) -> None:
-        """The one way out of flight, however it ended. May be called twice."""
-        if self._live.get(live.request.request_id) is not live:
+    def leave(self, active: AnyActive) -> None:
+        """Remove a request, however it ended: the only way out. May be called twice."""
+        if self._by_id.get(active.request.request_id) is not active:
             return
-        del self._live[live.request.request_id]
-        self._replays.let_go(live.first_id)
-        self._waiting.discard(live)
-        unfinished = [sequence_id for sequence_id in live.unfinished_ids if sequence_id in self._by_sequence]
-        for sequence_id in live.choices:
+        del self._by_id[active.request.request_id]
+        self._replays.let_go(active.first_id)
+        self._waiting.discard(active)
+        unfinished = [
+            sequence_id for sequence_id in active.unfinished_ids if sequence_id in self._by_sequence
+        ]
+        for sequence_id in active.choices:
             self._by_sequence.pop(sequence_id, None)
-        num_tokens = 0 if live.has_started else live.num_prompt_tokens
-        self._admission.leave(live.num_unstarted, num_tokens)
-        self._tenant_tokens.leave(live.request.terms.tenant, num_tokens)
+        num_tokens = 0 if active.has_started else active.num_prompt_tokens
+        self._queue_limits.leave(active.num_unstarted, num_tokens)
+        self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         if unfinished:
             self._send(EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED))
             for sequence_id in unfinished:
-                num_generated = live.choices[sequence_id].num_tokens
-                self._metrics.choice_finished(live.reason_of_end, num_generated)
-                live.request.journal.note_end(live.reason_of_end, num_generated)
-            if live.abort_cause is not None:
-                self._metrics.request_aborted(live.abort_cause)
-                live.request.journal.abort_cause = live.abort_cause
-        self._metrics.request_finished(time.monotonic() - live.arrived_s)
-        if not self._live:
+                num_generated = active.choices[sequence_id].num_tokens
+                self._metrics.choice_finished(active.reason_of_end, num_generated)
+                active.request.journal.note_end(active.reason_of_end, num_generated)
+            if active.abort_cause is not None:
+                self._metrics.request_aborted(active.abort_cause)
+                active.request.journal.abort_cause = active.abort_cause
+        self._metrics.request_finished(time.monotonic() - active.arrived_s)
+        if not self._by_id:
             self.is_empty.set()
 
     def fail_all(self, error: EngineError) -> None:
-        """Nobody in flight will be served any more."""
-        for live in list(self._live.values()):
-            self._cut_off(live, error)
+        """End every request with an error."""
+        for active in list(self._by_id.values()):
+            self._cut_off(active, error)
 
-    def outlive_engine(self) -> None:
-        """The engine process died: what it had begun fails, the rest waits for the next one.
+    def engine_died(self) -> None:
+        """Fail the requests that the dead process had begun; hold the others for the next process.
 
-        But only once: whatever was in flight in two deaths may be what they died of.
+        A request is held only once: one that was there at two deaths may be their cause.
         """
-        for live in list(self._live.values()):
-            if live.is_over or live.first_id in self._replays:  # no process has it any more, or had it
+        for active in list(self._by_id.values()):
+            if active.is_over or active.first_id in self._replays:  # ended, or held already
                 continue
-            live.num_deaths += 1
-            if live.num_deaths > 1:
-                self._cut_off(live, EngineDiedTwice())
-            elif live.has_started:
-                self._cut_off(live, EngineDied())
+            active.num_deaths += 1
+            if active.num_deaths > 1:
+                self._cut_off(active, EngineDiedTwice())
+            elif active.has_started:
+                self._cut_off(active, EngineDied())
             else:
-                self._hold(live)
+                self._hold(active)
 
     def replay(self) -> None:
-        """A new engine process is ready: it gets what waited for it, in order of arrival."""
+        """Send the held requests to the new engine process, in order of arrival."""
         held = [self._by_sequence.get(first_id) for first_id in self._replays.take_all()]
-        # One that was aborted meanwhile is over, but its reader may not have seen it yet.
-        lives = [live for live in held if live is not None and not live.is_over]
-        if lives:
-            log.warning("%d requests that had not begun go to the new engine process", len(lives))
-        for live in lives:
-            self._send(self._message(live))
+        # A request aborted meanwhile is over, but its reader may not have seen it yet.
+        resent = [active for active in held if active is not None and not active.is_over]
+        if resent:
+            log.warning("%d requests that had not begun go to the new engine process", len(resent))
+        for active in resent:
+            self._send(self._message(active))
             self._metrics.request_replayed()
 
-    def abort(self, live: AnyLive, eos_token_ids: tuple[int, ...]) -> None:
-        """End it from outside: its reader gets what there is."""
-        if live.first_id not in self._replays:
-            self._send(EndSequences(sequence_ids=live.unfinished_ids, reason=FinishReason.ABORTED))
+    def abort(self, active: AnyActive, eos_token_ids: tuple[int, ...]) -> None:
+        """End a request from outside; its reader gets the output so far."""
+        if active.first_id not in self._replays:
+            self._send(EndSequences(sequence_ids=active.unfinished_ids, reason=FinishReason.ABORTED))
             return
-        for sequence_id in live.unfinished_ids:  # there is no engine to say so
+        for sequence_id in active.unfinished_ids:  # no engine process answers
             aborted = SequenceOutput(sequence_id, (), FinishReason.ABORTED)
             self.take_outputs([aborted], eos_token_ids, time.monotonic())
 
     def take_outputs(
         self, outputs: Iterable[SequenceOutput], eos_token_ids: tuple[int, ...], now_s: float
     ) -> None:
-        """News of some sequences, which came together."""
+        """Take in the outputs of one message from the engine process."""
         num_by_gap: dict[float, int] = {}
         for output in outputs:
-            live = self._by_sequence.get(output.sequence_id)
-            if live is None:  # its reader has left
+            active = self._by_sequence.get(output.sequence_id)
+            if active is None:  # its reader has left
                 continue
-            choice = live.choices[output.sequence_id]
+            choice = active.choices[output.sequence_id]
             if output.start is not None:
-                self._note_start(live, output.start, now_s)
+                self._note_start(active, output.start, now_s)
             if output.num_preemptions:
-                live.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
-            live.push(output, eos_token_ids)
+                active.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
+            active.push(output, eos_token_ids)
             num_tokens = len(output.token_ids)
             if num_tokens and choice.last_token_s is not None:
-                # Those of one step were all preceded by those of another: there are few different gaps.
+                # All tokens of a step follow those of an earlier step: there are few different gaps.
                 gap_s = (now_s - choice.last_token_s) / num_tokens
                 num_by_gap[gap_s] = num_by_gap.get(gap_s, 0) + num_tokens
                 choice.last_token_s = now_s
             elif num_tokens:
-                self._note_first_token(live, choice, num_tokens, now_s)
+                self._note_first_token(active, choice, num_tokens, now_s)
             if choice.finish_reason is not None:
-                self._note_end(live, choice, output)
+                self._note_end(active, choice, output)
         if num_by_gap:
             self._metrics.tokens_arrived(num_by_gap)
 
@@ -212,149 +212,159 @@ class InFlight:
         self, requests: Sequence[GenerationRequest | PoolingRequest], num_sequences: int
     ) -> None:
         for request in requests:
-            if request.request_id in self._live:
-                raise ValueError(f"request {request.request_id} is in flight already")
+            if request.request_id in self._by_id:
+                raise ValueError(f"request {request.request_id} is active already")
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
         self._require_tenants_room(requests, num_tokens, now_s)
-        if self._gives_way and not self._admission.has_room(num_sequences, num_tokens):
-            rank = self._waiting.rank(_priority(requests), arrived_s=now_s)
-            self._make_room(num_sequences, num_tokens, rank, now_s)
+        if not self._queue_limits.has_room(num_sequences, num_tokens):
+            self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s))
         with self._metrics.counting_refusals():
-            self._admission.admit(num_sequences, num_tokens, now_s=now_s)
+            self._queue_limits.admit(num_sequences, num_tokens, now_s=now_s)
         if requests:
             self._tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
 
     def _require_tenants_room(
         self, requests: Sequence[GenerationRequest | PoolingRequest], num_tokens: int, now_s: float
     ) -> None:
-        """All that come together are of one tenant. Raises TenantOverloaded."""
+        """Raise TenantOverloaded if a call does not fit. All requests of a call are of one tenant."""
         for request in requests[:1]:
             with self._metrics.counting_refusals():
                 self._tenant_tokens.require_room(
                     request.terms.tenant,
                     num_tokens,
                     request.max_tenant_tokens,
-                    retry_after_s=self._admission.retry_after_s(now_s=now_s),
+                    retry_after_s=self._queue_limits.retry_after_s(now_s=now_s),
                 )
 
-    def _make_room(self, num_sequences: int, num_tokens: int, rank: float, now_s: float) -> None:
-        """Let those that would be served last give way to a newcomer of this rank, if that is any help."""
-        leaving = self._giving_way(num_sequences, num_tokens, rank)
+    def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> None:
+        """Displace the calls that would be served last, if that makes room for a new one."""
+        leaving = self._giving_way(num_sequences, num_tokens, terms)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
-            retry_after_s=self._admission.retry_after_s(now_s=now_s),
+            retry_after_s=self._queue_limits.retry_after_s(now_s=terms.arrived_s),
             reason=OverloadReason.DISPLACED,
         )
         for call in leaving:
             self._metrics.request_displaced()
-            for live in call.lives:
-                live.fail(error)
-                self.leave(live)
+            for active in call.lives:
+                active.fail(error)
+                self.leave(active)
 
-    def _giving_way(self, num_sequences: int, num_tokens: int, rank: float) -> list[Call[AnyLive]]:
-        """Those that would leave; nobody if even that would not make room."""
-        leaving: list[Call[AnyLive]] = []
+    def _giving_way(
+        self, num_sequences: int, num_tokens: int, terms: CallTerms | None
+    ) -> list[Call[AnyActive]]:
+        """List the calls to displace; empty if even that would not make room."""
+        leaving: list[Call[AnyActive]] = []
         freed_sequences = freed_tokens = 0
-        for call in self._waiting.worse_than(rank):
+        for call in self._waiting.giving_way(terms, next_id=self._next_id):
             leaving.append(call)
             freed_sequences += call.num_sequences
             freed_tokens += call.num_tokens
-            if self._admission.has_room(
+            if self._queue_limits.has_room(
                 num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
             ):
                 return leaving
         return []
+
+    def _call_terms(
+        self, requests: Sequence[GenerationRequest | PoolingRequest], arrived_s: float
+    ) -> CallTerms:
+        """Return the terms of a call, which are its most urgent request's."""
+        terms = [request.terms for request in requests]
+        limits = (each.time_limits.nearest_s for each in terms)
+        return CallTerms(
+            priority=min((each.priority for each in terms), default=0),
+            tenant=terms[0].tenant if terms else "",
+            arrived_s=arrived_s,
+            time_limit_s=min([self._limits.nearest_s, *limits]),
+        )
 
     def _new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self._next_id + index) for index in range(num))
         self._next_id += num
         return ids
 
-    def _start(self, lives: Sequence[AnyLive]) -> None:
-        for live in lives:
-            self._live[live.request.request_id] = live
-            self._by_sequence.update(dict.fromkeys(live.choices, live))
+    def _start(self, admitted: Sequence[AnyActive]) -> None:
+        for active in admitted:
+            self._by_id[active.request.request_id] = active
+            self._by_sequence.update(dict.fromkeys(active.choices, active))
             self.is_empty.clear()
-            self._metrics.request_admitted(live.num_prompt_tokens)
-            live.request.journal.note_admission(live.num_prompt_tokens, live.request.terms.priority)
+            self._metrics.request_admitted(active.num_prompt_tokens)
+            active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
         try:
-            for live in lives:
-                self._send(self._message(live))
-            self._waiting.add(
-                lives, _priority([live.request for live in lives]), arrived_s=lives[0].arrived_s
-            )
-        except BaseException:  # what cannot be sent must not stay behind
-            for live in lives:
-                self.leave(live)
+            for active in admitted:
+                self._send(self._message(active))
+            terms = self._call_terms([active.request for active in admitted], admitted[0].arrived_s)
+            self._waiting.add(admitted, terms)
+        except BaseException:  # requests that cannot be sent must not stay behind
+            for active in admitted:
+                self.leave(active)
             raise
 
-    def _cut_off(self, live: AnyLive, error: EngineError) -> None:
-        if live.is_over:  # complete: its reader has only not come for the rest
+    def _cut_off(self, active: AnyActive, error: EngineError) -> None:
+        if active.is_over:  # complete; its reader has not fetched the rest yet
             return
-        live.fail(error)
-        self.leave(live)
+        active.fail(error)
+        self.leave(active)
         self.num_cut_off += 1
 
-    def _hold(self, live: AnyLive) -> None:
+    def _hold(self, active: AnyActive) -> None:
         def give_up() -> None:
-            live.fail(DeadlineExceeded("its time ran out while the engine was being replaced"))
-            self.leave(live)
+            active.fail(DeadlineExceeded("its time ran out while the engine was being replaced"))
+            self.leave(active)
 
-        self._replays.hold(live.first_id, self._terms(live).time_limits.nearest_s, give_up)
+        self._replays.hold(active.first_id, self._terms(active).time_limits.nearest_s, give_up)
 
-    def _message(self, live: AnyLive) -> AddRequest:
-        request = live.request
+    def _message(self, active: AnyActive) -> AddRequest:
+        request = active.request
         return AddRequest(
-            sequence_ids=tuple(live.choices),
+            sequence_ids=tuple(active.choices),
             prompt_token_ids=request.prompt_token_ids,
-            params=_NOTHING_DRAWN if isinstance(request, PoolingRequest) else request.params,
+            params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
-            terms=self._terms(live),
+            terms=self._terms(active),
             request_id=request.journal.request_id,
             trace_id=request.journal.trace_id,
         )
 
-    def _terms(self, live: AnyLive) -> ServiceTerms:
-        """The request's own, but with no time limit longer than the operator's, from now on."""
-        asked, allowed = live.request.terms.time_limits, self._limits
+    def _terms(self, active: AnyActive) -> ServiceTerms:
+        """Return the request's terms, with time limits capped by the operator's and counted from now."""
+        asked, allowed = active.request.terms.time_limits, self._limits
         limits = TimeLimits(
             queue_s=min(asked.queue_s, allowed.queue_s),
             first_token_s=min(asked.first_token_s, allowed.first_token_s),
             total_s=min(asked.total_s, allowed.total_s),
         )
-        if live.num_deaths:
-            limits = what_is_left(limits, time.monotonic() - live.arrived_s)
-        return replace(live.request.terms, time_limits=limits)
+        if active.num_deaths:
+            limits = remaining_limits(limits, time.monotonic() - active.arrived_s)
+        return replace(active.request.terms, time_limits=limits)
 
-    def _note_start(self, live: AnyLive, start: SequenceStart, now_s: float) -> None:
-        num_tokens = 0 if live.has_started else live.num_prompt_tokens
-        live.request.journal.note_start(start.queue_s)
-        if not live.has_started:
-            live.request.journal.note_cached_tokens(start.num_cached_tokens)
-        self._waiting.discard(live)
-        live.num_unstarted -= 1
-        self._admission.start(num_tokens, now_s=now_s)
-        self._tenant_tokens.leave(live.request.terms.tenant, num_tokens)
+    def _note_start(self, active: AnyActive, start: SequenceStart, now_s: float) -> None:
+        num_tokens = 0 if active.has_started else active.num_prompt_tokens
+        active.request.journal.note_start(start.queue_s)
+        if not active.has_started:
+            active.request.journal.note_cached_tokens(start.num_cached_tokens)
+        self._waiting.discard(active)
+        active.num_unstarted -= 1
+        self._queue_limits.start(num_tokens, now_s=now_s)
+        self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         self._metrics.sequence_started(start.queue_s)
 
-    def _note_first_token(self, live: AnyLive, part: Part, num_tokens: int, now_s: float) -> None:
-        since_arrival_s = now_s - live.arrived_s
-        self._metrics.first_token_arrived(num_tokens, since_arrival_s, live.request.terms.priority)
-        live.request.journal.note_first_token(since_arrival_s)
-        part.last_token_s = now_s
+    def _note_first_token(
+        self, active: AnyActive, choice: RequestChoice, num_tokens: int, now_s: float
+    ) -> None:
+        since_arrival_s = now_s - active.arrived_s
+        self._metrics.first_token_arrived(num_tokens, since_arrival_s, active.request.terms.priority)
+        active.request.journal.note_first_token(since_arrival_s)
+        choice.last_token_s = now_s
 
-    def _note_end(self, live: AnyLive, part: Part, output: SequenceOutput) -> None:
-        """This output was the last that is read of a sequence."""
-        assert part.finish_reason is not None
+    def _note_end(self, active: AnyActive, choice: RequestChoice, output: SequenceOutput) -> None:
+        """Account for a sequence whose last output this was."""
+        assert choice.finish_reason is not None
         del self._by_sequence[output.sequence_id]
-        self._metrics.choice_finished(part.finish_reason, part.num_tokens)
-        live.request.journal.note_end(part.finish_reason, part.num_tokens)
-        if output.finish_reason is None:  # a stop string, which only we can see
+        self._metrics.choice_finished(choice.finish_reason, choice.num_tokens)
+        active.request.journal.note_end(choice.finish_reason, choice.num_tokens)
+        if output.finish_reason is None:  # a stop string, which only this process can see
             ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
             self._send(ended)
-
-
-def _priority(requests: Sequence[GenerationRequest | PoolingRequest]) -> int:
-    """Of requests that are served together: that of the most urgent."""
-    return min((request.terms.priority for request in requests), default=0)

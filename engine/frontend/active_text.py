@@ -1,28 +1,28 @@
-"""One request for text between its admission and its last output, as the API process sees it.
+"""A request for text between its admission and its end.
 
-Owns: the text of its choices, and what is ready to be read.
-Never: talks to the engine process; client.py does.
+Owns: the text of its choices, and the outputs that wait to be read.
+Never: talks to the engine process (client.py does).
 """
 
 import asyncio
 
 from msgspec.structs import replace
 
-from engine.frontend.active_request import Live
+from engine.frontend.active_request import ActiveRequest
 from engine.text.detokenizer import IncrementalDetokenizer, StopText
-from engine.text.token_logprobs import PromptLogprobs, explain
+from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import GenerationRequest, TokenLogprob, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
 
 
-class Choice:
-    """One of the n continuations. What the reader has not fetched yet is merged, so it stays small."""
+class TextChoice:
+    """One of the n continuations. Unread outputs are merged, so memory stays small."""
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None
-        self.has_news = False
+        self.is_readable = False
         self.num_tokens = 0
         self.last_token_s: float | None = None
         self._tokenizer = tokenizer
@@ -40,16 +40,16 @@ class Choice:
         self._num_cached_tokens = 0
         self._stop_reason: int | str | None = None
         self._may_wait = not request.stop
-        """The text of a token is made when somebody reads it: no stop string can be in it."""
+        """Whether text may be made when it is read: stop strings would have to be found at once."""
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._waiting_ids: list[int] = []
-        """Of `_token_ids`: the last, whose text was not made yet."""
+        """The last of `_token_ids`, which are not detokenized yet."""
         self._logprobs: list[TokenLogprob] = []
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
-        """Take in what the engine generated; `finish_reason` says afterwards whether that was all."""
-        self.has_news = True
+        """Take in an output of the engine. Sets `finish_reason` if it was the last."""
+        self.is_readable = True
         if output.start is not None:
             self._num_cached_tokens = output.start.num_cached_tokens
         if self._may_wait and output.finish_reason is None:
@@ -65,7 +65,7 @@ class Choice:
         if ends_by_token and self._detokenizer.matched_stop is None:
             self._num_hidden = 1  # the stop token: it counts, but it is not part of the text
         num_seen = self._detokenizer.num_tokens + self._num_hidden
-        num_kept = num_seen - self.num_tokens  # none of those after a stop string
+        num_kept = num_seen - self.num_tokens  # tokens after a stop string do not count
         self.num_tokens += num_kept
         self._token_ids += output.token_ids[:num_kept]
         self._explain(output.logprobs[:num_kept])
@@ -74,12 +74,12 @@ class Choice:
             self.finish_reason = output.finish_reason
             if output.finish_reason is FinishReason.STOP and output.token_ids[-1] not in eos_token_ids:
                 self._stop_reason = output.token_ids[-1]
-        if self._detokenizer.matched_stop is not None:  # also in what was held back until the end
+        if self._detokenizer.matched_stop is not None:  # also in text held back until the end
             self.finish_reason = FinishReason.STOP
             self._stop_reason = self._detokenizer.matched_stop
 
     def take(self) -> TokenOutput:
-        """All that was not told yet, as one output."""
+        """Return everything since the last call, as one output."""
         self._make_text()
         output = TokenOutput(
             index=self.index,
@@ -93,7 +93,7 @@ class Choice:
         self._texts.clear()
         self._token_ids.clear()
         self._logprobs.clear()
-        self.has_news = False
+        self.is_readable = False
         return output
 
     def _make_text(self) -> None:
@@ -105,7 +105,7 @@ class Choice:
         self._logprobs += [explain(each, self._tokenizer, self._special) for each in logprobs]
 
 
-class LiveRequest(Live[GenerationRequest, Choice]):
+class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
     """A request for text."""
 
     def __init__(
@@ -113,36 +113,37 @@ class LiveRequest(Live[GenerationRequest, Choice]):
         request: GenerationRequest,
         sequence_ids: tuple[SequenceId, ...],
         tokenizer: Tokenizer,
-        news: asyncio.Event,
+        readable: asyncio.Event,
     ) -> None:
         choices = {
-            sequence_id: Choice(index, request, tokenizer) for index, sequence_id in enumerate(sequence_ids)
+            sequence_id: TextChoice(index, request, tokenizer)
+            for index, sequence_id in enumerate(sequence_ids)
         }
-        super().__init__(request, choices, news)
-        self._prompt_logprobs = PromptLogprobs(request, tokenizer)
+        super().__init__(request, choices, readable)
+        self._prompt_logprobs = CollectedPromptLogprobs(request, tokenizer)
 
     def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         if output.prompt_logprobs:
             self._prompt_logprobs.push(output.prompt_logprobs)
         if output.token_ids or output.finish_reason is not None:
             self.choices[output.sequence_id].push(output, eos_token_ids)
-            self._news.set()
+            self._readable.set()
 
     def take(self) -> list[TokenOutput]:
-        """What is new; may be nothing. Raises the error that ended the request."""
+        """Return the new outputs, if any. Raises the error that ended the request."""
         if self.error is not None:
             raise self.error
         if not self._prompt_logprobs.is_complete and not self.is_over:
-            return []  # a reply begins with its prompt
-        return [self._take(choice) for choice in self.choices.values() if choice.has_news]
+            return []  # the prompt's log-probabilities come first
+        return [self._take(choice) for choice in self.choices.values() if choice.is_readable]
 
-    def _take(self, choice: Choice) -> TokenOutput:
+    def _take(self, choice: TextChoice) -> TokenOutput:
         output = choice.take()
-        prompt_logprobs = self._prompt_logprobs.tell(choice.index)
+        prompt_logprobs = self._prompt_logprobs.take(choice.index)
         return replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output
 
     @property
     def _has_reply(self) -> bool:
-        """There is something to send, even if no more comes."""
+        """Whether there is something to send even if no more comes."""
         has_tokens = any(choice.num_tokens for choice in self.choices.values())
         return has_tokens and self._prompt_logprobs.is_complete

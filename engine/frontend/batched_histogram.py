@@ -1,7 +1,7 @@
-"""A histogram that takes in many equal values at once, for what happens to every token.
+"""A histogram that observes many equal values at once, for events of every token.
 
 Owns: its buckets.
-Never: locks: one thread observes. A page that is rendered meanwhile in another may lack the latest values.
+Never: locks. One thread observes; a page rendered meanwhile in another thread may lack the latest values.
 """
 
 from bisect import bisect_left
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 
 class BatchedHistogram(Collector):
-    """On the page as prometheus_client's own Histogram, which takes one value at a time, under a lock."""
+    """A histogram that renders like prometheus_client's own, which takes one value at a time under a lock."""
 
     def __init__(
         self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry
@@ -23,12 +23,12 @@ class BatchedHistogram(Collector):
         self._text = text
         self._buckets = buckets
         self._nums = [0] * (len(buckets) + 1)
-        """Of each bucket alone; the last has what is above all of them."""
+        """Count of each bucket alone; the last is for values above all bounds."""
         self._sum = 0.0
         registry.register(self)
 
     def observe(self, value: float, *, num: int) -> None:
-        """So many times."""
+        """Observe `value` `num` times."""
         self._nums[bisect_left(self._buckets, value)] += num
         self._sum += value * num
 
@@ -38,5 +38,5 @@ class BatchedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
     def describe(self) -> Iterator[Metric]:
-        """Names only, so that the registry refuses a second metric of this name."""
+        """Yield the name, so that the registry refuses a second metric of this name."""
         yield HistogramMetricFamily(self._name, self._text)

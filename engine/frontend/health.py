@@ -1,8 +1,8 @@
-"""Whether the engine is ready, and whether its loop still moves.
+"""The health of the engine: whether it is ready, and whether its loop still moves.
 
-Owns: the state that clients and probes are told. Judged by the loop's own turns, never by a test
+Owns: the state that is reported to clients and probes. It is judged by the loop's turns and never by a test
 generation, which a long prefill would fail and a hung engine could pass from a cache.
-Never: a clock of its own; time is an argument.
+Never: reads a clock; time is an argument.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ _LEAVES = "the server is shutting down"
 
 
 class Welcome(Enum):
-    """How newcomers are treated."""
+    """The treatment of new requests."""
 
     OPEN = "open"
     LEAVING = "leaving"
-    """Probes say no, so that nobody is sent here any more; who comes all the same is served."""
+    """Probes fail, so that load balancers send no more; new requests are still accepted."""
     CLOSED = "closed"
 
 
 class HealthMonitor:
-    """Told of everything that the engine process says; asked by probes and by admission."""
+    """The health as of the last message of the engine process; read by probes and by admission."""
 
     def __init__(self, *, heartbeat_timeout_s: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -58,7 +58,7 @@ class HealthMonitor:
         self._num_steps = beat.stats.num_steps
 
     def moved(self, *, now_s: float) -> None:
-        """A long step gets on."""
+        """Note that a long step makes progress."""
         self._last_beat_s = now_s
 
     def died(self, cause: str) -> None:
@@ -79,7 +79,7 @@ class HealthMonitor:
         )
 
     def require_ready(self, *, now_s: float) -> None:
-        """Raises EngineUnavailable, saying why."""
+        """Raise EngineUnavailable with the reason, unless new requests can be served."""
         if self.welcome is Welcome.CLOSED:
             raise EngineUnavailable(_LEAVES, code="shutting_down", retry_after_s=_MIN_RETRY_S)
         if not self.became_ready.is_set() or not self._is_live(now_s):
@@ -87,7 +87,7 @@ class HealthMonitor:
             raise EngineUnavailable(health.detail, retry_after_s=self._retry_after_s(now_s))
 
     def _retry_after_s(self, now_s: float) -> float:
-        """As long as the last load took, less what this one has taken."""
+        """Estimate the rest of the load from the duration of the last one."""
         if self.became_ready.is_set():
             return _MIN_RETRY_S
         return max(self._load_s - (now_s - self._loading_since_s), _MIN_RETRY_S)

@@ -1,7 +1,7 @@
-"""How full this machine's memory is, for those who may not look for themselves.
+"""The memory use of this machine, for the server, which may not import the worker.
 
-Owns: how old the answer may be.
-Never: where it is read (worker/machine.py), or what follows from it (server/access/memory_gate.py).
+Owns: the age that the answer may have.
+Never: reads it from the kernel (worker/machine.py), or acts on it (server/access/memory_gate.py).
 """
 
 import math
@@ -14,7 +14,7 @@ _MAX_AGE_S = 1.0
 
 
 class MemoryGauge:
-    """Cheap to ask: the files of the kernel are read once a second at most."""
+    """A cached reading: the kernel's files are read once a second at most."""
 
     def __init__(
         self, *, read: Callable[[], float] = memory_use, clock_s: Callable[[], float] = time.monotonic
@@ -25,7 +25,7 @@ class MemoryGauge:
         self._share = 0.0
 
     def share(self) -> float:
-        """Share of the memory in use, 0 to 1."""
+        """Return the share of the memory in use, 0 to 1."""
         now_s = self._clock_s()
         if now_s - self._read_s >= _MAX_AGE_S:
             self._share, self._read_s = self._read(), now_s

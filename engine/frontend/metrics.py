@@ -1,11 +1,11 @@
-"""What Prometheus is told about the engine.
+"""The engine's metrics for Prometheus.
 
 Owns: every metric of queue, cache and latency, in one registry. Labels come from configured sets only.
-Never: is asked per token to format anything; children with labels are resolved once.
+Never: formats anything per token; children with labels are resolved once.
 
-Definitions: arrival is when the tokenized request reaches AsyncEngine.generate. Queue time runs from
-then on inside the engine process to the first step; time to first token from arrival to the first token
-here; inter-token latency between two tokens of one choice, with preemptions in it.
+Definitions: a request arrives when it reaches AsyncEngine, tokenized. Queue time runs from its arrival in the
+engine process to its first step; time to first token from arrival to the first token in the API process;
+inter-token latency between two tokens of one choice, preemptions included.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,22 +24,22 @@ from engine.processes.engine_processes import DeathCause
 from engine.types import Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
 
-# From a short queue on a fast device to one of minutes, and from a small model's tokens to a stutter. No
-# more than that: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
+# From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
+# buckets: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
-# Ours, and the names that endpoint pickers and autoscalers know (Gateway API inference extension, KEDA).
+# The second is known to endpoint pickers and autoscalers (Gateway API inference extension, KEDA).
 _PREFIXES = ("tokenyard", "vllm")
 _END_TO_END_BUCKETS = _LATENCY_BUCKETS[2:]
 _LENGTH_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
-# Few, because there is a set of them for each band.
+# Few: each band has a set of them.
 _BAND_BUCKETS = (0.5, 2.5, 10.0, 60.0)
 
 _Word = TypeVar("_Word", bound=str)
 
 
 class AbortCause(StrEnum):
-    """Why a request ended before it was done, though nothing was wrong with it."""
+    """Causes that cut a correct request short."""
 
     CLIENT_LEFT = "client_left"
     SHUTDOWN = "shutdown"  # the time to drain was over
@@ -47,7 +47,7 @@ class AbortCause(StrEnum):
 
 
 class Telemetry(StrEnum):
-    """What is dropped before anybody waits for it."""
+    """Kinds of telemetry that are dropped rather than waited for."""
 
     API_LOG_LINES = "api_log_lines"
     ENGINE_LOG_LINES = "engine_log_lines"
@@ -55,7 +55,7 @@ class Telemetry(StrEnum):
 
 
 class PriorityBand(StrEnum):
-    """Priorities are any integers; labels must be few."""
+    """Bands of priorities: labels must be few, and priorities are any integers."""
 
     URGENT = "urgent"  # below 0
     NORMAL = "normal"  # 0
@@ -69,10 +69,10 @@ def band_of(priority: int) -> PriorityBand:
 
 
 class EngineMetrics:
-    """Fed by AsyncEngine; rendered by the server from `registry`."""
+    """Metrics that AsyncEngine feeds and the server renders from `registry`."""
 
     def __init__(self, model_name: str) -> None:
-        # A third of all lines, and nobody reads them.
+        # A third of all lines, and of no use.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._model_name = model_name
         self.registry = CollectorRegistry()
@@ -86,7 +86,7 @@ class EngineMetrics:
         self._make_histograms()
 
     def model_is_ready(self, info: ModelInfo) -> None:
-        """The facts that cluster routers read from labels."""
+        """Publish the facts that cluster routers read from labels."""
         labels = {
             "model_name": self._model_name,
             "block_size": str(info.block_size),
@@ -100,12 +100,12 @@ class EngineMetrics:
         self._last_dropped.pop(Telemetry.ENGINE_LOG_LINES, None)
 
     def watch_health(self, health: Callable[[], Health]) -> None:
-        """Ask at each scrape, so that the page never says ready when a probe would not."""
+        """Ask for the health at each scrape, so that the page agrees with the probes."""
         self._ready.set_function(lambda: health().is_ready)
         self._live.set_function(lambda: health().is_live)
 
     def engine_is_gone(self) -> None:
-        """Nothing runs and nothing waits in a dead process."""
+        """Set the gauges of a dead process to zero."""
         for gauges in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
             _set_all(gauges, 0)
         for gauge in self._waiting_by_reason.values():
@@ -118,9 +118,9 @@ class EngineMetrics:
         self._replayed.inc()
 
     def beat(self, beat: Beat) -> None:
-        """Gauges as they are now, counters by what was added since the last beat."""
+        """Set gauges to their values, and raise counters by the difference to the last beat."""
         stats = beat.stats
-        last = self._last or _NOTHING
+        last = self._last or SchedulerStats(num_blocks=stats.num_blocks)
         self._last = stats
         _set_all(self._running, stats.num_running)
         _set_all(self._waiting, stats.num_waiting)
@@ -149,7 +149,7 @@ class EngineMetrics:
         self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
 
     def _take_dropped_lines(self, num_of_engine: int) -> None:
-        """Of both processes; each counts from its own start."""
+        """Count dropped lines of both processes; each counts from its own start."""
         now = {Telemetry.API_LOG_LINES: num_dropped_lines(), Telemetry.ENGINE_LOG_LINES: num_of_engine}
         for what, num in now.items():
             self._dropped[what].inc(num - self._last_dropped.get(what, 0))
@@ -161,7 +161,7 @@ class EngineMetrics:
             counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
 
     def tokens_arrived(self, num_by_gap: Mapping[float, int]) -> None:
-        """Further tokens of choices: how many came how many seconds after the one before."""
+        """Count further tokens of choices, by the seconds since the token before."""
         self._generated.inc(sum(num_by_gap.values()))
         for gap_s, num in num_by_gap.items():
             self._inter_token.observe(gap_s, num=num)
@@ -184,7 +184,7 @@ class EngineMetrics:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """What is refused inside, by its reason."""
+        """Count an Overloaded that is raised inside, by its reason."""
         try:
             yield
         except Overloaded as error:
@@ -192,11 +192,11 @@ class EngineMetrics:
             raise
 
     def spans_dropped(self, num: float) -> None:
-        """The collector of traces did not take them. Called by any thread."""
+        """Count spans that the trace collector did not take. Called by any thread."""
         self._dropped[Telemetry.SPANS].inc(num)
 
     def request_displaced(self) -> None:
-        """One that waited gave way to a more urgent one."""
+        """Count a waiting request that gave its place to a more urgent one."""
         self._refused[OverloadReason.DISPLACED].inc()
 
     def request_aborted(self, cause: AbortCause) -> None:
@@ -270,7 +270,7 @@ class EngineMetrics:
         self._generated = self._counter("generation_tokens", "Tokens generated")
 
     def _make_counters_of_ends(self) -> None:
-        """Of engine processes, of requests that were refused or ended, and of what is said about them."""
+        """Make the counters of ended engine processes, refused and ended requests, and dropped telemetry."""
         self._restarts = self._counters(
             "engine_restarts", "Engine processes that died and were replaced", "cause", DeathCause
         )
@@ -327,7 +327,7 @@ class EngineMetrics:
         return Counter(f"tokenyard:{name}", text, registry=self.registry)
 
     def _counters(self, name: str, text: str, label: str, words: Iterable[_Word]) -> dict[_Word, Counter]:
-        """One for each word that the label may be."""
+        """Make one counter for each value of the label."""
         counter = Counter(f"tokenyard:{name}", text, [label], registry=self.registry)
         return {word: counter.labels(str(word)) for word in words}
 
@@ -338,24 +338,3 @@ class EngineMetrics:
 def _set_all(gauges: list[Gauge], value: float) -> None:
     for gauge in gauges:
         gauge.set(value)
-
-
-_NOTHING = SchedulerStats(
-    num_running=0,
-    num_waiting=0,
-    wait_reason=WaitReason.STEP,
-    num_used_blocks=0,
-    num_blocks=1,
-    num_steps=0,
-    num_swapped=0,
-    num_used_host_blocks=0,
-    num_host_blocks=0,
-    num_stalls=0,
-    preemptions=(),
-    num_swap_space_full=0,
-    num_prefix_queries=0,
-    num_prefix_hits=0,
-    num_prefix_host_hits=0,
-    num_kept_host_blocks=0,
-    num_recomputed_tokens=0,
-)

@@ -1,21 +1,22 @@
-"""Whether one more request may wait.
+"""Limits on the queue as a whole, and on the prompt tokens that one tenant has in it.
 
-Owns: how many sequences and prompt tokens were accepted and have not started, and how fast they start.
-Never: a clock of its own; time is an argument.
+Owns: the counts of accepted sequences and prompt tokens that have not started, the rate at which sequences
+start, and the refusals.
+Never: reads a clock (time is an argument), or decides a tenant's limit (engine/options/api_keys.py).
 """
 
-from collections import deque
+from collections import Counter, deque
 
-from engine.errors import Overloaded, OverloadReason
+from engine.errors import Overloaded, OverloadReason, TenantOverloaded
 
 _RATE_WINDOW_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
-class Admission:
-    """A bound on the queue: beyond it a client is told when to come back, rather than left to wait.
+class QueueLimits:
+    """Bounds on the whole queue; beyond them a client is refused and given a time to come back.
 
-    A sequence has started when its first output has come; so those whose prompt is being computed count.
+    A sequence starts with its first output, so sequences in prefill still count as waiting.
     """
 
     def __init__(self, *, max_queued: int, max_queued_tokens: int) -> None:
@@ -26,9 +27,9 @@ class Admission:
         self.num_queued_tokens = 0
 
     def admit(self, num_sequences: int, num_tokens: int, *, now_s: float) -> None:
-        """All of them or none. Raises Overloaded.
+        """Take in all sequences of a call, or none. Raises Overloaded.
 
-        A request that is larger than the queue may still have it to itself: it would never fit else.
+        A request larger than the queue is taken in if the queue is empty; otherwise it would never fit.
         """
         if not self.has_room(num_sequences, num_tokens):
             raise self.refusal(num_sequences, now_s=now_s)
@@ -36,7 +37,7 @@ class Admission:
         self.num_queued_tokens += num_tokens
 
     def refusal(self, num_sequences: int, *, now_s: float) -> Overloaded:
-        """What those are told for whom there is no room."""
+        """Make the error for sequences that do not fit."""
         has_place = self.num_queued + num_sequences <= self._max_queued
         return Overloaded(
             f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
@@ -48,25 +49,25 @@ class Admission:
     def has_room(
         self, num_sequences: int, num_tokens: int, *, freed_sequences: int = 0, freed_tokens: int = 0
     ) -> bool:
-        """Whether they may wait, if so many others left before."""
+        """Whether sequences fit, assuming that the `freed_` ones have left."""
         num_left = self.num_queued - freed_sequences
         num_left_tokens = self.num_queued_tokens - freed_tokens
         fits = num_left + num_sequences <= self._max_queued
         return not num_left or (fits and num_left_tokens + num_tokens <= self._max_queued_tokens)
 
     def leave(self, num_sequences: int, num_tokens: int) -> None:
-        """Ended before they started."""
+        """Remove sequences that ended before they started."""
         self.num_queued -= num_sequences
         self.num_queued_tokens -= num_tokens
 
     def start(self, num_tokens: int, *, now_s: float) -> None:
-        """One of them has started; `num_tokens` of the queue's go with it."""
+        """Remove a sequence that has started, and `num_tokens` prompt tokens with it."""
         self.leave(1, num_tokens)
         self._starts_s.append(now_s)
         self._forget_old(now_s)
 
     def retry_after_s(self, *, now_s: float) -> float:
-        """How long the queue takes to empty at the rate of the last seconds."""
+        """Estimate how long the queue takes to empty, from the starts of the last seconds."""
         self._forget_old(now_s)
         rate_hz = max(len(self._starts_s), 1) / _RATE_WINDOW_S
         return min(max(self.num_queued / rate_hz, _MIN_RETRY_S), _MAX_RETRY_S)
@@ -74,3 +75,34 @@ class Admission:
     def _forget_old(self, now_s: float) -> None:
         while self._starts_s and self._starts_s[0] < now_s - _RATE_WINDOW_S:
             self._starts_s.popleft()
+
+
+class TenantTokens:
+    """Waiting prompt tokens by tenant, counted from admission to the first output."""
+
+    def __init__(self) -> None:
+        self._num_queued: Counter[str] = Counter()
+
+    def require_room(self, tenant: str, num_tokens: int, limit: int | None, *, retry_after_s: float) -> None:
+        """Raise TenantOverloaded if the tokens do not fit. `limit` None is no limit.
+
+        A request larger than its tenant's limit is taken in if the tenant has nothing waiting.
+        """
+        num_queued = self._num_queued[tenant]
+        if limit is None or not num_queued or num_queued + num_tokens <= limit:
+            return
+        raise TenantOverloaded(
+            f"this key has {num_queued} prompt tokens waiting, and may have {limit}; try again when some of"
+            " its requests have begun",
+            retry_after_s=retry_after_s,
+        )
+
+    def admit(self, tenant: str, num_tokens: int) -> None:
+        """Count prompt tokens that wait from now on."""
+        self._num_queued[tenant] += num_tokens
+
+    def leave(self, tenant: str, num_tokens: int) -> None:
+        """Remove prompt tokens of a request that has started, or ended before."""
+        self._num_queued[tenant] -= num_tokens
+        if self._num_queued[tenant] <= 0:  # names come from clients: unused ones must not pile up
+            del self._num_queued[tenant]

@@ -1,17 +1,21 @@
-"""The calls that wait, from the one that would be served last: whoever is more urgent may take its place.
+"""Calls that wait, from the one that would be served last: a more urgent one may take its place.
 
-Owns: the order of those of whose sequences none has begun. A call is what was admitted together.
-Never: ends a request (active_requests.py), or how many may wait (queue_limits.py).
+Owns: the order of the calls of which no sequence has begun. A call is the requests that were admitted
+together.
+Never: ends a request (active_requests.py), limits how many may wait (queue_limits.py), or defines the order
+(scheduler/policy.py does, for the scheduler too).
 """
 
-import heapq
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isinf
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
+from scheduler.config import Fairness, SchedulerOptions
 from scheduler.messages import SequenceId
+from scheduler.policy import MOST_URGENT, Newcomer, Rank, Standing, order_of_service
 
 
 class Waiting(Protocol):
@@ -28,6 +32,21 @@ class Waiting(Protocol):
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)
+_rank_of = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTerms:
+    """Terms of a call that decide its place: those of its most urgent request."""
+
+    priority: int
+    tenant: str
+    arrived_s: float
+    time_limit_s: float
+    """The nearest of its time limits; inf without one."""
+
+    def standing(self, admission: float) -> Standing:
+        return Standing(self.priority, self.arrived_s, self.arrived_s + self.time_limit_s, admission)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,55 +55,82 @@ class Call(Generic[WaitingT]):
 
     lives: tuple[WaitingT, ...]
     priority: int
-    rank: float
-    """The lower is served before; as the scheduler ranks them, but for equals, which have equal ranks."""
+    rank: Rank
+    """Computed as the scheduler computes it."""
+    tenant: str
     num_sequences: int
     num_tokens: int
 
 
 class WaitingCalls(Generic[WaitingT]):
-    """Every operation but `worse_than` takes constant time."""
+    """Kept in order of rank."""
 
-    def __init__(self, *, aging_s: float) -> None:
-        """`aging_s` is the waiting that makes up for one level of priority; infinite if nothing does."""
-        self._aging_s = aging_s
-        # Within a priority in order of arrival, which is the order of rank too.
-        self._calls: defaultdict[int, dict[SequenceId, Call[WaitingT]]] = defaultdict(dict)
+    def __init__(self, options: SchedulerOptions) -> None:
+        self._order = order_of_service(options)
+        self._is_fair = options.fairness is Fairness.TENANT
+        self._weights = dict(options.tenant_weights)
+        self._line: list[Call[WaitingT]] = []
         self._by_id: dict[SequenceId, Call[WaitingT]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._calls.values()))
+        return len(self._line)
 
-    def rank(self, priority: int, *, arrived_s: float) -> float:
-        return float(priority) if isinf(self._aging_s) else arrived_s + priority * self._aging_s
-
-    def add(self, lives: Sequence[WaitingT], priority: int, *, arrived_s: float) -> None:
+    def add(self, lives: Sequence[WaitingT], terms: CallTerms) -> None:
         call = Call(
             lives=tuple(lives),
-            priority=priority,
-            rank=self.rank(priority, arrived_s=arrived_s),
+            priority=terms.priority,
+            rank=self._order.rank(terms.standing(lives[0].first_id)),
+            tenant=terms.tenant,
             num_sequences=sum(live.num_unstarted for live in lives),
             num_tokens=sum(live.num_prompt_tokens for live in lives),
         )
-        self._calls[priority][lives[0].first_id] = call
+        insort(self._line, call, key=_rank_of)
         self._by_id.update((live.first_id, call) for live in lives)
 
     def discard(self, live: WaitingT) -> None:
-        """One of its sequences has begun, or it has left: its call can give way no more."""
+        """Forget the call of a request that has begun or has left: it can give way no more."""
         call = self._by_id.get(live.first_id)
         if call is None:
             return
         for member in call.lives:
             self._by_id.pop(member.first_id, None)
-        peers = self._calls[call.priority]
-        del peers[call.lives[0].first_id]
-        if not peers:
-            del self._calls[call.priority]
+        del self._line[bisect_left(self._line, call.rank, key=_rank_of)]
 
-    def worse_than(self, rank: float) -> Iterator[Call[WaitingT]]:
-        """Those that would be served after a newcomer of this rank, the last of them first."""
-        lines = [reversed(peers.values()) for peers in self._calls.values()]
-        for call in heapq.merge(*lines, key=lambda call: call.rank, reverse=True):
-            if call.rank <= rank:
-                return
+    def giving_way(self, terms: CallTerms | None, *, next_id: int) -> Iterator[Call[WaitingT]]:
+        """Calls whose place a new one of these terms may take, the one that is served last first.
+
+        None is the most urgent call that can come; `next_id` is the first id that the new one would get.
+        """
+        newcomer = MOST_URGENT
+        if terms is not None:
+            newcomer = Newcomer(terms.priority, self._order.rank(terms.standing(next_id)))
+        calls = self._order.giving_way(newcomer, self._line)
+        return self._largest_backlog_first(list(calls)) if self._is_fair else calls
+
+    def _largest_backlog_first(self, calls: list[Call[WaitingT]]) -> Iterator[Call[WaitingT]]:
+        """Reorder calls.
+
+        Inside each priority, the last call of the tenant that has most to be served comes first.
+
+        Tenants that wait get equal service, so this one's last call is the last to be served. The counters of
+        the service that they had are the scheduler's, in another process, and not far apart.
+        """
+        backlog: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for call in self._line:
+            backlog[call.priority, call.tenant] += self._cost(call)
+        lines: defaultdict[int, dict[str, list[Call[WaitingT]]]] = defaultdict(dict)
+        for call in reversed(calls):
+            lines[call.priority].setdefault(call.tenant, []).append(call)
+        for place in calls:
+            by_tenant = lines[place.priority]
+            tenant = max(
+                by_tenant, key=lambda each: (backlog[place.priority, each], by_tenant[each][-1].rank)
+            )
+            call = by_tenant[tenant].pop()
+            backlog[place.priority, tenant] -= self._cost(call)
+            if not by_tenant[tenant]:
+                del by_tenant[tenant]
             yield call
+
+    def _cost(self, call: Call[WaitingT]) -> float:
+        return call.num_tokens / self._weights.get(call.tenant, 1.0)

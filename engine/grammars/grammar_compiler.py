@@ -1,7 +1,7 @@
-"""Grammars from outside, tried before the engine gets them.
+"""Trials of client grammars, before the engine process gets them.
 
-Owns: the process in which that happens, its time limit, and what is known of grammars that were tried.
-Never: compiles anything in this process: a schema of a few lines can keep a compiler busy for hours.
+Owns: the process that tries them, its time limit, and the verdicts on grammars tried before.
+Never: compiles in this process: a schema of a few lines can keep a compiler busy for hours.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from engine.errors import (
     OverloadReason,
     RequestRejected,
 )
-from engine.grammars.grammar_messages import LENGTH, Tokens, Verdict, frame
+from engine.grammars.grammar_messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
 from engine.types import ModelInfo
@@ -30,15 +30,15 @@ _START_TIMEOUT_S = 60.0
 _MAX_WAITING = 32
 _MAX_REMEMBERED = 256
 _MAX_COST_S = 0.1
-"""Of one sequence. The worker compiles between two steps of all; a schema of 300 properties takes 0.01 s."""
+"""Limit for one sequence. The worker compiles between two steps; a schema of 300 properties takes 0.01 s."""
 _MAX_COST_OF_ALL_S = 2.0
-"""Of all choices of a request: some begin in one step (scheduler/step/budget.py), but all slow the others
-down."""
+"""Limit for all choices of a request: they begin in several steps (scheduler/step/budget.py), but slow all
+others down."""
 _SIGKILL = -9
 
 
 class _Ended(Exception):
-    """The process is gone."""
+    """The process has ended."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Ended(Exception):
 
 
 class GrammarCompiler:
-    """Tries one grammar at a time. The process starts with the first, and again after one was too much."""
+    """Tries one grammar at a time. The process starts with the first one, and again after a failure."""
 
     def __init__(self, folder: str, *, timeout_s: float) -> None:
         self._folder = folder
@@ -54,20 +54,21 @@ class GrammarCompiler:
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._refuses_all = ""
 
     @property
     def pid(self) -> int | None:
-        """Of the process, for tests; None while there is none."""
+        """The process's id, for tests; None while there is none."""
         return None if self._child is None else self._child.pid
 
     async def compile(
         self, grammar: Grammar, info: ModelInfo, *, param: str, num_choices: int = 1
     ) -> Grammar:
-        """The grammar as the worker takes it, for so many sequences. `param` names the field it came in.
+        """Try a grammar for `num_choices` sequences; return it as the worker takes it.
 
-        Raises GrammarRejected, RequestRejected (no grammar at all will do), Overloaded, EngineUnavailable.
+        `param` names the request field that holds it. Raises GrammarRejected, RequestRejected (this model
+        takes no grammars), Overloaded, EngineUnavailable.
         """
         verdict = self._recall(grammar)
         if verdict is None:
@@ -78,10 +79,10 @@ class GrammarCompiler:
         return replace(grammar, text=verdict.text, cost_s=verdict.cost_s)
 
     async def close(self) -> None:
-        """End the process; nothing is left of it."""
+        """End the process."""
         await self._kill()
 
-    async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> Verdict:
+    async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded(
                 "too many grammars wait to be compiled; try again later",
@@ -91,14 +92,14 @@ class GrammarCompiler:
         self._num_waiting += 1
         try:
             async with self._turn:
-                # The one before may have been the same.
+                # The one tried just before may have been the same.
                 verdict = self._recall(grammar) or await self._try(grammar, info, param)
         finally:
             self._num_waiting -= 1
         self._remember(grammar, verdict)
         return verdict
 
-    async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> Verdict:
+    async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         try:
             await self._start(info)
         except (TimeoutError, OSError, _Ended):
@@ -108,20 +109,20 @@ class GrammarCompiler:
         try:
             return await self._ask(grammar, self._timeout_s)
         except TimeoutError:
-            # Not remembered, like the next: on a calmer machine it may come out otherwise.
+            # Not remembered, like the next error: on a calmer machine it may succeed.
             reason = f"compiling this takes more than {self._timeout_s:g} s; make it simpler"
             raise GrammarRejected(reason, param=param) from None
         except _Ended as error:
             if error.exit_code != _SIGKILL:
                 reason = "compiling this takes too much memory, or fails; make it simpler"
                 raise GrammarRejected(reason, param=param) from None
-            # Not by its own doing.
+            # Killed from outside; the grammar may be fine.
             raise EngineUnavailable(
                 "the process that compiles grammars was killed; the request may be sent again"
             ) from None
 
     async def _start(self, info: ModelInfo) -> None:
-        """Raises TimeoutError, OSError, _Ended."""
+        """Start the process unless it runs. Raises TimeoutError, OSError, _Ended."""
         if self._refuses_all or (self._child is not None and self._child.returncode is None):
             return
         self._child = await asyncio.create_subprocess_exec(
@@ -134,8 +135,8 @@ class GrammarCompiler:
         tokens = Tokens(folder=self._folder, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._refuses_all = (await self._ask(tokens, _START_TIMEOUT_S)).refusal
 
-    async def _ask(self, message: object, timeout_s: float) -> Verdict:
-        """Raises TimeoutError, _Ended; afterwards, or when cancelled, the process is gone."""
+    async def _ask(self, message: object, timeout_s: float) -> GrammarVerdict:
+        """Send a message and wait for the verdict; else kill the process. Raises TimeoutError, _Ended."""
         child = self._child
         assert child is not None
         assert child.stdin is not None
@@ -145,11 +146,11 @@ class GrammarCompiler:
                 child.stdin.write(frame(message))
                 await child.stdin.drain()
                 (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-                return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=Verdict)
+                return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=GrammarVerdict)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _Ended(await child.wait()) from None
         except BaseException:
-            # An answer that comes later would be taken for that to the next question.
+            # A late answer would be taken for the answer to the next message.
             await self._kill()
             raise
 
@@ -160,13 +161,13 @@ class GrammarCompiler:
                 child.kill()
             await child.wait()
 
-    def _recall(self, grammar: Grammar) -> Verdict | None:
+    def _recall(self, grammar: Grammar) -> GrammarVerdict | None:
         key = _key(grammar)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    def _remember(self, grammar: Grammar, verdict: Verdict) -> None:
+    def _remember(self, grammar: Grammar, verdict: GrammarVerdict) -> None:
         self._verdicts[_key(grammar)] = verdict
         if len(self._verdicts) > _MAX_REMEMBERED:
             self._verdicts.popitem(last=False)
@@ -177,7 +178,7 @@ def _key(grammar: Grammar) -> bytes:
 
 
 def _check_cost(cost_s: float, num_choices: int, param: str) -> None:
-    """Raises GrammarRejected for what would keep everybody else's tokens waiting."""
+    """Raise GrammarRejected if compiling would hold up the other sequences for too long."""
     if cost_s > _MAX_COST_S:
         raise GrammarRejected(
             f"compiling this takes {cost_s:.2f} s of processor time; {_MAX_COST_S:g} s are allowed; make it"

@@ -1,6 +1,6 @@
-"""What crosses between the API process and the process that tries grammars.
+"""The messages between the API process and the process that tries grammars.
 
-Owns: the frame, four bytes of length and then msgpack, on the child's standard input and output.
+Owns: the frame: four bytes of length, then msgpack, on the child's standard input and output.
 """
 
 import struct
@@ -12,23 +12,23 @@ LENGTH = struct.Struct(">I")
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """To the child, once: which tokens there are."""
+    """The vocabulary, sent to the child once."""
 
     folder: str
-    """The checkpoint's, with its tokenizer.json."""
+    """The checkpoint folder, which holds tokenizer.json."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """From the child, for the tokens and then for each grammar."""
+class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The child's answer to Tokens and to each grammar."""
 
     text: str = ""
-    """The grammar as the worker is to get it: in Lark, where it came in GBNF."""
+    """The grammar for the worker: in Lark if it came in GBNF."""
     refusal: str = ""
-    """Why it cannot be used, fit for the caller's eyes; empty if it can."""
+    """Reason why it cannot be used, which may be shown to clients; empty if it can."""
     cost_s: float = 0.0
-    """Processor time that the worker will need for it, once for each sequence, while all others wait."""
+    """Processor time that the worker needs to compile it, for each sequence, while all others wait."""
 
 
 def frame(message: Any) -> bytes:

@@ -1,8 +1,7 @@
 """The process that tries grammars: `python -m engine.grammars.grammar_process PARENT_PID`.
 
-Owns: what happens to a grammar before anybody relies on it: it is translated, compiled against the model's
-tokens, and made to write the beginning of a plain text. All of that may take for ever, or more memory than
-there is.
+Owns: the trial of a grammar: it is translated, compiled against the model's tokens, and made to write the
+beginning of a plain text. Each of these may take for ever, or more memory than there is.
 Never: keeps a grammar; the worker compiles it again for each sequence.
 """
 
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from engine.grammars.grammar_messages import LENGTH, Tokens, Verdict, frame
+from engine.grammars.grammar_messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes.child_process import die_with_parent, leave_signals_to_parent
 from engine.text.tokenizer import DecoderKind, Tokenizer, TokenizerError
 from scheduler.messages import Grammar, GrammarKind
@@ -33,23 +32,23 @@ _MAX_MEMORY_BYTES = 2 * 2**30
 _NICENESS = 5
 _MAX_REFUSAL_CHARS = 240
 _NEVER_IN_TEXT = b"\xff"
-"""No character of UTF-8 has this byte: the library marks special tokens with it."""
+"""The byte that marks special tokens in the library; UTF-8 never has it."""
 _PLAIN_CHARS = '",' + "".join(map(chr, range(0x21, 0x7F)))
-"""In order of preference: a text that closes its strings and goes on soon shows most of a schema."""
+"""Characters in order of preference: text that soon closes its strings shows most of a schema."""
 _MAX_PLAIN_TOKENS = 24
 _MAX_PLAIN_S = 0.25
-"""Processor time: what was not written until then is not tried."""
+"""Processor time after which the trial text ends."""
 
 _MessageT = TypeVar("_MessageT")
 
 
 def main(parent_pid: int) -> None:
-    """Answer until standard input ends."""
+    """Answer messages until standard input ends."""
     die_with_parent(parent_pid)
     leave_signals_to_parent()
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    # Whatever a library prints goes to the log instead of between the answers.
+    # Prints of libraries go to the log instead of between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     tokens = _read(sys.stdin.buffer, Tokens)
@@ -58,36 +57,36 @@ def main(parent_pid: int) -> None:
     try:
         tokenizer = _open(tokens)
     except (GrammarRefused, TokenizerError, OSError) as error:
-        known = isinstance(error, GrammarRefused)  # the others name folders of this machine
+        known = isinstance(error, GrammarRefused)  # other errors name folders of this machine
         reason = error if known else "this model's tokenizer cannot be read"
-        _answer(answers, Verdict(refusal=_shortened(reason)))
+        _answer(answers, GrammarVerdict(refusal=_shortened(reason)))
         return
-    _answer(answers, Verdict())
+    _answer(answers, GrammarVerdict())
     plain_ids = _plain_ids(tokenizer)
     while (grammar := _read(sys.stdin.buffer, Grammar)) is not None:
         _answer(answers, _try(tokenizer, grammar, plain_ids))
 
 
 def _read(stream: BinaryIO, kind: type[_MessageT]) -> _MessageT | None:
-    """None where the stream ends."""
+    """Read one message; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     return msgspec.msgpack.decode(stream.read(LENGTH.unpack(head)[0]), type=kind)
 
 
-def _answer(stream: BinaryIO, verdict: Verdict) -> None:
+def _answer(stream: BinaryIO, verdict: GrammarVerdict) -> None:
     stream.write(frame(verdict))
     stream.flush()
 
 
 def _open(tokens: Tokens) -> Any:
-    """Raises GrammarRefused."""
+    """Open the tokenizer for the grammar library. Raises GrammarRefused."""
     folder = Path(tokens.folder)
     opened = open_tokenizer(folder, vocab_size=tokens.vocab_size, eos_token_ids=tokens.eos_token_ids)
     ours = Tokenizer.load(folder)
     if ours.rule.kind is DecoderKind.OPAQUE:
-        # The library may take such tokens for other text than clients will see.
+        # The library may read such tokens as other text than clients see.
         for token_id in range(ours.vocab_size):
             text = ours.token_bytes(token_id)
             is_ordinary = not ours.is_special(token_id) and text != _NEVER_IN_TEXT
@@ -97,36 +96,36 @@ def _open(tokens: Tokens) -> Any:
 
 
 def _plain_ids(tokenizer: Any) -> list[int]:
-    """The tokens that are one plain character, as far as there are such, in the order of preference."""
+    """List the tokens of one plain character each, in the order of preference."""
     ids = [(char, tokenizer.tokenize_str(char)) for char in _PLAIN_CHARS]
     return [each[0] for char, each in ids if len(each) == 1 and tokenizer.decode_str(each) == char]
 
 
-def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> Verdict:
+def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> GrammarVerdict:
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar(kind=grammar.kind, text=as_lark(grammar.text))
         began_s = time.process_time()
         matcher = new_matcher(tokenizer, grammar)
     except GrammarRefused as error:
-        return Verdict(refusal=_shortened(error))
-    except Exception as error:  # noqa: BLE001 -- the translator raises whatever its parser stumbles over
-        return Verdict(refusal=_shortened(error) or type(error).__name__)
+        return GrammarVerdict(refusal=_shortened(error))
+    except Exception as error:  # noqa: BLE001 -- the translator raises any error of its parser
+        return GrammarVerdict(refusal=_shortened(error) or type(error).__name__)
     mask = new_bitmasks(tokenizer, 1)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
-        return Verdict(refusal=_shortened(matcher.get_error()))
+        return GrammarVerdict(refusal=_shortened(matcher.get_error()))
     cost_s = time.process_time() - began_s
     if obstacle := _obstacle_under_way(matcher, mask, plain_ids):
-        return Verdict(refusal=_shortened(obstacle))
-    return Verdict(text=grammar.text, cost_s=cost_s)
+        return GrammarVerdict(refusal=_shortened(obstacle))
+    return GrammarVerdict(text=grammar.text, cost_s=cost_s)
 
 
 def _obstacle_under_way(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> str:
-    """Why a plain text cannot even begin, though its first token can; empty if it can.
+    """Explain why a plain text fails after its first token; empty if it does not.
 
-    `mask` is that of the first token, and is overwritten. A grammar that passes may still grow too complex in
-    what a model writes; one that fails here is of no use to anybody.
+    `mask` is the first token's, and is overwritten. A grammar that passes may still grow too complex in a
+    model's text; one that fails here is of no use.
     """
     until_s = time.process_time() + _MAX_PLAIN_S
     for num_tokens in range(1, _MAX_PLAIN_TOKENS + 1):
@@ -144,7 +143,7 @@ def _obstacle_under_way(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> st
 
 
 def _shortened(reason: object) -> str:
-    """One line, and not longer than a message may be."""
+    """Fit a reason into one line of bounded length."""
     return " ".join(str(reason).split())[:_MAX_REFUSAL_CHARS]
 
 

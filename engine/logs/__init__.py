@@ -1,4 +1,4 @@
 """The log: the form of its lines, and the thread that writes them (every process).
 
-Never: makes a caller wait for a reader.
+Never: blocks the code that logs.
 """

@@ -1,10 +1,10 @@
-"""Lines to a file descriptor, by a thread, so that nobody who logs ever waits for who reads.
+"""A thread that writes lines to a file descriptor, so that logging never waits for a reader.
 
-Owns: the bounded queue, the thread, and the count of what found no room.
-Never: the form of a line (log_lines.py).
+Owns: the bounded queue, the thread, and the count of dropped lines.
+Never: forms a line (log_lines.py).
 
-Written with os.write and not through sys.stderr: a thread that is stuck in a full pipe would hold that
-stream's lock, and the interpreter could not end.
+It writes with os.write and not through sys.stderr: a thread stuck in a full pipe would hold that stream's
+lock, and the interpreter could not exit.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _RETRY_S = 1.0
 
 
 class LineWriter:
-    """Threads may share it. What is put after `close` is lost."""
+    """The queue and its thread. Threads may share it; lines put after `close` are dropped."""
 
     def __init__(
         self,
@@ -28,34 +28,34 @@ class LineWriter:
         describe_loss: Callable[[int], bytes],
         max_pending_bytes: int = _MAX_PENDING_BYTES,
     ) -> None:
-        """`describe_loss` makes the line that says how many lines were dropped before it."""
+        """Start the thread. `describe_loss` makes the line that reports how many were dropped before it."""
         self._descriptor = descriptor
         self._describe_loss = describe_loss
         self._max_pending_bytes = max_pending_bytes
         self._lines: deque[bytes] = deque()
         self._num_pending_bytes = 0
-        self._num_untold = 0
+        self._num_unreported = 0
         self.num_dropped = 0
-        """Lines that nobody will read, so far."""
+        """Lines dropped so far."""
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """Take a line, or count it as dropped; returns at once."""
+        """Queue a line, or count it as dropped; return at once."""
         with self._changed:
             if self._is_closing or self._num_pending_bytes + len(line) > self._max_pending_bytes:
                 self._drop()
                 return
-            self._tell_loss()  # in the place of what is lost
+            self._report_loss()  # in the place of the lost lines
             self._append(line)
             self._changed.notify()
 
     def close(self, *, timeout_s: float) -> None:
-        """Write what is pending, for so long at most. May be called twice."""
+        """Write pending lines for `timeout_s` at most. May be called twice."""
         with self._changed:
-            self._tell_loss()
+            self._report_loss()
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
@@ -73,7 +73,7 @@ class LineWriter:
                 self._num_pending_bytes -= len(line)
 
     def _write(self, line: bytes) -> None:
-        """A disk that is full, or a reader that has gone, costs the line."""
+        """Write a line; a full disk, or a reader that has gone, drops it."""
         try:
             while line:
                 with contextlib.suppress(BlockingIOError):
@@ -88,11 +88,11 @@ class LineWriter:
         self._num_pending_bytes += len(line)
         self._lines.append(line)
 
-    def _tell_loss(self) -> None:
-        if self._num_untold:
-            num_lost, self._num_untold = self._num_untold, 0
+    def _report_loss(self) -> None:
+        if self._num_unreported:
+            num_lost, self._num_unreported = self._num_unreported, 0
             self._append(self._describe_loss(num_lost))
 
     def _drop(self) -> None:
         self.num_dropped += 1
-        self._num_untold += 1
+        self._num_unreported += 1

@@ -1,10 +1,10 @@
-"""What a line of the log looks like: text for a person, or one JSON object for a machine.
+"""The form of a log line: text for people, or one JSON object for machines.
 
-Owns: the words of a line, and that nothing in it can look like another line or move a cursor.
-Never: where lines go (log_setup.py).
+Owns: the form, and that nothing in a line can look like another line or move a cursor.
+Never: decides where lines go (log_setup.py).
 
-An exception's own words may quote what a client sent. In the API process they are therefore left out, unless
-the operating system or the engine said them; its type and its stack stay.
+An exception's message may quote a client's data. The API process therefore leaves it out, unless the
+operating system or the engine wrote it; type and stack stay.
 """
 
 import logging
@@ -28,27 +28,27 @@ _NEWLINE = b"\n"
 
 
 class LogFormat(StrEnum):
-    """The words of --log-format."""
+    """Values of --log-format."""
 
-    AUTO = "auto"  # text where a person looks on, JSON otherwise
+    AUTO = "auto"  # text on a terminal, JSON otherwise
     TEXT = "text"
     JSON = "json"
 
 
 class ProcessName(StrEnum):
-    """Who says it."""
+    """The process that logs."""
 
     API = "api"
     ENGINE = "engine"
 
 
 def fields(**values: Field) -> dict[str, dict[str, Field]]:
-    """The `extra` of a call of a logger: facts beside its words. None and empty text are left out."""
+    """Make the `extra` of a logger call: fields beside the message. None and empty texts are left out."""
     return {_FIELDS: {name: value for name, value in values.items() if value not in (None, "")}}
 
 
 class LineFormatter(logging.Formatter):
-    """Makes a record one line, without its line break; `encode` is what the two forms differ in."""
+    """The base of both forms; `encode` makes the line."""
 
     def __init__(self, process: ProcessName) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LineFormatter(logging.Formatter):
         self._pid = os.getpid()
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """The line, with its line break. Raises TypeError or ValueError if the arguments do not fit."""
+        """Make the line with its line break. Raises TypeError or ValueError if the arguments do not fit."""
         raise NotImplementedError
 
     def _message(self, record: logging.LogRecord) -> str:
@@ -70,10 +70,10 @@ class LineFormatter(logging.Formatter):
 
 
 class TextLines(LineFormatter):
-    """`2026-11-21 19:06:51.123 INFO api[17] server.launch: words field=value`, a stack on lines below."""
+    """Text such as `2026-11-21 19:06:51.123 INFO api[17] server.launch: words field=value`, then a stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """As the base class says."""
+        """Make the line; see the base class."""
         when = _time_of(record).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         head = f"{when} {record.levelname} {self._process}[{self._pid}] {_logger_name(record)}"
         facts = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
@@ -83,10 +83,10 @@ class TextLines(LineFormatter):
 
 
 class JsonLines(LineFormatter):
-    """One object: time (UTC), level, process, pid, logger, message, the fields, and the stack, if any."""
+    """JSON with time (UTC), level, process, pid, logger, message, the fields, and any stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """As the base class says."""
+        """Make the line; see the base class."""
         document: dict[str, Field] = {
             "time": _time_of(record).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
@@ -104,7 +104,7 @@ class JsonLines(LineFormatter):
 
 
 def printable(text: str) -> str:
-    """Every character that is not seen as itself, a line break above all, as its escape."""
+    """Escape every character that is not printed as itself, above all line breaks."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
@@ -115,7 +115,7 @@ def _escape(char: str) -> str:
 
 
 def _shown(value: Field) -> str:
-    """Quoted where its border could not be seen."""
+    """Format a value; quote a text whose end could not be seen."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = printable(str(value)[:_MAX_CHARS])
@@ -136,7 +136,7 @@ def _time_of(record: logging.LogRecord) -> datetime:
 
 
 def _stack_lines(error: BaseException, process: ProcessName) -> Iterator[str]:
-    """The first cause first, as Python prints it."""
+    """List the stack lines, the first cause first, as Python prints them."""
     for link in reversed(_chain(error)):
         yield from _frames(link.__traceback__)
         words = _words(link) if process is ProcessName.ENGINE or _speaks_for_us(link) else ""
@@ -144,7 +144,7 @@ def _stack_lines(error: BaseException, process: ProcessName) -> Iterator[str]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it was raised from, the last first; bounded, since it may be a circle."""
+    """List an error and its causes, the last error first; bounded, since they may form a circle."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and len(chain) < _MAX_CHAIN:
@@ -164,6 +164,6 @@ def _words(error: BaseException) -> str:
 
 
 def _speaks_for_us(error: BaseException) -> bool:
-    """Its text was written by us or by the operating system, and quotes no client."""
+    """Whether the message is by the engine or the operating system, and quotes no client."""
     may_quote = isinstance(error, RequestRejected | RequestFailed)
     return isinstance(error, OSError | EngineError) and not may_quote

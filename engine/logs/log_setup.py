@@ -1,10 +1,10 @@
 """The log of a process: one handler, one form, one thread that writes.
 
-Owns: what is set up in Python's logging for the life of a process, and what is put back afterwards.
-Never: the form of a line (log_lines.py), the queue (line_writer.py).
+Owns: the settings of Python's logging while a process runs, and their return afterwards.
+Never: forms a line (log_lines.py), or queues it (line_writer.py).
 
-Both processes write to the same stderr, each line with one call. The stacks that faulthandler writes when a
-process is stuck or dies go past all this, as they must.
+Both processes write to the same stderr, each line with one call. The stacks that faulthandler writes for a
+hung or dying process bypass the queue.
 """
 
 import logging
@@ -18,21 +18,21 @@ from engine.logs.log_lines import JsonLines, LineFormatter, LogFormat, ProcessNa
 STDERR = 2
 _FLUSH_S = 2.0
 _OURS = ("server", "engine", "scheduler", "worker", "bench", "__main__")
-"""Others are heard from WARNING on: what a library finds worth saying in passing may quote a request."""
+"""Our loggers. Libraries log from WARNING on: their lesser messages may quote a request."""
 
 log = logging.getLogger(__name__)
 
 _running: list["Logs"] = []
-"""At most one: Python's logging is one for a process, and so is this."""
+"""The Logs in use, at most one: Python's logging is global to a process."""
 
 
 def num_dropped_lines() -> int:
-    """Lines of this process's log that found no room or could not be written, so far."""
+    """Count the lines of this process's log that were dropped so far."""
     return sum(logs.num_dropped for logs in _running)
 
 
 class Logs:
-    """A context: until its end, all that this process logs, or a thread of it dies of, goes through it."""
+    """A context in which all logging of this process, and errors that end a thread, go through one queue."""
 
     def __init__(
         self, log_format: LogFormat, *, level: int, process: ProcessName, descriptor: int = STDERR
@@ -50,16 +50,16 @@ class Logs:
 
     @property
     def is_text(self) -> bool:
-        """Whether a person is expected to read it."""
+        """Whether lines are text, for people."""
         return self._is_text
 
     @property
     def num_dropped(self) -> int:
-        """Lines for which there was no room, or which could not be written."""
+        """Lines dropped because the queue was full or the write failed."""
         return self._writer.num_dropped
 
     def show(self, text: str) -> None:
-        """Lines as they are, in their place among the others."""
+        """Write a text as it is, in order with the lines of the log."""
         self._writer.put(text.encode(errors="backslashreplace") + b"\n")
 
     def __enter__(self) -> "Logs":
@@ -71,7 +71,7 @@ class Logs:
         for name in _OURS:
             self._set_level(logging.getLogger(name), self._level)
         logging.captureWarnings(True)  # noqa: FBT003 -- its only parameter
-        threading.excepthook = _tell_end_of_thread
+        threading.excepthook = _log_end_of_thread
         return self
 
     def __exit__(
@@ -96,7 +96,7 @@ class Logs:
 
 
 class _QueuedHandler(logging.Handler):
-    """Forms lines where they are logged, since what they speak of may change; writes them elsewhere."""
+    """A handler that forms lines at once, since their arguments may change, and queues them."""
 
     def __init__(self, writer: LineWriter, formatter: LineFormatter) -> None:
         super().__init__()
@@ -104,21 +104,21 @@ class _QueuedHandler(logging.Handler):
         self._lines = formatter
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits for a reader."""
+        """Queue the line without waiting."""
         try:
             line = self._lines.encode(record)
-        except (TypeError, ValueError):  # a mistake in the call; what it was about may not be told
+        except (TypeError, ValueError):  # a mistake in the call; its arguments may hold client data
             record.msg, record.args, record.exc_info = "a line could not be formed: %s", (record.msg,), None
             line = self._lines.encode(record)
         self._writer.put(line)
 
     def close(self) -> None:
-        """Called by logging.shutdown too."""
+        """Flush and close; logging.shutdown calls it too."""
         self._writer.close(timeout_s=_FLUSH_S)
         super().close()
 
 
-def _tell_end_of_thread(ended: threading.ExceptHookArgs) -> None:
+def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
     if ended.exc_value is None:
         return
     log.critical(

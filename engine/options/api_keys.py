@@ -1,7 +1,7 @@
-"""The keys that open the server: given as they are, or listed in a file by their hashes.
+"""API keys, given directly or listed in a file by their hashes.
 
-Owns: what is said about a key, the format of the file of --api-keys-file, and its checks.
-Never: compares keys with what clients send, or counts their requests (server/access/key_ring.py).
+Owns: the rights of a key, the format of the file of --api-keys-file, and its checks.
+Never: compares keys with those of clients, or counts their requests (server/access/key_ring.py).
 """
 
 import hashlib
@@ -17,17 +17,17 @@ import msgspec
 from engine.options.option_declaration import OptionError
 
 MAX_KEYS = 1024
-"""Each is compared with every request's: more would take longer than a millisecond."""
+"""Limit, since each request's key is compared with all: more would take over a millisecond."""
 _MAX_FILE_BYTES = 2**20
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _RESERVED_NAME = re.compile(r"key-\d+")
-"""Keys of --api-key are called so."""
+"""Names of the keys of --api-key."""
 _SPELLED = "A list of `- name: team-a` with `sha256: ...`; `tokenyard keys new team-a` writes an entry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key, and what may be done with it."""
+    """One key and its rights."""
 
     name: str
     """The tenant of its requests, for fairness and for stored responses."""
@@ -35,16 +35,16 @@ class ApiKey:
     """SHA-256 of the key."""
     max_concurrent_requests: int | None = None
     max_queued_tokens: int | None = None
-    """Prompt tokens of its requests that may wait at once; None: as many as the queue takes."""
+    """Limit on the waiting prompt tokens of its requests; None: only the queue's own limit."""
     most_urgent_priority: int | None = None
-    """Requests may not ask for a lower priority value; None: for any."""
+    """Lowest priority value that its requests may ask for; None: any."""
     cache_salt: str = ""
-    """Prefixes are shared only with requests of the same salt; empty: with all that bring none."""
+    """Salt of the prefix cache, shared only among requests of the same salt; empty: none."""
     may_administer: bool = True
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key, as the file has it."""
+    """One key as written in the file."""
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -56,13 +56,13 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class KeysFile:
-    """The file of --api-keys-file. Every method may be called again after it has changed."""
+    """The file of --api-keys-file. Methods may be called again after it has changed."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
     def read(self) -> tuple[ApiKey, ...]:
-        """Raises OptionError, which names the first entry that is wrong and quotes no hash."""
+        """Read all keys. Raises OptionError, which names the first wrong entry and quotes no hash."""
         # Not at the top: most starts have no file, and --help must not wait for a YAML parser.
         import yaml
 
@@ -112,19 +112,19 @@ class KeysFile:
 
 
 def is_name(text: str) -> bool:
-    """Whether a key of the file may be called so."""
+    """Whether a key of the file may have this name."""
     return re.match(_NAME, text) is not None and not _RESERVED_NAME.fullmatch(text)
 
 
 def given_keys(keys: Iterable[str]) -> tuple[ApiKey, ...]:
-    """Those of --api-key: `key-1` is the first. They may do everything."""
+    """Make the keys of --api-key, named `key-1` and so on, with all rights."""
     return tuple(
         ApiKey(name=f"key-{number}", digest=digest_of(key.encode())) for number, key in enumerate(keys, 1)
     )
 
 
 def digest_of(key: bytes) -> bytes:
-    """All keys get the same length by it, so that comparing them tells nothing of theirs."""
+    """Hash a key, so that all have the same length and comparing them reveals none of it."""
     return hashlib.sha256(key).digest()
 
 

@@ -1,7 +1,7 @@
-"""What the operator decided about keys, TLS, and who is let in: checked before anything is opened.
+"""The configuration of keys, TLS and access, checked before anything is opened.
 
-Owns: the checks of EdgeOptions, among themselves and against the address.
-Never: opens a port, or keeps keys or certificates: those are read again where they are used.
+Owns: the checks of EdgeOptions, against each other and against the address.
+Never: opens a port, or keeps keys or certificates, which are read again where they are used.
 """
 
 import ipaddress
@@ -10,58 +10,24 @@ import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from engine.options.option_declaration import OptionError
+from engine.options.options import OptionError, Options
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
 
 
-class AskedEdge(Protocol):
-    """As much of Options as is decided here."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def api_key(self) -> tuple[str, ...]: ...
-    @property
-    def allow_unauthenticated(self) -> bool: ...
-    @property
-    def api_keys_file(self) -> str | None: ...
-    @property
-    def metrics_auth(self) -> bool: ...
-    @property
-    def admin_port(self) -> int | None: ...
-    @property
-    def admin_host(self) -> str: ...
-    @property
-    def tls_cert(self) -> str | None: ...
-    @property
-    def tls_key(self) -> str | None: ...
-    @property
-    def tls_client_ca(self) -> str | None: ...
-    @property
-    def cors_origin(self) -> tuple[str, ...]: ...
-    @property
-    def send_timeout(self) -> float: ...
-    @property
-    def max_memory_use(self) -> float: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Where certificate, key and the authorities of clients stand; all in PEM."""
+    """The files of the certificate, its key and the client authorities, all in PEM."""
 
     cert: str
     key: str | None
-    """None: in the file of the certificate."""
+    """The key's file; None: the key is in the certificate's file."""
     client_ca: str | None
-    """None: clients need no certificate."""
+    """The client authorities; None: clients need no certificate."""
 
     def load(self) -> ssl.SSLContext:
-        """A context for servers. Raises OptionError, which names the file."""
+        """Make a context for servers. Raises OptionError, which names the file."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -76,7 +42,7 @@ class TlsFiles:
         return context
 
     def show_by(self, context: ssl.SSLContext) -> None:
-        """Let `context` show this certificate from now on. Raises OptionError; it may show none then."""
+        """Load this certificate into `context`. Raises OptionError; the context may have none then."""
         try:
             # An encrypted key would make the library ask for its password on the terminal.
             context.load_cert_chain(self.cert, self.key, password=lambda: "")
@@ -86,7 +52,7 @@ class TlsFiles:
             raise OptionError(files, why, "correct the files, or name others") from error
 
     def key_can_be_read_by_others(self) -> bool:
-        """Then everybody on this machine can pass for this server."""
+        """Whether other users of this machine can read the key, and so pose as this server."""
         return bool(Path(self.key or self.cert).stat().st_mode & stat.S_IROTH)
 
     @property
@@ -96,24 +62,24 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeConfig:
-    """What the HTTP edge needs to know about who may ask, and over what."""
+    """The resolved EdgeOptions: access, ports, TLS and limits."""
 
     api_keys_file: str | None
     metrics_auth: bool
     admin_port: int | None
-    """None: the admin routes have no port of their own."""
+    """Port of the admin routes; None: no port of their own."""
     admin_host: str
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
-    """Empty: no page of another origin may call."""
+    """Origins whose pages may call; empty: none."""
     send_timeout_s: float
     max_memory_use: float
-    """Share of the memory that may be used; 1: no limit."""
+    """Share of memory in use above which requests are refused; 1: no limit."""
 
 
-def edge_config(options: AskedEdge) -> EdgeConfig:
-    """Raises OptionError."""
-    _check_who_can_reach(options)
+def edge_config(options: Options) -> EdgeConfig:
+    """Check and resolve the options. Raises OptionError."""
+    _check_access(options)
     tls = _tls(options)
     if options.api_keys_file is not None:
         # Not at the top: most starts have no file, and --help must not wait for its reader.
@@ -135,7 +101,7 @@ def edge_config(options: AskedEdge) -> EdgeConfig:
     )
 
 
-def _check_who_can_reach(options: AskedEdge) -> None:
+def _check_access(options: Options) -> None:
     has_key = bool(options.api_key) or options.api_keys_file is not None
     if options.metrics_auth and not has_key:
         raise OptionError("--metrics-auth", "there is no API key to ask for", "set TOKENYARD_API_KEY")
@@ -159,7 +125,7 @@ def _check_who_can_reach(options: AskedEdge) -> None:
     )
 
 
-def _tls(options: AskedEdge) -> TlsFiles | None:
+def _tls(options: Options) -> TlsFiles | None:
     if options.tls_cert is None:
         for flag, value in (("--tls-key", options.tls_key), ("--tls-client-ca", options.tls_client_ca)):
             if value is not None:
@@ -178,6 +144,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _reason(error: Exception, otherwise: str) -> str:
-    """The library's own words are for its authors, but for files that are not there."""
+    """Return the operating system's reason, or `otherwise` for an error of the TLS library."""
     is_of_the_file = isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror
     return str(error.strerror).lower() if is_of_the_file and isinstance(error, OSError) else otherwise

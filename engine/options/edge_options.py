@@ -1,6 +1,6 @@
-"""The options that say who may ask, over what, and how much of this machine they may hold.
+"""The options for access, TLS and the limits of one machine.
 
-Owns: names, defaults, bounds and descriptions, as options.py, whose Options has all of these fields.
+Owns: names, defaults, bounds and descriptions, like options.py, whose Options has all of these fields.
 Never: checks them against each other (edge_config.py).
 """
 
@@ -31,21 +31,21 @@ class EdgeOptions:
     admin_port: int | None = declared(
         Group.EDGE,
         Count(low=0, high=65535, metavar="PORT"),
-        "Serve the admin routes on this port and not on the other; 0 takes any free one. They are there "
-        "without --enable-admin then.",
+        "Serve the admin routes on this port instead of --port, also without --enable-admin; 0 takes any "
+        "free one.",
         open_default="no port of their own",
         default=None,
     )
     admin_host: str = declared(
         Group.EDGE,
         Text(metavar="HOST"),
-        "Address of the admin port. One that other machines can reach needs an API key.",
+        "Address of the admin port. An address that other machines can reach needs an API key.",
         default="127.0.0.1",
     )
     tls_cert: str | None = declared(
         Group.EDGE,
         Text(metavar="FILE"),
-        "Certificate chain in PEM: speak HTTPS. Read again when it changes; connections that are open stay.",
+        "Certificate chain in PEM, for HTTPS. Read again when it changes; open connections stay.",
         open_default="no TLS",
         default=None,
     )
@@ -53,22 +53,22 @@ class EdgeOptions:
         Group.EDGE,
         Text(metavar="FILE"),
         "Private key of --tls-cert, in PEM, not encrypted.",
-        open_default="it stands in the certificate's file",
+        open_default="in the certificate's file",
         default=None,
     )
     tls_client_ca: str | None = declared(
         Group.EDGE,
         Text(metavar="FILE"),
-        "Certificates in PEM, one of which must have signed the certificate of every client (mTLS); probes "
-        "included. Read at the start only.",
+        "Certificate authorities in PEM. Every client, probes included, must show a certificate signed by "
+        "one of them (mTLS). Read at the start only.",
         open_default="clients need no certificate",
         default=None,
     )
     cors_origin: tuple[str, ...] = declared(
         Group.EDGE,
         Text(metavar="ORIGIN"),
-        "Origin whose web pages may call this server, such as https://app.example; * is all. Repeat it for "
-        "several. Cookies are never allowed.",
+        "Origin whose web pages may call this server, such as https://app.example; * allows all. Repeat it "
+        "for several. Cookies are never allowed.",
         arity=Arity.MANY,
         open_default="none",
         default=(),
@@ -76,14 +76,14 @@ class EdgeOptions:
     send_timeout: float = declared(
         Group.EDGE,
         Duration(low=0.1, high=3600.0),
-        "How long a client may leave the data of its stream unread; then its request is aborted. What it "
-        "has not read is merged meanwhile.",
+        "How long a client may leave the data of its stream unread before its request is aborted. Unread "
+        "events are merged meanwhile.",
         default=30.0,
     )
     max_memory_use: float = declared(
         Group.EDGE,
         Share(low=0.1, high=1.0),
-        "Share of the memory of this machine or its control group, whichever is fuller, from which new "
-        "requests are refused with 503. File caches do not count. 1 never refuses.",
+        "Refuse new requests with 503 from this share of memory in use, of the machine or its control group, "
+        "whichever is fuller. File caches do not count. 1 never refuses.",
         default=0.95,
     )

@@ -1,7 +1,7 @@
-"""What runs: frozen, complete, printed once at start. Made from what the operator asked.
+"""The resolved configuration: frozen, complete, printed once at start. Made from the operator's options.
 
-Owns: what each open option comes to, and every check that needs no tensor library: so a mistake is told
-in a tenth of a second, not after the model was loaded.
+Owns: the resolution of each open option, and every check that needs no tensor library, so that a mistake is
+reported in a tenth of a second and not after the model was loaded.
 Never: downloads, measures memory (the worker does), or opens a port (server/http/listening.py).
 """
 
@@ -23,7 +23,7 @@ from scheduler.config import (
     OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
-    SchedulerConfig,
+    SchedulerOptions,
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
@@ -34,26 +34,23 @@ from worker.worker_errors import StartupError
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-# One that the device computes, and one that it finds when it is done.
+# One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine process needs to know. Travels to it as msgpack: JSON has no infinity."""
+    """The engine's configuration. Sent to its process as msgpack, since JSON has no infinity."""
 
     model_path: str
     """A checkpoint folder on this machine."""
     served_names: tuple[str, ...]
     """Names that requests may use; replies report the first."""
-    scheduler: SchedulerConfig
-    """What only the loaded model can tell (blocks, context window, copy speed) is filled in later."""
-    max_prefill_tokens: int | None
-    """Of a step. None: as many as the device computes best, which is known when the model is loaded."""
+    scheduler: SchedulerOptions
     time_limits: TimeLimits
-    """For requests that bring none of their own, or longer ones."""
+    """Upper bounds of the limits that requests ask for."""
     trace_file: str | None
-    """Where each step is written down."""
+    """File for the trace of steps; None: no trace."""
     log_format: LogFormat
     """The same in both processes."""
     max_queued_requests: int
@@ -65,13 +62,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP edge needs to know."""
+    """The server's configuration."""
 
     host: str
     port: int
     """0 until a free one is taken; the listening socket knows."""
     api_keys: tuple[str, ...] = field(repr=False)
-    """Those of --api-key; there may be more in the file that `edge` names."""
+    """Keys of --api-key; the file that `edge` names may hold more."""
     edge: EdgeConfig
     enable_admin: bool
     tool_call_parser: str
@@ -87,18 +84,18 @@ class ServerConfig:
     responses_store_ttl_s: float
     shutdown_timeout_s: float
     drain_delay_s: float
-    """For so long newcomers are served after probes were told that the server leaves."""
+    """Time for which requests are accepted after probes report the shutdown."""
     health_port: int | None
-    """Where a thread of its own answers probes too; None: nowhere."""
+    """One more port for probes, answered by a thread of its own; None: no such port."""
     log_level: str
     otlp_traces_endpoint: str | None
-    """Where spans go; None: there are none."""
+    """Address of the collector of spans; None: no spans."""
 
 
 def resolve(
     options: Options, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """Decide what was left open. Raises OptionError. `environment` tells where the hub cache is."""
+    """Check and resolve the options. Raises OptionError. `environment` names the hub cache."""
     edge = edge_config(options)
     _check_health_port(options)
     _check_limits(options)
@@ -135,8 +132,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     return EngineConfig(
         model_path=str(folder),
         served_names=options.served_model_name or (name,),
-        scheduler=_scheduler_config(options),
-        max_prefill_tokens=options.max_prefill_tokens,
+        scheduler=_scheduler_options(options),
         time_limits=TimeLimits(
             queue_s=_or_no_limit(options.queue_timeout),
             first_token_s=_or_no_limit(options.first_token_timeout),
@@ -171,11 +167,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     )
 
 
-def _scheduler_config(options: Options) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_blocks=1,  # this and the next two: engine/core/process.py, once the model is loaded
-        block_size=1,
-        max_model_len=1,
+def _scheduler_options(options: Options) -> SchedulerOptions:
+    return SchedulerOptions(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         policy=SchedulingPolicy(options.scheduling_policy),
@@ -192,6 +185,7 @@ def _scheduler_config(options: Options) -> SchedulerConfig:
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
         target_itl_s=_or_no_limit(options.target_itl),
+        max_prefill_tokens=options.max_prefill_tokens,
         max_chunk_tokens=options.long_prefill_token_threshold,
         max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
     )
@@ -321,7 +315,7 @@ def _check_device(options: Options) -> None:
 
 
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
-    """The checkpoint's folder, and the name it goes by unless the operator says otherwise."""
+    """Find the checkpoint's folder and its default name."""
     if model is None:
         return DEMO_MODEL, _DEMO_NAME
     folder = Path(model).expanduser()
@@ -340,7 +334,7 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
 
 
 def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
-    """The snapshot that the branch `main` stood at when it was downloaded.
+    """Find the snapshot of the branch `main` as it was downloaded.
 
     Source: the cache layout that huggingface_hub documents: models--ORG--NAME/refs, snapshots.
     """
@@ -375,7 +369,7 @@ def _check_checkpoint(folder: Path) -> None:
 
 
 def _check_checksums(path: str | None) -> None:
-    """Only the list: the files of the checkpoint are compared where they are read."""
+    """Check the list alone; the checkpoint's files are compared where they are read."""
     if path is None:
         return
     try:

@@ -1,7 +1,7 @@
-"""What is said about one option beside its type and default.
+"""The declaration of an option, beside its type and default.
 
-Owns: the words in which an option is declared.
-Never: an option (options.py, edge_options.py).
+Owns: the types of a declaration, and the error for a wrong option.
+Never: declares an option (options.py, edge_options.py).
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from engine.options.option_values import Kind
 
 
 class OptionError(Exception):
-    """One line for the operator: what is wrong, why, and what to do. Ends the command with code 2."""
+    """An error in one line for the operator: what is wrong, why, and what to do. Exit code 2."""
 
     def __init__(self, what: str, why: str, fix: str) -> None:
         super().__init__(f"{what}: {why}; {fix}")
@@ -32,7 +32,7 @@ class Group(StrEnum):
 
 
 class Arity(Enum):
-    """How many values an option takes."""
+    """The number of values that an option takes."""
 
     ONE = 1
     MANY = 2  # repeated flags, a YAML list, commas in the environment
@@ -40,16 +40,16 @@ class Arity(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What Options says about one field, beside its type and default."""
+    """The declaration of one field of Options."""
 
     group: Group
     kind: Kind
     help: str
     open_default: str = ""
-    """What None comes to, for --help; empty where the default is a value."""
+    """Text of --help for the default None; empty if the default is a value."""
     arity: Arity = Arity.ONE
     is_secret: bool = False
-    """Its value is never shown, not even in an error."""
+    """Whether the value is hidden everywhere, even in errors."""
 
 
 def declared(group: Group, kind: Kind, text: str, *, default: Any, **rest: Any) -> Any:

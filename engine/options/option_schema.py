@@ -1,8 +1,8 @@
 """The file of --config as a JSON schema, for editors and for checks before a roll-out.
 
 Owns: the translation of each kind of option into JSON schema, draft 2020-12.
-Never: accepts what the server would refuse, but for two things that a schema cannot say: the bounds of
-values with a unit (`8K`, `2m`), and which options exclude each other.
+Never: accepts a file that the server refuses, except for two rules that a schema cannot state: the bounds of
+values with a unit (`8K`, `2m`), and options that exclude each other.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _HUMAN_SHARE = r"^\s*[0-9]+(\.[0-9]+)?%?\s*$"
 
 
 def file_schema() -> dict[str, Any]:
-    """Keys as on the page of options; the file may write `_` for `-`, a schema has one spelling."""
+    """Make the schema. The file may write `_` for `-` in keys; the schema has one spelling."""
     return {
         "$schema": _DRAFT,
         "title": "Tokenyard configuration file",
@@ -35,7 +35,7 @@ def _of_option(name: str) -> dict[str, Any]:
         forms = [*forms, {"type": "array", "items": {"anyOf": forms}}]
     schema: dict[str, Any] = {
         "description": declaration.help,
-        "anyOf": [*forms, {"type": "null"}],  # null leaves it open, as if the line were not there
+        "anyOf": [*forms, {"type": "null"}],  # null is the same as no line
     }
     default = FIELDS[name].default
     if default is not None and not declaration.open_default:
@@ -44,7 +44,7 @@ def _of_option(name: str) -> dict[str, Any]:
 
 
 def _of_kind(kind: Kind) -> list[dict[str, Any]]:
-    """Each form that YAML may give such a value."""
+    """List the forms in which YAML may hold a value of this kind."""
     match kind:
         case Text():
             return [{"type": "string", "pattern": r"\S"}, {"type": "number"}]

@@ -1,8 +1,8 @@
 """Options from flags, the environment and a YAML file.
 
-Owns: which source wins (flags over the environment over the file over the default), and what to say about
-a name or value that is wrong.
-Never: what options there are (options.py), or what None stands for (engine_config.py).
+Owns: the order of sources (flags over environment over file over default), and the errors for wrong names
+and values.
+Never: declares options (options.py), or resolves None (engine_config.py).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from engine.options.options import BY_KEY, DECLARATIONS, FIELDS, Arity, Group, O
 
 ENVIRONMENT_PREFIX = "TOKENYARD_"
 
-# A cluster puts such variables into every pod that runs beside a Service whose name starts with `tokenyard`.
+# Kubernetes sets such variables in every pod beside a Service whose name starts with `tokenyard`.
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE_LINK_NAME = re.compile(
     r"TOKENYARD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
@@ -26,7 +26,7 @@ _SERVICE_LINK_NAME = re.compile(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each option, under the heading of its group; values stay text until `read_options`."""
+    """Add a flag for each option, under the heading of its group; `read_options` parses the values."""
     headings = {group: parser.add_argument_group(group.value) for group in Group}
     headings[Group.MODEL].add_argument(
         "positional_model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="The same as --model."
@@ -62,7 +62,7 @@ def _shown_default(name: str) -> str:
 
 
 class Source(StrEnum):
-    """Where a value comes from; the later wins."""
+    """Sources of values; a later one wins."""
 
     DEFAULT = "default"
     FILE = "file"
@@ -71,12 +71,12 @@ class Source(StrEnum):
 
 
 def read_options(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Options:
-    """`flags` is what the parser of `add_flags` found, by name. Raises OptionError."""
+    """Read all sources; `flags` are from the parser of `add_flags`. Raises OptionError."""
     return merge(read_sources(flags, environment))
 
 
 def read_sources(flags: Mapping[str, Any], environment: Mapping[str, str]) -> dict[Source, dict[str, Any]]:
-    """What each source says, by name; the last that names an option wins. Raises OptionError."""
+    """Read the values of each source by name; a later source wins. Raises OptionError."""
     flags = dict(flags)
     config = flags.pop("config", None) or environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
     return {
@@ -94,7 +94,7 @@ def merge(sources: Mapping[Source, Mapping[str, Any]]) -> Options:
 
 
 def source_of(name: str, sources: Mapping[Source, Mapping[str, Any]]) -> Source:
-    """Who decided the value of an option."""
+    """Return the source that decided an option."""
     found = [source for source, said in sources.items() if name in said]
     return found[-1] if found else Source.DEFAULT
 
@@ -162,7 +162,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(name: str, value: Any, *, source: str) -> Any:
-    """`value` is text, or what YAML made of it."""
+    """Parse a value, which is a text or was parsed by YAML."""
     if DECLARATIONS[name].arity is Arity.MANY:
         items = value if isinstance(value, list) else [value]
         return tuple(_parse_one(name, item, source=source) for item in items)
@@ -182,7 +182,7 @@ def _parse_one(name: str, value: Any, *, source: str) -> object:
 
 
 def closest(name: str, known: Iterable[str], *, spelled: Callable[[str], str] = str) -> str:
-    """Advice about a name that is not known: the one most like it, or where all are listed."""
+    """Make the advice for an unknown name: the most similar one, or where all are listed."""
     found: Sequence[str] = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {spelled(found[0])}?" if found else "`tokenyard serve --help` lists all options"
 

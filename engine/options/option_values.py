@@ -1,7 +1,7 @@
-"""What an option's text may look like: numbers people write, bounds, and what to say when it is neither.
+"""Kinds of option values: how their text is parsed, bounded and shown.
 
-Owns: text -> value for each kind of option, with the reason when that fails.
-Never: knows an option by name, or where its text came from (options.py).
+Owns: the step from text to value for each kind, with the reason if that fails.
+Never: knows an option by name, or the source of its text (options.py).
 """
 
 import re
@@ -23,12 +23,12 @@ class Kind(Protocol):
 
     @property
     def metavar(self) -> str:
-        """Stands for the value in --help."""
+        """Placeholder for the value in --help."""
 
     def parse(self, text: str) -> object: ...
 
     def show(self, value: object) -> str:
-        """As a person would write it."""
+        """Format a value as people write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Duration:
 
 
 def show_bytes(amount: int) -> str:
-    """In the largest binary unit that leaves at least 1, to three digits."""
+    """Format an amount in the largest binary unit that leaves at least 1, to three digits."""
     for size, unit in _UNITS:
         if amount >= size:
             return f"{amount / size:.3g} {unit}"
@@ -184,7 +184,7 @@ def _show_seconds(seconds: float) -> str:
 
 
 def _whole(text: str, *, like: str) -> int:
-    """An uppercase suffix or an i means 1024, a lowercase one or a B without i means 1000."""
+    """Parse a whole number. Suffix K or i means 1024; suffix k, or B without i, means 1000."""
     found = _HUMAN_NUMBER.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"be {like}")

@@ -2,7 +2,7 @@
 
 Owns: names, defaults, bounds and descriptions. One field of Options is at once `--max-num-seqs`,
 TOKENYARD_MAX_NUM_SEQS and `max-num-seqs:` in the file of --config.
-Never: reads them (option_sources.py), or decides what None stands for (engine_config.py).
+Never: reads them (option_sources.py), or resolves None (engine_config.py).
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(EdgeOptions):
-    """What the operator asked for. None means: decide for me."""
+    """The operator's options. None leaves the decision to the server."""
 
     model: str | None = _option(
         Group.MODEL,
@@ -48,8 +49,8 @@ class Options(EdgeOptions):
     task: str = _option(
         Group.MODEL,
         Choice(words=("auto", "generate", "embed", "score")),
-        "What the model is served for: text, embeddings, or scores of pairs of texts. auto takes what the "
-        "checkpoint is made for; embed makes vectors with one that generates.",
+        "Task of the model: text, embeddings, or scores of pairs of texts. auto follows the checkpoint; "
+        "embed also makes vectors with a model that generates.",
         default="auto",
     )
     dtype: str = _option(
@@ -83,22 +84,22 @@ class Options(EdgeOptions):
     cpu_kernels: str = _option(
         Group.MODEL,
         Choice(words=("auto", "off")),
-        "Kernels of our own on CPU, compiled once with the machine's C++ compiler: several times faster "
-        "than torch alone. auto does without where there is no compiler.",
+        "Tokenyard's own CPU kernels, compiled once with the machine's C++ compiler: several times faster "
+        "than torch alone. auto uses torch alone if there is no compiler.",
         default="auto",
     )
 
     gpu_kernels: str = _option(
         Group.MODEL,
         Choice(words=("auto", "off")),
-        "Kernels of our own on GPUs, compiled by Triton at start: several times faster than torch alone. off "
-        "tells whether a wrong answer comes from them.",
+        "Tokenyard's own GPU kernels, compiled by Triton at start: several times faster than torch alone. "
+        "Turn them off to see whether a wrong answer comes from them.",
         default="auto",
     )
     enforce_eager: bool = _option(
         Group.MODEL,
         Switch(),
-        "Launch every kernel of a step by itself on a GPU, instead of capturing steps as CUDA graphs: starts "
+        "Launch the kernels of a step one by one on a GPU, instead of capturing steps as CUDA graphs: starts "
         "sooner and leaves more memory to the KV cache, but small steps take several times as long.",
         default=False,
     )
@@ -161,8 +162,8 @@ class Options(EdgeOptions):
     prefix_cache_host_tier: str | None = _option(
         Group.KV_CACHE,
         Choice(words=("on", "off")),
-        "Keep in the swap space what the prefix cache on the device must give up, and copy it back when a "
-        "prompt asks for it. Preempted requests come first there.",
+        "Keep blocks that the device's prefix cache evicts in the swap space, and copy them back when a "
+        "prompt needs them. Preempted requests have precedence there.",
         open_default="on with --swap-space",
         default=None,
     )
@@ -183,51 +184,50 @@ class Options(EdgeOptions):
     max_prefill_tokens: int | None = _option(
         Group.SCHEDULER,
         Count(low=0, high=2**20, metavar="TOKENS"),
-        "Tokens of a step that prompts get at most, all together. Fewer bring the first of a crowd to its "
-        "first token sooner and let running requests stutter less; too few leave the device idle. 0 is no "
-        "limit.",
-        open_default="256 on CPUs, but for mixtures of experts; else no limit",
+        "Most tokens of a step that go to prefill. Fewer bring the first of many prompts to its first token "
+        "sooner and make running requests stutter less; too few leave the device idle. 0 is no limit.",
+        open_default="256 on CPUs, except for mixtures of experts; otherwise no limit",
         default=None,
     )
     scheduling_policy: str = _option(
         Group.SCHEDULER,
-        Choice(words=("fcfs", "priority")),
+        Choice(words=tuple(each.value for each in SchedulingPolicy)),
         "fcfs serves in order of arrival; priority serves lower `priority` values first and may preempt.",
         default="fcfs",
     )
     priority_aging: float | None = _option(
         Group.SCHEDULER,
         Duration(low=0.001, high=1e6),
-        "Waiting that makes up for one level of priority, so that nobody waits for ever. Shorter is fairer "
-        "to the less urgent, longer stricter.",
+        "Waiting time that makes up for one level of priority, so that no request waits for ever. Shorter is "
+        "fairer to less urgent requests, longer is stricter.",
         open_default="priorities are strict",
         default=None,
     )
     order_among_equals: str = _option(
         Group.SCHEDULER,
-        Choice(words=("arrival", "deadline")),
-        "Who of equal priority comes first: the earlier, or the one whose nearest time limit runs out first "
-        "(those without a limit last).",
+        Choice(words=tuple(each.value for each in OrderAmongEquals)),
+        "Order of requests of equal priority: by arrival, or by the time limit that runs out first (requests "
+        "without a limit last).",
         default="arrival",
     )
     enable_displacement: bool = _option(
         Group.SCHEDULER,
         Switch(),
         "Under the priority policy, let a waiting request take the place of less urgent running ones at "
-        "once. Those lose time, but nothing else.",
+        "once. The displaced requests lose time, but no output.",
         default=True,
     )
     fairness: str = _option(
         Group.SCHEDULER,
         Choice(words=("none", "tenant")),
-        "tenant gives equal service to tenants who wait at the same time, inside each priority. A tenant is "
+        "tenant gives equal service to tenants that wait at the same time, within each priority. A tenant is "
         "an API key; without keys the header x-tokenyard-tenant, or else the field `user`.",
         default="none",
     )
     tenant_weight: tuple[str, ...] = _option(
         Group.SCHEDULER,
         Text(metavar="NAME=WEIGHT"),
-        "A tenant's share, where it is not 1. Repeat it for several. Keys are named key-1, key-2 and so on.",
+        "Weight of a tenant, if it is not 1. Repeat it for several. Keys are named key-1, key-2 and so on.",
         arity=Arity.MANY,
         open_default="all tenants alike",
         default=(),
@@ -235,8 +235,8 @@ class Options(EdgeOptions):
     target_itl: float | None = _option(
         Group.SCHEDULER,
         Duration(low=0.0001, high=3600.0),
-        "Time between two tokens of a running request that steps should keep: prefill gets what is left of "
-        "it. Shorter makes streams smoother and first tokens later.",
+        "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
+        "Shorter makes streams smoother and first tokens later.",
         open_default="steps are as large as --max-num-batched-tokens allows",
         default=None,
     )
@@ -250,23 +250,23 @@ class Options(EdgeOptions):
     prefill_delay_factor: float | None = _option(
         Group.SCHEDULER,
         Share(low=0.0, high=1000.0),
-        "With --batching separate: newcomers interrupt decoding only after they have waited for so many "
-        "times the latest prefill step. More gathers larger batches of prompts.",
+        "With --batching separate: prompts interrupt decoding only after they have waited this many times "
+        "the duration of the latest prefill step. More gathers larger batches of prompts.",
         open_default="at once",
         default=None,
     )
     long_prefill_token_threshold: int = _option(
         Group.SCHEDULER,
         Count(low=0, high=2**20, metavar="TOKENS"),
-        "Tokens of a step that one prompt gets at most while it is not alone, so that it leaves some to "
-        "shorter ones. 0 is no limit.",
+        "Most tokens of a step that one prompt gets while other requests run or wait, so that shorter ones "
+        "get some. 0 is no limit.",
         default=0,
     )
     trace_steps: str | None = _option(
         Group.SCHEDULER,
         Text(metavar="FILE"),
-        "Write each step as a line of JSON: who got how many tokens, who was preempted for whom, what the "
-        "others wait for. For `tokenyard trace`.",
+        "Write each step as a line of JSON: the tokens of each request, preemptions with their causes, and "
+        "the reason of waiting. For `tokenyard trace`.",
         open_default="no trace",
         default=None,
     )
@@ -280,15 +280,15 @@ class Options(EdgeOptions):
     max_bypasses: int = _option(
         Group.SCHEDULER,
         Count(low=0, high=2**20),
-        "Smaller requests that may be admitted before one for which there is not enough KV cache yet; then "
-        "it is kept free for that one. 0 keeps the order strictly.",
+        "How many smaller requests may overtake one that needs more KV cache than is free; after that, cache "
+        "is kept free for it. 0 keeps the order strictly.",
         default=32,
     )
     async_scheduling: str = _option(
         Group.SCHEDULER,
         Choice(words=("auto", "off")),
-        "Plan a step and hand it to the device while that still computes the one before, so that it never "
-        "waits for the next. auto does so on GPUs; on CPUs there is nothing to overlap.",
+        "Plan a step and launch it while the device still computes the step before, so that the device never "
+        "waits. auto does so on GPUs; on CPUs there is nothing to overlap.",
         default="auto",
     )
     watermark: float = _option(
@@ -331,7 +331,7 @@ class Options(EdgeOptions):
         Group.SERVER,
         Switch(),
         "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
-        "of tenants. It needs a key like the rest.",
+        "of tenants. It needs a key like other routes.",
         default=False,
     )
     tool_call_parser: str = _option(
@@ -411,8 +411,8 @@ class Options(EdgeOptions):
     grammar_compile_timeout: float = _option(
         Group.SERVER,
         Duration(low=0.1, high=60.0),
-        "How long the grammar or schema of a request may take to compile, beside everything else; then the "
-        "request is refused with 400. Longer lets one such request hold up others that bring a new grammar.",
+        "How long the grammar or schema of a request may take to compile; then the request is refused with "
+        "400. Longer lets one such request hold up others that bring a new grammar.",
         default=5.0,
     )
     strict_fields: bool = _option(
@@ -438,15 +438,15 @@ class Options(EdgeOptions):
     drain_delay: float = _option(
         Group.SERVER,
         Duration(low=0.0, high=3600.0),
-        "After SIGTERM /health/ready says no at once, but newcomers are served for so long: until every load "
-        "balancer has noticed.",
+        "After SIGTERM, /health/ready fails at once, but new requests are accepted for this long, until "
+        "every load balancer has noticed.",
         default=0.0,
     )
     heartbeat_timeout: float = _option(
         Group.SERVER,
         Duration(low=2.0, high=3600.0),
-        "An engine that does not move for so long, not even within a step, is reported by /health/live, "
-        "killed and replaced.",
+        "An engine that makes no progress for this long, not even within a step, is reported by "
+        "/health/live, killed and replaced.",
         default=60.0,
     )
     health_port: int | None = _option(

@@ -1,6 +1,6 @@
-"""Whether spans can be sent where the operator says.
+"""The check of --otlp-traces-endpoint.
 
-Owns: the check of --otlp-traces-endpoint, before anything slow.
+Owns: the rules for the address, and the check that OpenTelemetry is installed, before anything slow.
 Never: imports OpenTelemetry (server/observe/otel_spans.py does, if asked for).
 """
 
@@ -14,7 +14,7 @@ _NEEDED = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 
 def check_traces_endpoint(url: str | None) -> None:
-    """None asks for no spans. Raises OptionError."""
+    """Check the address; None is no spans. Raises OptionError."""
     if url is None:
         return
     _check_url(url)
@@ -25,7 +25,7 @@ def check_traces_endpoint(url: str | None) -> None:
 
 
 def _check_url(url: str) -> None:
-    """The text may hold a password, and is not repeated."""
+    """Check the address without repeating it, since it may hold a password."""
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and parts.port != 0
@@ -48,7 +48,7 @@ def _check_url(url: str) -> None:
 
 
 def _is_installed(distribution: str) -> bool:
-    """Asked of what is written about it: looking for a module would import those around it."""
+    """Look up the distribution's metadata: a search for the module would import its parents."""
     try:
         return bool(version(distribution))
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Child processes: started, watched, replaced, ended; their transport (API and engine process).
+"""Child processes: their start, watch, replacement and end; their transport (API and engine process).
 
 Never: knows requests or plans.
 """

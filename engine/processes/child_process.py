@@ -1,7 +1,7 @@
-"""How a process of ours is started by the API process, and how it ends with it.
+"""Child processes of the API process: the command that starts them, and their end with their parent.
 
-Owns: the command, what every child inherits, and that no child outlives its parent.
-Never: what a child does (process.py, grammar_process.py).
+Owns: the command, the names that parent and child share, and that no child outlives its parent.
+Never: does a child's work (process.py, grammar_process.py).
 """
 
 import ctypes
@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 INTERPRETER = (sys.executable, "-P")
-"""-P: a folder with an `engine` of its own, where the server is started, changes nothing."""
+"""With -P, an `engine` in the folder where the server is started is not imported."""
 
 CONFIG_FILE = "config.msgpack"
-"""The file in the engine process's directory from which it reads its configuration."""
+"""The configuration file in the engine process's directory."""
 SIGNAL_FOR_STACKS = signal.SIGUSR1
-"""Makes the engine process write the stacks of its threads to its log."""
+"""The signal on which the engine process writes the stacks of its threads to its log."""
 EXIT_START_FAILED = 78
 """The engine process's exit code where starting it again would fail again."""
 
@@ -24,13 +24,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def python_path() -> str:
-    """Where our own packages are, installed or not, before what the operator set."""
+    """Put the folder of our packages, installed or not, before the operator's PYTHONPATH."""
     ours = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill us when the API process ends, however it ends. Linux only."""
+    """Ask the kernel to kill this process when the API process ends, however it ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before we asked
@@ -38,6 +38,6 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """The parent decides when to leave: it drains first, also when a whole process group is signalled."""
+    """Ignore SIGINT and SIGTERM, which may reach the whole group: the parent drains, then ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""The lives of the engine process: a dead one is replaced, unless that is hopeless.
+"""The engine processes, one after another: a dead one is replaced, unless that is hopeless.
 
-Owns: birth, death and rebirth with back-off, and the end of a process that stands still; at most one process
+Owns: start, death and replacement with back-off, and the kill of a process that hangs; at most one process
 at a time.
-Never: requests (client.py) or what a message means beyond a failed start and a sign of life.
+Never: knows requests (client.py), or interprets messages beyond a failed start and a sign of life.
 """
 
 import asyncio
@@ -30,39 +30,39 @@ _MAX_DEATHS, _DEATHS_WINDOW_S = 3, 300.0
 _FIRST_BACK_OFF_S = 1.0
 _GOODBYE_S = 2.0
 _MAX_RECEIVING_S = 0.05
-"""Where messages come faster than they are sent on, the next one is there at once, and the task that takes
-them in would never pause. So long the others wait, and what came is merged; then they have their turn."""
+"""Longest time for taking in messages without a pause. If messages come faster than they are passed on, the
+receiving task would never yield; so readers wait at most this long, and get the outputs merged."""
 _STACKS_S = 1.0
-"""For a process that hangs to write down where. One that is stopped, or waits in the kernel, never will."""
+"""Time for a hung process to write its stacks. One that is stopped, or waits in the kernel, never does."""
 
 
 class DeathCause(StrEnum):
-    """Why a process had to be replaced; a label of the metrics."""
+    """Causes of a replacement; a label of the metrics."""
 
-    CRASH = "crash"  # it ended, however
+    CRASH = "crash"  # it ended by itself
     HANG = "hang"  # it stood still and was killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """The end of a process that nobody asked to leave."""
+    """The unexpected end of a process."""
 
     cause: DeathCause
     what: str
-    """What it did, for a person: `was killed by signal SIGSEGV`."""
+    """Text for people, as the end of a sentence: `was killed by signal SIGSEGV`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaveUp:
-    """Why there will be no further engine process."""
+    """The reason why no further engine process is started."""
 
     what: str
     fix: str
     exit_code: int
 
 
-class EngineLives:
-    """Run `run` as a task; it returns when there will be no further life."""
+class EngineProcesses:
+    """Keeps one engine process alive. Run `run` as a task; it returns when no further process is started."""
 
     def __init__(
         self,
@@ -76,25 +76,25 @@ class EngineLives:
         self._on_death = on_death
         self._process: EngineProcess | None = None
         self._stopping = asyncio.Event()
-        self._is_last_life = False
+        self._is_replacing = True
         self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
         self._start_failure: StartFailed | None = None
-        self._num_heard = 0
-        """Messages of all processes."""
+        self._num_received = 0
+        """Messages received, from all processes."""
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     def send(self, message: ToEngine) -> None:
-        """Lost if nobody lives; then whoever waits for an answer was told, or will be."""
+        """Post a message. It is lost without a process; its requests then fail or are held by `on_death`."""
         if self._process is not None:
             self._process.side.send(message)
 
     async def run(self) -> GaveUp | None:
-        """None after `stop`."""
+        """Run processes until that is given up; return why, or None after `stop`."""
         while not self._stopping.is_set():
-            death = await self._live()
+            death = await self._run_process()
             if self._stopping.is_set():
                 return None
             gave_up = self._judge(death)
@@ -108,18 +108,18 @@ class EngineLives:
         return None
 
     async def stop(self) -> None:
-        """Ask it to leave, then insist."""
+        """Ask the process to end, then kill it."""
         self._stopping.set()
         if self._process is not None:
             self.send(Shutdown())
             await self._process.stop(grace_s=_GOODBYE_S)
 
-    def no_more_lives(self) -> None:
-        """The living process goes on; should it die, it is not replaced."""
-        self._is_last_life = True
+    def stop_replacing(self) -> None:
+        """Let the present process go on, but start no other after it."""
+        self._is_replacing = False
 
-    async def _live(self) -> Death:
-        """From birth to death."""
+    async def _run_process(self) -> Death:
+        """Run one process from its start to its death."""
         try:
             process = await EngineProcess.start(self._config)
         except (OSError, zmq.ZMQError) as error:
@@ -128,10 +128,10 @@ class EngineLives:
         watch = HangWatch(timeout_s=self._config.heartbeat_timeout_s)
         receiver = asyncio.create_task(self._receive(process, watch))
         try:
-            if self._stopping.is_set():  # meanwhile
+            if self._stopping.is_set():  # while it was started
                 process.kill()
             death = await self._until_death(process, receiver, watch)
-            await self._hear_the_rest(receiver)
+            await self._receive_the_rest(receiver)
         finally:
             receiver.cancel()
             await asyncio.gather(receiver, return_exceptions=True)
@@ -146,7 +146,7 @@ class EngineLives:
     async def _until_death(
         self, process: EngineProcess, receiver: "asyncio.Task[None]", watch: HangWatch
     ) -> Death:
-        """It ends by itself, or is ended because it has become useless."""
+        """Wait until the process ends, or kill it because it hangs or sends an invalid message."""
         dying = asyncio.create_task(process.wait())
         hanging = asyncio.create_task(watch.until_hang())
         try:
@@ -156,7 +156,7 @@ class EngineLives:
                     return Death(cause=DeathCause.CRASH, what=_describe(dying.result()))
                 if not hanging.done():
                     break
-                await _write_down_where(process, dying, hanging.result())
+                await _log_stacks(process, dying, hanging.result())
                 if watch.is_hanging:
                     process.kill()
                     await dying
@@ -164,8 +164,8 @@ class EngineLives:
                     return Death(cause=DeathCause.HANG, what=what)
                 log.warning("the engine process (pid %d) moves again", process.pid)
                 hanging = asyncio.create_task(watch.until_hang())
-            # A message that cannot be taken in: nobody would ever hear of this process again.
-            log.critical("the engine process said what nobody understands", exc_info=receiver.exception())
+            # A message that cannot be read has ended the receiver: no further one would be taken in.
+            log.critical("a message of the engine process cannot be taken in", exc_info=receiver.exception())
             process.kill()
             return Death(cause=DeathCause.CRASH, what=_describe(await dying))
         finally:
@@ -180,8 +180,8 @@ class EngineLives:
                 await asyncio.sleep(0)
                 pause_due_s = time.monotonic() + _MAX_RECEIVING_S
             message = await process.side.receive()
-            watch.heard()
-            self._num_heard += 1
+            watch.moved()
+            self._num_received += 1
             if isinstance(message, StartFailed):
                 self._start_failure = message
                 continue
@@ -189,18 +189,18 @@ class EngineLives:
                 watch.loaded()
             self._on_message(message)
 
-    async def _hear_the_rest(self, receiver: "asyncio.Task[None]") -> None:
-        """What it said before it died still counts; the socket holds it already."""
-        num_heard = -1
-        while num_heard != self._num_heard:  # the receiver may have a backlog of more than one wait
-            num_heard = self._num_heard
+    async def _receive_the_rest(self, receiver: "asyncio.Task[None]") -> None:
+        """Take in messages that the dead process had sent; the socket holds them already."""
+        num_received = -1
+        while num_received != self._num_received:  # the receiver may have a backlog of more than one wait
+            num_received = self._num_received
             await asyncio.wait([receiver], timeout=_MAX_RECEIVING_S)
 
     def _judge(self, death: Death) -> GaveUp | None:
         if self._start_failure is not None:
             failure = self._start_failure
             return GaveUp(what=failure.what, fix=failure.fix, exit_code=EXIT_START_FAILED)
-        if self._is_last_life:
+        if not self._is_replacing:
             return GaveUp(
                 what=f"the engine process {death.what}", fix="start the server again", exit_code=EXIT_DIED
             )
@@ -218,8 +218,8 @@ class EngineLives:
         return None
 
 
-async def _write_down_where(process: EngineProcess, dying: "asyncio.Task[int]", silent_s: float) -> None:
-    """Its stacks go to the log, as far as it can still write them."""
+async def _log_stacks(process: EngineProcess, dying: "asyncio.Task[int]", silent_s: float) -> None:
+    """Let a hung process write its stacks to the log, if it still can."""
     log.critical(
         "the engine process (pid %d) has not moved for %.0f s: where it stands follows, if it can tell",
         process.pid,

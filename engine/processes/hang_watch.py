@@ -1,7 +1,7 @@
-"""Whether a loaded engine process still moves.
+"""Detection of a loaded engine process that hangs.
 
-Owns: how long nothing was heard of it, and when that is too long.
-Never: kills (engine_processes.py), or judges a model that is being loaded: reading weights has no bound.
+Owns: the time since its last message, and the limit on it.
+Never: kills (engine_processes.py), or judges a process that loads: reading weights has no bound.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ _LONGEST_INTERVAL_S = 0.5
 
 
 class HangWatch:
-    """For one life. Silence counts only while this event loop moves itself.
+    """The watch over one process. Silence counts only while this event loop itself moves.
 
-    So a frozen container or a stopped API process, after which the engine's beats lie unread, is no hang.
+    A frozen container or a stopped API process, which leaves the engine's beats unread, is no hang.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -23,12 +23,12 @@ class HangWatch:
         self._is_loaded = False
 
     def loaded(self) -> None:
-        """From now on silence counts."""
+        """Note that the model is loaded: silence counts from now on."""
         self._is_loaded = True
         self._silent_s = 0.0
 
-    def heard(self) -> None:
-        """The loop has moved."""
+    def moved(self) -> None:
+        """Note a message."""
         self._silent_s = 0.0
 
     @property
@@ -36,7 +36,7 @@ class HangWatch:
         return self._silent_s > self._timeout_s
 
     async def until_hang(self) -> float:
-        """Return once it stands still for too long; the seconds of silence."""
+        """Wait until the process has been silent for too long; return the seconds of silence."""
         last_s = time.monotonic()
         while not self.is_hanging:
             await asyncio.sleep(self._interval_s)

@@ -1,7 +1,7 @@
-"""A private directory for one life of the engine process, and the end of those that nobody removed.
+"""A private directory for one engine process, and the removal of abandoned ones.
 
-Owns: the directory (mode 0700) and the lock in it, which is held as long as its owner lives. A server that
-was killed cannot tidy up; the next one removes what it left, recognizing it by the lock that nobody holds.
+Owns: the directory (mode 0700) and the lock in it, which its owner holds as long as it runs. A killed server
+leaves its directory behind; the next server finds the lock free and removes it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _LOCK = "lock"
 
 
 class RuntimeDirectory:
-    """Use `make`; `path` is there until `remove`."""
+    """A directory made by `make`; `path` exists until `remove`."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class RuntimeDirectory:
 
     @classmethod
     def make(cls) -> "RuntimeDirectory":
-        """Raises OSError."""
+        """Make a directory and remove abandoned ones. Raises OSError."""
         _remove_abandoned(Path(tempfile.gettempdir()))
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -37,14 +37,14 @@ class RuntimeDirectory:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Only what is ours by owner and name, has a lock, and whose lock is free."""
+    """Remove directories of this user and name that have a lock which is free."""
     for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
             if path.stat().st_uid != os.getuid() or path.is_symlink():
                 continue
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner runs
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)

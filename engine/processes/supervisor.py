@@ -1,7 +1,7 @@
-"""One life of the engine process: born with its own directory, gone without a trace.
+"""One engine process as a child, with a directory of its own that goes with it.
 
 Owns: the child process, its environment, and the directory with its sockets and configuration.
-Never: interprets messages; never decides whether there is a next life (client.py does).
+Never: interprets messages, or decides on a replacement (engine_processes.py).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 
 
 class EngineProcess:
-    """Use `start`; then `side` carries messages until `wait` returns."""
+    """A child started by `start`; `side` carries messages until `wait` returns."""
 
     def __init__(
         self, child: asyncio.subprocess.Process, directory: RuntimeDirectory, side: ClientSide
@@ -66,11 +66,11 @@ class EngineProcess:
         return self._child.pid
 
     async def wait(self) -> int:
-        """The exit code; negative for a signal."""
+        """Wait for the end; return the exit code, negative for a signal."""
         return await self._child.wait()
 
     async def stop(self, *, grace_s: float) -> None:
-        """Wait so long for it to leave by itself, then kill it."""
+        """Wait `grace_s` for the process to end by itself, then kill it."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._child.wait(), grace_s)
         self.kill()
@@ -82,7 +82,7 @@ class EngineProcess:
                 self._child.kill()
 
     def ask_for_stacks(self) -> None:
-        """Let a loaded process write to its stderr where each of its threads is; returns at once."""
+        """Ask a loaded process to write the stacks of its threads to stderr; return at once."""
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.send_signal(SIGNAL_FOR_STACKS)
@@ -93,6 +93,6 @@ class EngineProcess:
 
 
 def _child_arguments(directory: Path) -> list[str]:
-    """As engine/core/process.py reads them."""
+    """Return the arguments of engine/core/process.py."""
     log_level = log.getEffectiveLevel()
     return ["-m", "engine.core.process", str(directory), str(os.getpid()), str(log_level)]

@@ -1,7 +1,7 @@
-"""The two one-way streets between the API process and the engine process.
+"""The two one-way channels between the API process and the engine process.
 
 Owns: ZeroMQ sockets in a directory that only this user can enter; no port is opened.
-Never: waits for a peer that may be dead. The supervisor watches the process; these only carry.
+Never: waits for a peer that may be dead; the supervisor watches the process.
 """
 
 import contextlib
@@ -16,30 +16,30 @@ _TO_ENGINE = "to-engine"
 _TO_CLIENT = "to-client"
 
 
-def _address(directory: Path, street: str) -> str:
-    return f"ipc://{directory / street}"
+def _address(directory: Path, channel: str) -> str:
+    return f"ipc://{directory / channel}"
 
 
 class ClientSide:
-    """Held by the API process, which binds both streets before the engine process exists."""
+    """The API process's end, which binds both channels before the engine process exists."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.asyncio.Context(io_threads=1)
         self._in = self._context.socket(zmq.PULL)
         self._out: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
-        for socket, street in ((self._out, _TO_ENGINE), (self._in, _TO_CLIENT)):
-            # Unlimited here: what may be under way is bounded by admission, and a dropped or blocking
-            # message would break the promise that every request ends once.
+        for socket, channel in ((self._out, _TO_ENGINE), (self._in, _TO_CLIENT)):
+            # Unlimited: admission bounds the messages under way, and a dropped or blocking message
+            # would break the promise that every request ends once.
             socket.set_hwm(0)
             socket.linger = 0
             try:
-                socket.bind(_address(directory, street))
+                socket.bind(_address(directory, channel))
             except zmq.ZMQError:
                 self.close()
                 raise
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. Without a peer it is lost: then the engine is dead and all its requests failed."""
+        """Post without blocking. Lost without a peer: a dead engine's requests fail or are held."""
         with contextlib.suppress(zmq.Again, zmq.ZMQError):
             self._out.send(encode(message), zmq.NOBLOCK)
 
@@ -54,7 +54,7 @@ class ClientSide:
 
 
 class PulseSide:
-    """Held by a thread beside the loop of the engine process: sockets are not for several threads."""
+    """An end for a thread beside the engine's loop, since threads cannot share a socket."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -63,7 +63,7 @@ class PulseSide:
         self._out.connect(_address(directory, _TO_CLIENT))
 
     def send(self, message: ToClient) -> None:
-        """Lost if nobody takes it."""
+        """Post without blocking; lost if the queue is full."""
         with contextlib.suppress(zmq.Again):
             self._out.send(encode(message), zmq.NOBLOCK)
 
@@ -72,18 +72,18 @@ class PulseSide:
 
 
 class EngineSide:
-    """Held by the engine process; plain blocking calls, since its loop has nothing else to wait for."""
+    """The engine process's end, with blocking calls: its loop waits for nothing else."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
         self._in = self._context.socket(zmq.PULL)
         self._out = self._context.socket(zmq.PUSH)
-        for socket, street in ((self._in, _TO_ENGINE), (self._out, _TO_CLIENT)):
+        for socket, channel in ((self._in, _TO_ENGINE), (self._out, _TO_CLIENT)):
             socket.set_hwm(0)
-            socket.connect(_address(directory, street))
+            socket.connect(_address(directory, channel))
 
     def receive(self, *, wait_s: float) -> list[ToEngine]:
-        """All that has come; waits so long for the first, 0 does not wait."""
+        """Return all messages that have come; wait `wait_s` for the first, 0 does not wait."""
         messages: list[ToEngine] = []
         timeout_ms = int(wait_s * 1000)
         while self._in.poll(timeout_ms):
@@ -95,5 +95,5 @@ class EngineSide:
         self._out.send(encode(message))
 
     def close(self) -> None:
-        """Gives what was sent a second to leave."""
+        """Close; posted messages have a second to leave."""
         self._context.destroy(linger=1000)

@@ -1,7 +1,8 @@
 """Messages to prompt text, by the checkpoint's own chat template.
 
-Owns: finding the template, the sandbox it runs in, and whose fault a failure is.
-Never: tokenizes; knows a model family; lets a request reach the template's own variables.
+Owns: finding the template, the sandbox it runs in, and the fault of a failure, the
+checkpoint's or the request's.
+Never: tokenizes; knows a model family; lets a request set the template's own variables.
 Source: the template language that `apply_chat_template` of Hugging Face transformers defines; its
 results are matched text for text (tests/engine/text/test_chat_template.py).
 """
@@ -27,7 +28,7 @@ from engine.text.tokenizer import NAMED_SPECIAL_TOKENS, TokenizerError, read_jso
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 MAX_RENDERING_S = 10.0
-"""Looked at in every turn of a loop and in every call of a macro."""
+"""Limit, checked in every turn of a loop and in every call of a macro."""
 _MAX_REASON_CHARS = 500
 
 _OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -38,11 +39,11 @@ _OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_
 _CONTINUE_MARK = "\ue000continue here\ue001 "
 
 _TICK = "__tick"
-"""Called by every loop and macro; no template can be written so that it names it by chance."""
+"""The function that every loop and macro calls; a template names it by no chance."""
 _MAX_BASE = 2**64
 _MAX_EXPONENT = 64
 
-# A template is a program over data from the request: these are its ways to fail on unfit data.
+# A template is a program over data from the request; these are its errors on unfit data.
 _RENDERING_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -55,7 +56,7 @@ _RENDERING_ERRORS = (
 
 
 class FinalMessage(StrEnum):
-    """What the model is to write after the messages."""
+    """The end of the prompt, which decides how the model goes on."""
 
     ANSWER = "answer"  # a new assistant message
     CONTINUE = "continue"  # the rest of the last message, which is left open
@@ -66,7 +67,7 @@ class ChatTemplate:
     """A checkpoint's chat template, compiled. `render` may be called from several threads at once."""
 
     def __init__(self, templates: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
-        """`templates` by name: `default`, and possibly `tool_use` for requests with tools. May be empty."""
+        """Compile templates by name: `default`, and possibly `tool_use` for requests with tools, or none."""
         self._special_tokens = dict(special_tokens)
         self._templates = {name: _Compiled(name, source) for name, source in templates.items()}
 
@@ -81,7 +82,7 @@ class ChatTemplate:
 
     @property
     def source_with_tools(self) -> str:
-        """The text of the template that renders requests with tools; empty if there is none."""
+        """Source of the template for requests with tools; empty if there is none."""
         found = self._templates.get("tool_use") or self._templates.get("default")
         return found.source if found else ""
 
@@ -94,10 +95,10 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         template_hints: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Messages and tools are plain JSON data; keys that are None count as absent.
+        """Render the prompt. Messages and tools are plain JSON data; keys that are None count as absent.
 
-        The arguments of calls are JSON texts, as on the wire; the template sees them as objects. A hint
-        need not be read by the template, and gives way to one of `template_kwargs`.
+        The arguments of calls are JSON texts, as on the wire; the template gets objects. A hint need not be
+        read by the template; `template_kwargs` override it.
 
         Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages`,
         `chat_template_kwargs` or `continue_final_message`.
@@ -142,7 +143,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_arguments(text: str) -> Any:
-    """What is not an object stays the text that the model wrote."""
+    """Parse arguments into an object; other texts stay as the model wrote them."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -151,9 +152,9 @@ def _as_arguments(text: str) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call: most templates ask for an object, some for its JSON text.
+    """The arguments of a call: an object for most templates, its JSON text for some.
 
-    Written out, or added to a text, it is the text that the model wrote.
+    Printed, or added to a text, it is the text that the model wrote.
     """
 
     def __init__(self, value: dict[str, Any], text: str) -> None:
@@ -171,7 +172,7 @@ class _Arguments(dict[str, Any]):
 
 
 class _Refusal(jinja2.TemplateError):
-    """The template itself said no, through raise_exception."""
+    """A refusal by the template itself, through raise_exception."""
 
 
 class _Compiled:
@@ -198,7 +199,7 @@ class _Compiled:
         self._free_variables = frozenset(read) - ours
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """A request may set what the template reads and nobody else sets."""
+        """Refuse variables that the template does not read, or that the server sets."""
         for name in kwargs:
             if name not in self._free_variables:
                 known = ", ".join(sorted(self._free_variables)) or "nothing"
@@ -233,7 +234,7 @@ class _Compiled:
 
 
 def _mark_final_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The mark goes behind the last text of the last message; the caller's data stays as it is."""
+    """Mark the end of the last text of the last message, in a copy."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         marked: Any = content + _CONTINUE_MARK
@@ -267,7 +268,7 @@ def _cannot_continue(reason: str) -> RequestRejected:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text for training; here its body is rendered as it stands."""
+    """The tag {% generation %}, which marks text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (declared as an instance attribute by the base class)
 
@@ -278,7 +279,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _clock() -> Callable[[], str]:
-    """Ends a rendering that takes too long: a thread cannot be stopped from outside."""
+    """Make a function that ends a rendering that takes too long: a thread cannot be stopped from outside."""
     deadline = time.monotonic() + MAX_RENDERING_S
 
     def tick() -> str:
@@ -290,7 +291,7 @@ def _clock() -> Callable[[], str]:
 
 
 def _insert_ticks(tree: jinja2.nodes.Template) -> None:
-    """Let every turn of a loop and every call of a macro look at the clock."""
+    """Check the time in every turn of a loop and every call of a macro."""
     for loop in tree.find_all(jinja2.nodes.For):
         loop.body.insert(0, _tick_statement(loop.lineno))
     for macro in tree.find_all(jinja2.nodes.Macro):
@@ -303,11 +304,11 @@ def _tick_statement(lineno: int) -> jinja2.nodes.Node:
 
 
 class _Unbounded(jinja2.TemplateError):
-    """The template does too much for what it was given."""
+    """The template takes too much time or memory."""
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also keeps a template from values that fill the memory at one stroke."""
+    """The sandbox, which also refuses operations whose result would fill the memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -322,7 +323,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _num_chars(left: Any, right: Any) -> int:
-    """Of the product, if one factor is a text or a list."""
+    """Compute the length of a product of a number and a text or a list."""
     for value, times in ((left, right), (right, left)):
         if isinstance(times, int) and hasattr(value, "__len__"):
             return len(value) * times
@@ -351,7 +352,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _environment() -> _Sandbox:
-    # Templates come with checkpoints from strangers: the sandbox keeps them from everything but text.
+    # Templates come with checkpoints from strangers: the sandbox confines them to text.
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )

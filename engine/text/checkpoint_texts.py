@@ -1,8 +1,7 @@
-"""What the API process reads of a checkpoint: its tokenizer and its chat template.
+"""The text files of a checkpoint: its tokenizer and its chat template.
 
-Owns: that they are compared with the operator's list of checksums, if there is one, before they are parsed.
-Never: the formats (tokenizer.py, chat_template.py), or what the engine process reads
-(worker/startup/loader.py).
+Owns: the comparison with the operator's list of checksums, if there is one, before they are parsed.
+Never: parses them (tokenizer.py, chat_template.py), or reads weights (worker/startup/loader.py).
 """
 
 from pathlib import Path
@@ -16,14 +15,14 @@ from worker.worker_errors import StartupError
 
 
 class CheckpointTexts(NamedTuple):
-    """See the module."""
+    """The tokenizer and the chat template of a checkpoint."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
 
 
 def load_texts(config: WorkerConfig) -> CheckpointTexts:
-    """Raises TokenizerError."""
+    """Check and load both. Raises TokenizerError."""
     folder = Path(config.model_path)
     if config.checksums_file is not None:
         try:

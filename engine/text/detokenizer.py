@@ -1,15 +1,15 @@
 """Token ids to text by increments: whole characters only, and never a part of a stop string.
 
-Owns: what may be sent now and what is held back. Joined, the pieces are the text that decoding all
-tokens at once gives, wherever the tokens were cut into pushes.
-Never: asks the tokenizer for more than it must; one token costs about a microsecond.
+Owns: the split into text to send now and text to hold back. The pieces, joined, are the text that decoding
+all tokens at once gives, however the tokens were divided into pushes.
+Never: decodes more than it must; one token costs about a microsecond.
 
     tokens ──▶ ByteText | WindowText ──▶ StopMatcher ──▶ pieces
                holds unfinished          holds what may become
                characters                a stop string
 
-One difference from decoding at once, in malformed output only: a byte-fallback decoder spoils the whole
-run of <0xNN> tokens around a wrong byte; good characters of that run are already sent here, and stay good.
+Malformed output may differ from decoding at once: a byte-fallback decoder spoils the whole run of <0xNN>
+tokens around a wrong byte; here the good characters of that run are sent already.
 """
 
 import codecs
@@ -23,6 +23,8 @@ REPLACEMENT = "\ufffd"
 
 # No character has more than 4 bytes, so no more than 4 tokens of the prompt can have begun the first one.
 _NUM_CONTEXT_TOKENS = 4
+# How a byte within a character begins, in UTF-8.
+_CONTINUATION = 0b1000_0000
 # A window that does not come to a whole character within so many tokens never will: the bytes are noise.
 _MAX_UNFINISHED_TOKENS = 16
 
@@ -37,12 +39,12 @@ class StopText(StrEnum):
 class IncrementalDetokenizer:
     """The text of one choice.
 
-    `prompt_token_ids` gives context only: a space that a tokenizer would drop at the start of a text
-    is kept after a prompt, and a character begun in the prompt is finished. Leave it empty to get
-    exactly what decoding the output alone gives. `shown` are special tokens that are text in any case.
+    `prompt_token_ids` is context only: a space that a tokenizer drops at the start of a text is kept after
+    a prompt, and a character begun in the prompt is finished. Without it, the text is exactly that of
+    decoding the output alone. `shown` are special tokens that are always text.
 
-    The stop string that is complete first ends the text; of several complete at the same character
-    the longest. Raises ValueError for an empty stop string.
+    The first complete stop string ends the text; of several complete at the same character, the longest.
+    Raises ValueError for an empty stop string.
     """
 
     def __init__(
@@ -67,11 +69,11 @@ class IncrementalDetokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken in, up to the one that completed a stop string; those after it do not count."""
+        """Number of tokens taken in, up to the one that completed a stop string."""
         return self._num_tokens
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is safe to send now; empty after a stop string was found."""
+        """Take in tokens; return the text that may be sent. Empty after a stop string was found."""
         if self._matcher is None:
             ids = tuple(token_ids)
             self._num_tokens += len(ids)
@@ -85,7 +87,7 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back. An unfinished character becomes U+FFFD, as in decoding at once."""
+        """Return the held text. An unfinished character becomes U+FFFD, as in decoding at once."""
         rest = self._text.finish()
         if self._matcher is None:
             return rest
@@ -104,7 +106,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The part that no stop string can claim any more."""
+        """Take in text; return the part that cannot belong to a stop string any more."""
         if not text or self.matched is not None:
             return ""
         text = self._held + text
@@ -118,12 +120,12 @@ class StopMatcher:
         return text[:held_from]
 
     def finish(self) -> str:
-        """The text has ended: what was held back is no stop string."""
+        """Return the held text: at the end it is no stop string."""
         rest, self._held = self._held, ""
         return rest
 
     def _first_match(self, text: str) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the match that ends first; the longest of those."""
+        """Find the match that ends first, of several the longest: (end, start, stop string)."""
         first = None
         for stop in self._stop:
             start = text.find(stop)
@@ -133,7 +135,7 @@ class StopMatcher:
         return first
 
     def _held_from(self, text: str) -> int:
-        """Start of the longest suffix that a stop string begins with; len(text) if there is none."""
+        """Find the start of the longest suffix that begins a stop string; len(text) without one."""
         held_from = len(text)
         for stop in self._stop:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1), held_from)
@@ -164,11 +166,15 @@ def _visible_tail(prompt: tuple[int, ...], table: Mapping[int, bytes]) -> tuple[
             break
         if table[token_id]:
             tail.append(token_id)
-    return tuple(reversed(tail))
+    tail.reverse()
+    # A tail that begins inside of a character would spoil the run of bytes that follows.
+    while tail and table[tail[0]][0] & 0b1100_0000 == _CONTINUATION:
+        del tail[0]
+    return tuple(tail)
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """As the byte-fallback decoder does: one U+FFFD for each byte, not for each broken sequence."""
+    """Replace each byte by U+FFFD, as the byte-fallback decoder does, not each broken sequence."""
     assert isinstance(error, UnicodeDecodeError)
     return REPLACEMENT * (error.end - error.start), error.end
 
@@ -179,13 +185,13 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteText:
-    """For tokenizers whose text is the concatenation of the bytes of its tokens: exact, O(1) a token."""
+    """Text of a tokenizer whose tokens are bytes to concatenate: exact, O(1) a token."""
 
     def __init__(self, tokenizer: Tokenizer, table: Mapping[int, bytes], context: tuple[int, ...]) -> None:
         is_byte_level = tokenizer.rule.kind is DecoderKind.BYTE_LEVEL
         self._table = table
         self._utf8 = _UTF8("replace" if is_byte_level else _EACH_BYTE)
-        # The context's own text is the prompt's; only bytes of a character that it leaves open matter.
+        # The context's text belongs to the prompt; only the bytes of an unfinished character matter.
         self._utf8.decode(b"".join([table[token_id] for token_id in context]))
         self._num_strippable = 0 if context else tokenizer.rule.num_stripped_spaces
 
@@ -209,7 +215,7 @@ class ByteText:
 
 
 class WindowText:
-    """For any other decoder: the text of a token is what it adds to the decode of the few before it.
+    """Text of any other decoder: a token's text is its addition to the decoded tokens just before it.
 
         ids:   … a b │ c d │ e      a b   context, sent
                      ▲     ▲        c d   already decoded into text that was sent, or context
@@ -250,11 +256,11 @@ class WindowText:
         return self._release(text)
 
     def _release(self, text: str) -> str:
-        """What `text`, the decode of the window, adds; the window moves up to its last tokens."""
+        """Return what `text`, the decoded window, adds; move the window to its last tokens."""
         unread = self._window[self._num_read :]
         if not unread:
             return ""
-        # A malformed run may have changed text that is already sent: then go on with what is new alone.
+        # A malformed run may change text that is already sent: then decode the new tokens alone.
         is_longer = text.startswith(self._read_text)
         added = text[len(self._read_text) :] if is_longer else self._decode(unread)
         self._window = unread

@@ -1,8 +1,8 @@
-"""A prompt with a hole: what stands before it and after it, arranged as code models were trained.
+"""Prompts for fill in the middle: prefix and suffix, arranged as code models were trained.
 
-Owns: which tokens mark the parts, and in which order the parts come (prefix, suffix, middle).
-Never: whether a request wants it (the server).
-Source: fill in the middle, arXiv:2207.14255; the marks are those that the models' own cards name.
+Owns: the tokens that mark the parts, and the order of the parts (prefix, suffix, middle).
+Never: decides whether a request wants it (the server).
+Source: fill in the middle, arXiv:2207.14255; the marks are from the models' own cards.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ _KNOWN_MARKS = (
 
 
 def encode_infill(prefix: str, suffix: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids after which the middle comes. Raises RequestRejected if the model was not trained for it."""
+    """Encode a prompt that the middle continues. Raises RequestRejected if the tokenizer has no marks."""
     marks = _marks_of(tokenizer)
     if marks is None:
         raise RequestRejected(
@@ -55,17 +55,17 @@ def _marks_of(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
 
 
 def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token that begins every text of this model, if there is one."""
+    """Return the token that begins every text of this model, if there is one."""
     around = tokenizer.encode_prompt("")
     return around[:1] if around[:1] == (tokenizer.bos_token_id,) else ()
 
 
 def _encode_inside(text: str, tokenizer: Tokenizer, *, param: str) -> tuple[int, ...]:
-    """As in the middle of a text: many tokenizers put a space before what they take for its beginning."""
+    """Encode as in the middle of a text: many tokenizers put a space before its beginning."""
     if tokenizer.rule.kind is DecoderKind.BYTE_LEVEL:
         return tokenizer.encode_plain(text, param=param)
     guard = tokenizer.encode_plain("\n", param=param)
     guarded = tokenizer.encode_plain(f"\n{text}", param=param)
-    # A line break merges with nothing in the vocabularies at hand; where it does, nothing is lost.
+    # A line break merges with nothing in known vocabularies; if it does, the plain encoding is used.
     has_guard = guarded[: len(guard)] == guard
     return guarded[len(guard) :] if has_guard else tokenizer.encode_plain(text, param=param)

@@ -1,7 +1,7 @@
-"""Log-probabilities with the texts of their tokens, and those of a prompt until all of them are there.
+"""Log-probabilities with the texts of their tokens; for a prompt, collected until they are complete.
 
-Owns: the step from token ids to texts, as logprobs show them.
-Never: what they look like on the wire (server/generate/wire_logprobs.py).
+Owns: the step from token ids to the texts that logprobs show.
+Never: decides how they look on the wire (server/generate/wire_logprobs.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> LogprobEntry:
 
 
 class ExplainedLogprobs(Sequence[TokenLogprob]):
-    """Gets the texts of an entry when it is read: for a long prompt that is work for a thread."""
+    """A sequence that looks texts up when an entry is read: for a long prompt that is work for a thread."""
 
     def __init__(self, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> None:
         self._logprobs = logprobs
@@ -50,15 +50,15 @@ class ExplainedLogprobs(Sequence[TokenLogprob]):
         return explain(self._logprobs[place], self._tokenizer, SpecialTokens.KEEP)
 
 
-class PromptLogprobs:
-    """Those of one prompt. They come chunk by chunk, from the first of the request's sequences."""
+class CollectedPromptLogprobs:
+    """The log-probabilities of one prompt, which come chunk by chunk from the request's first sequence."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         is_asked = request.params.num_prompt_logprobs is not None
         self._num_missing = len(request.prompt_token_ids) - 1 if is_asked else 0
         self._tokenizer = tokenizer
         self._found: list[TokenLogprobs] = []
-        self._untold = set(range(request.n)) if is_asked else set()
+        self._unreported = set(range(request.n)) if is_asked else set()
 
     @property
     def is_complete(self) -> bool:
@@ -69,9 +69,9 @@ class PromptLogprobs:
         self._found.extend(logprobs)
         self._num_missing -= len(self._found) - num_before
 
-    def tell(self, index: int) -> Sequence[TokenLogprob]:
-        """All of them, once to each choice."""
-        if index not in self._untold:
+    def take(self, index: int) -> Sequence[TokenLogprob]:
+        """Return all of them, once for each choice."""
+        if index not in self._unreported:
             return ()
-        self._untold.discard(index)
+        self._unreported.discard(index)
         return ExplainedLogprobs(self._found, self._tokenizer)

@@ -1,11 +1,11 @@
-"""Text to token ids and back, as the checkpoint's own tokenizer.json says.
+"""Text to token ids and back, by the checkpoint's tokenizer.json.
 
 Owns: the tokenizer, the names of its special tokens, and the exact bytes of each token.
-Never: chat templates (chat_template.py), text made piece by piece (detokenizer.py), torch or transformers.
+Never: renders chats (chat_template.py), decodes by increments (detokenizer.py), or imports torch.
 Source: the file formats of the `tokenizers` library; the byte alphabet is that of GPT-2's byte-level BPE.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -47,7 +47,7 @@ class SpecialTokens(StrEnum):
 
 
 class DecoderKind(StrEnum):
-    """What is known about the step from tokens to text."""
+    """Kinds of decoders, by what is known of the step from tokens to text."""
 
     BYTE_LEVEL = "byte-level"  # tokens are bytes in disguise; the text is their concatenation
     BYTE_FALLBACK = "byte-fallback"  # tokens are text with a mark for the space; <0xNN> is one byte
@@ -62,7 +62,7 @@ class DecoderRule:
     replaced: tuple[tuple[str, str], ...] = ()
     """(mark, text) pairs applied to each token, such as ("▁", " ")."""
     num_stripped_spaces: int = 0
-    """So many leading spaces of the whole text are dropped."""
+    """Number of leading spaces of the whole text that are dropped."""
 
 
 class Tokenizer:
@@ -77,13 +77,13 @@ class Tokenizer:
         self._backend = backend
         self.rule = rule
         self.special_tokens = dict(special_tokens)
-        """By name: `bos_token`, `eos_token` and so on; only those that the checkpoint sets."""
+        """Tokens by name, such as `bos_token`; only names that the checkpoint sets."""
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._all_bytes = _TokenBytes(backend, rule, hidden=frozenset())
         self._bytes: dict[frozenset[int], _TokenBytes] = {frozenset(): self._all_bytes}
-        """By the tokens that they hide."""
+        """One table for each set of hidden tokens."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Those that are looked for before a text is split, with their ids."""
+        """Tokens that are searched for before a text is split, with their ids."""
         found = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in found.items()}
 
@@ -129,7 +129,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Plain text, with the special tokens that the checkpoint puts around it (a leading BOS, say).
+        """Encode plain text, with the special tokens that the checkpoint puts around it (a leading BOS, say).
 
         Raises RequestRejected if the text holds half of a surrogate pair, which no UTF-8 can express.
         """
@@ -137,11 +137,11 @@ class Tokenizer:
         return self._ids(text, SpecialTokens.KEEP)
 
     def encode_rendered_chat(self, text: str) -> tuple[int, ...]:
-        """A rendered chat, which brings its own special tokens. Raises as encode_prompt does."""
+        """Encode a rendered chat, which brings its own special tokens. Raises as encode_prompt does."""
         return self.encode_plain(text, param="messages")
 
     def encode_text(self, text: str, cut: TextCut, *, second: str | None = None) -> TokenizedText:
-        """A text, or a pair, with the special tokens around it, for a model that pools.
+        """Encode a text, or a pair, with the special tokens around it, for a pooling model.
 
         Of a pair that is too long, the longer text is cut first. Raises as encode_prompt does, and for a
         cut that leaves nothing but special tokens.
@@ -178,45 +178,61 @@ class Tokenizer:
         return self._backend.post_process(first_encoding, second_encoding, add_special_tokens=True)
 
     def encode_plain(self, text: str, *, param: str) -> tuple[int, ...]:
-        """Without special tokens around it. Raises as encode_prompt does, naming `param`."""
+        """Encode without special tokens around the text. Raises as encode_prompt does, naming `param`."""
         _check_encodable(text, param=param)
         return self._ids(text, SpecialTokens.SKIP)
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Encode each word with and without a space before it, as the sequences that would generate it.
+
+        Raises RequestRejected for a word that has no tokens.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(words):
+            param = f"bad_words[{index}]"
+            bare = word.lstrip()
+            # Many tokenizers have other tokens for a word after a space, where most words stand.
+            spellings = [self.encode_plain(text, param=param) for text in (bare, f" {bare}")]
+            if not bare or not all(spellings):
+                raise RequestRejected(f"{param} must hold more than blanks", param=param)
+            found.update(dict.fromkeys(spellings))
+        return tuple(found)
+
     def _ids(self, text: str, special: SpecialTokens) -> tuple[int, ...]:
-        """As a batch of one: only batches let go of the interpreter lock, and a megabyte takes a second."""
+        """Encode as a batch of one: only batches release the interpreter lock."""
         keep = special is SpecialTokens.KEEP
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=keep)
         return tuple(encoding.ids)
 
     def id_of(self, token: str) -> int | None:
-        """None for what is not one token of the vocabulary."""
+        """Look up a token; None if the vocabulary does not have it."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def vocabulary_string(self, token_id: int) -> str:
-        """As tokenizer.json spells it, marks for spaces and bytes included; "" for ids without a token."""
+        """Spell a token as tokenizer.json does, marks for spaces included; "" for ids without a token."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: Iterable[int], *, special: SpecialTokens) -> str:
-        """The text of whole sequences; ids without a token are left out, broken bytes become U+FFFD."""
+        """Decode whole sequences. Ids without a token are left out, broken bytes become U+FFFD."""
         skip = special is SpecialTokens.SKIP
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds in the middle of a text; b"" for ids without a token."""
+        """Return the bytes that a token adds in the middle of a text; b"" for ids without a token."""
         return self._all_bytes[token_id]
 
     def token_string(self, token_id: int) -> str:
-        """`token_bytes` as text, U+FFFD where it is not whole characters."""
+        """Return `token_bytes` as text, with U+FFFD where they are not whole characters."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def bytes_by_id(
         self, special: SpecialTokens, *, shown: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """`token_bytes` as a lookup for hot loops: total, and b"" for tokens that `special` hides.
+        """Return `token_bytes` as a total mapping for hot loops, b"" for tokens that `special` hides.
 
-        `shown` are not hidden in any case; a table is kept for each set, so let there be few of them.
-        The concatenation is the text, less `rule.num_stripped_spaces`, unless the rule is OPAQUE.
+        Tokens in `shown` are never hidden. A table is kept for each set, so callers should use few sets.
+        The concatenated bytes are the text, less `rule.num_stripped_spaces`, unless the rule is OPAQUE.
         """
         hidden = self._special_ids - shown if special is SpecialTokens.SKIP else frozenset()
         table = self._bytes.get(hidden)
@@ -230,7 +246,7 @@ class Tokenizer:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, filled as ids come up: a full table of 150,000 tokens would delay every start."""
+    """Token id to bytes, filled on demand: a full table of 150,000 tokens would delay every start."""
 
     def __init__(self, backend: tokenizers.Tokenizer, rule: DecoderRule, *, hidden: frozenset[int]) -> None:
         super().__init__()
@@ -259,14 +275,14 @@ class _TokenBytes(dict[int, bytes]):
         return str(token).encode()
 
     def _text_in_the_middle(self, token_id: int) -> str:
-        """What the token adds after another one, since many decoders treat the first token differently."""
+        """Decode a token after another one: many decoders treat the first token differently."""
         alone = str(self._backend.decode([token_id], skip_special_tokens=False))
         twice = str(self._backend.decode([token_id, token_id], skip_special_tokens=False))
         return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 def decoder_rule(decoder: Any) -> DecoderRule:
-    """Read the `decoder` entry of tokenizer.json; what is not understood for certain is OPAQUE."""
+    """Read the `decoder` entry of tokenizer.json; OPAQUE if it is not understood for certain."""
     steps = _flatten(decoder)
     names = [step.get("type") for step in steps]
     if names == ["ByteLevel"]:
@@ -307,7 +323,7 @@ def _as_replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte: itself if printable, else one from U+0100 on."""
+    """Map the character that stands for a byte to the byte: itself if printable, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -347,7 +363,7 @@ def _check_encodable(text: str, *, param: str) -> None:
 
 
 def _read_special_tokens(folder: Path) -> dict[str, str]:
-    """tokenizer_config.json first; special_tokens_map.json, its older form, for what it leaves open."""
+    """Read tokenizer_config.json, and for tokens missing there its older form, special_tokens_map.json."""
     config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     found = {}
     for name in NAMED_SPECIAL_TOKENS:
@@ -359,7 +375,7 @@ def _read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of the checkpoint; empty if there is no such file. Raises TokenizerError if broken."""
+    """Read a JSON object of the checkpoint; empty without the file. Raises TokenizerError if it is broken."""
     try:
         content = orjson.loads(path.read_bytes())
     except FileNotFoundError:

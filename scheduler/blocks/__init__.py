@@ -1,4 +1,4 @@
-"""KV blocks: which are free, whose they are, and which prefixes they hold (engine process).
+"""KV blocks: which are free, which sequences hold them, and which prefixes are in them (engine process).
 
 Never: orders requests.
 """

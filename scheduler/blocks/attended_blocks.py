@@ -1,4 +1,4 @@
-"""Which of a sequence's blocks a step reads and writes: all of them, or those that a window reaches.
+"""Blocks of a sequence that a step reads and writes: all of them, or those inside a sliding window.
 
 Owns: the arithmetic from positions to places in a block table.
 Never: blocks themselves (kv_cache_manager.py), or how attention masks what it reads (worker/attention/).
@@ -14,13 +14,13 @@ wholly before that are never read again, so that a sequence needs so many blocks
 from scheduler.config import SchedulerConfig
 
 
-class Reach:
-    """Counted in blocks, from the first of the table. Without a window nothing is ever passed."""
+class AttendedBlocks:
+    """Ranges of a block table, counted from its first block. Without a window no block is ever passed."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._num_before: int | None = None
-        """How many tokens before its own a query reads; None: all."""
+        """Tokens before its own that a query reads; None: all."""
         self._most_at_once = 0
         window = config.sliding_window
         if window is not None and window < config.max_model_len:
@@ -38,18 +38,18 @@ class Reach:
         return -(-num_tokens // self._block_size)
 
     def first_block(self, start: int) -> int:
-        """The first block that a share from position `start` on reads; those before it are passed."""
+        """First block that a share from position `start` on reads; those before it are passed."""
         if self._num_before is None:
             return 0
         return max(start - self._num_before, 0) // self._block_size
 
     def end_block(self, num_tokens: int, start: int) -> int:
-        """How long the table of a sequence of `num_tokens` must be for any share from `start` on."""
+        """Length of the table that a sequence of `num_tokens` needs for any share from `start` on."""
         end = self.blocks_for(num_tokens)
         if self._num_before is None:
             return end
         return min(end, self.first_block(start) + self._most_at_once)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """How many blocks such a sequence holds at once at most, when it is computed from its beginning."""
+        """Most blocks that a sequence of `num_tokens` ever holds at once."""
         return self.end_block(num_tokens, 0)

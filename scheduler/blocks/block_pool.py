@@ -1,4 +1,4 @@
-"""Which physical blocks are free, and which of the free ones is reused next.
+"""Pool of physical blocks: which are free, and which of the free ones is reused next.
 
 Owns: block ids, reference counts, the free list in eviction order. Every operation is O(1).
 Never: sequences (kv_cache_manager.py), contents (prefix_cache.py) or tensors (worker/attention/kv_cache.py).
@@ -21,7 +21,7 @@ _SENTINEL = BlockId(0)
 
 
 class BlockPool:
-    """Blocks 1 to num_blocks. A block is in the free list exactly if nobody references it."""
+    """Blocks 1 to num_blocks. A block is in the free list exactly if its count of references is 0."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -38,7 +38,7 @@ class BlockPool:
         return self._references[block] == 0
 
     def count_free(self, blocks: Iterable[BlockId]) -> int:
-        """How many of them nobody references."""
+        """Number of `blocks` without a reference."""
         references = self._references
         return [references[block] for block in blocks].count(0)
 
@@ -54,27 +54,30 @@ class BlockPool:
         return block
 
     def share(self, block: BlockId) -> None:
-        """One more reference; a free block leaves the free list."""
+        """Add a reference; a free block leaves the free list."""
         if self._references[block] == 0:
             self._unlink(block)
         self._references[block] += 1
 
     def drop(self, block: BlockId) -> bool:
-        """One reference less. True if it was the last; the caller then puts the block back in line."""
+        """Drop a reference. True if it was the last.
+
+        The caller then puts the block back into the free list.
+        """
         assert self._references[block] > 0, f"block {block} is free already"
         self._references[block] -= 1
         return self._references[block] == 0
 
     def put_first(self, block: BlockId) -> None:
-        """Reuse it next: its content is worth nothing."""
+        """Make the block the next to be reused: its content is worth nothing."""
         self._link(block, _SENTINEL, self._after[_SENTINEL])
 
     def put_last(self, block: BlockId) -> None:
-        """Reuse it as late as possible: its content may be asked for again."""
+        """Make the block the last to be reused: its content may be asked for again."""
         self._link(block, self._before[_SENTINEL], _SENTINEL)
 
     def free_blocks(self) -> list[BlockId]:
-        """In the order in which they would be reused. O(free); for tests and invariants."""
+        """Free blocks in the order in which they would be reused. O(free); for tests and invariants."""
         blocks: list[BlockId] = []
         block = self._after[_SENTINEL]
         while block != _SENTINEL:

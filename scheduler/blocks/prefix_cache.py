@@ -1,4 +1,4 @@
-"""Full blocks found again by their content.
+"""Prefix cache: full blocks found again by their content.
 
 Owns: the map from a block's key to the block, and back.
 Never: reference counts or the order of eviction (block_pool.py).
@@ -16,14 +16,18 @@ from scheduler.messages import BlockId
 
 
 def root_key(cache_salt: str, adapter: str = "") -> bytes:
-    """The parent of a sequence's first block. Two texts are hashed apart, so that no border can be moved."""
+    """Key of the parent of a sequence's first block.
+
+    The two texts are hashed apart: else one could end earlier and the other begin earlier, with the same key.
+    """
     return sha256(sha256(cache_salt.encode()).digest() + adapter.encode()).digest()
 
 
 def block_key(parent: bytes, token_ids: list[int], inputs: bytes = b"") -> bytes:
-    """The key of a full block, or of the beginning of one.
+    """Key of a full block, or of the beginning of one.
 
-    `token_ids`, and `inputs`, which name what an encoder made of some of them, are its own only.
+    `token_ids` and `inputs`, which name the encoder inputs at some of the positions, are the block's own
+    only.
     """
     return sha256(parent + array("I", token_ids).tobytes() + inputs).digest()
 
@@ -46,7 +50,7 @@ class PrefixCache:
         return self._block_by_key.get(key)
 
     def leading_blocks(self, keys: list[bytes]) -> list[BlockId]:
-        """The blocks of these keys, up to the first key that has none."""
+        """Blocks of `keys`, up to the first key that has none."""
         return list(takewhile(bool, map(self._block_by_key.get, keys)))  # type: ignore[arg-type]
 
     def key_of(self, block: BlockId) -> bytes | None:
@@ -59,13 +63,16 @@ class PrefixCache:
             self.num_changes += 1
 
     def replace(self, key: bytes, block: BlockId) -> None:
-        """Publish; whoever had the key before is not found any more."""
+        """Publish; a block that had the key before is not found any more."""
         self.forget_key(key)
         self.forget(block)
         self.publish(key, block)
 
     def forget(self, block: BlockId) -> bytes | None:
-        """Its content is about to change, or was never written. Returns its key; None if it had none."""
+        """Remove a block: its content is about to change, or was never written.
+
+        Returns its key, if it had one.
+        """
         key = self._key_by_block.pop(block, None)
         if key is not None:
             del self._block_by_key[key]
@@ -83,5 +90,5 @@ class PrefixCache:
         self.num_changes += 1
 
     def published(self) -> dict[BlockId, bytes]:
-        """A copy of what is known; for tests and invariants."""
+        """Copy of the keys by block; for tests and invariants."""
         return dict(self._key_by_block)

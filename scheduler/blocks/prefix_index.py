@@ -1,20 +1,20 @@
-"""Where the KV of a sequence's tokens is already: on the device, on the host, or nowhere.
+"""Index of KV that is there already, on the device or on the host.
 
-Owns: what is found by content. Full blocks on the device (the prefix cache), full blocks in the swap space
-(its second tier), and the tails of prompts, which are copied and never shared.
+Owns: the blocks that are found by content. Full blocks on the device (the prefix cache), full blocks in the
+swap space (its second tier), and the tails of prompts, which are copied and never shared.
 Never: takes or gives back a block (kv_cache_manager.py).
-Sources: vLLM's lazy CPU offload, which saves what is about to be evicted; copy-on-write of PagedAttention,
+Sources: vLLM's lazy CPU offload, which saves blocks about to be evicted; copy-on-write of PagedAttention,
 arXiv:2309.06180, for tails.
 
 A tail is the part of a prompt behind its last full block, without the prompt's last token, which is computed
-in any case. A request with n > 1 has n sequences with one tail. Whoever has computed it goes on writing
-behind it in the same block; so the others get a copy of the block, if they come in a later step. In the same
-step the tail is not written yet when copies are made, and to compute it costs less than to wait.
+in any case. A request with n > 1 has n sequences with one tail. The sequence that computed it goes on writing
+behind it in the same block; so the others get a copy of the block, if they are admitted in a later step. In
+the same step the tail is not written yet when copies are made, and to compute it costs less than to wait.
 """
 
 from dataclasses import dataclass, field
 
-from scheduler.blocks.attended_blocks import Reach
+from scheduler.blocks.attended_blocks import AttendedBlocks
 from scheduler.blocks.prefix_cache import PrefixCache, block_key, root_key
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
@@ -23,41 +23,41 @@ from scheduler.sequence import Sequence
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """What a sequence need not compute. Places count blocks from the first of its table."""
+class PrefixHit:
+    """Prefix that a sequence need not compute. Places count blocks from the first of its table."""
 
     num_tokens: int = 0
-    """All before this position is there, as far as a window still reaches it."""
+    """Length of the prefix; a window may have passed its beginning."""
     device: dict[int, BlockId] = field(default_factory=dict)
     """Blocks to share, by place."""
     host: dict[int, BlockId] = field(default_factory=dict)
     """Host blocks to copy in, by place."""
     tail: BlockId | None = None
-    """The block to copy for the place behind `num_tokens`; all but the last known token is then there."""
+    """Block to copy for the place behind `num_tokens`; all but the last known token is then there."""
 
 
 class PrefixIndex:
     """Finds and publishes; keys are computed once for each sequence, since its tokens never change."""
 
-    def __init__(self, config: SchedulerConfig, reach: Reach) -> None:
+    def __init__(self, config: SchedulerConfig, attended: AttendedBlocks) -> None:
         self.cache = PrefixCache()
         self.swap_space = SwapSpace(config.num_host_blocks)
         self._tails = PrefixCache()
         self._new_tails: list[tuple[bytes, BlockId]] = []
-        self._reach = reach
+        self._attended = attended
         self._block_size = config.block_size
         self._is_on = config.prefix_caching is PrefixCaching.ON
         self.keeps_on_host = self._is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
 
-    def find(self, seq: Sequence) -> Found:
-        """All that is there for a sequence that has no blocks; its own copy on the host counts too."""
-        found = self._find_prefix(seq) if self._is_on and seq.reads_prefix_cache else Found()
+    def find(self, seq: Sequence) -> PrefixHit:
+        """Longest prefix of a sequence that has no blocks; its own copy on the host counts too."""
+        hit = self._find_prefix(seq) if self._is_on and seq.reads_prefix_cache else PrefixHit()
         num_swapped = min(seq.num_swapped_tokens, seq.num_tokens - 1)
-        if num_swapped > found.num_tokens:
+        if num_swapped > hit.num_tokens:
             return self._find_swapped(seq, num_swapped)
-        if found.num_tokens == self._num_findable(seq) * self._block_size:
-            found.tail = self._find_tail(seq)
-        return found
+        if hit.num_tokens == self._num_findable(seq) * self._block_size:
+            hit.tail = self._find_tail(seq)
+        return hit
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
         """Let others find the blocks that [start, end) completes, and a prompt's tail that it completes."""
@@ -74,29 +74,32 @@ class PrefixIndex:
             if key is not None:
                 self._new_tails.append((key, seq.block_ids[self._num_findable_of_prompt(seq)]))
 
-    def publish_found(self, seq: Sequence, found: Found) -> None:
-        """What this plan copies in is found from now on: it arrives before anything is computed."""
+    def publish_hit(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Let blocks that this plan copies in be found: they arrive before anything is computed."""
         if not self._is_on:
             return
-        num_full = found.num_tokens // self._block_size
+        num_full = hit.num_tokens // self._block_size
         keys = self._keys(seq, num_full)
-        for place in found.host:
+        for place in hit.host:
             if place < num_full:
                 self.cache.publish(keys[place], seq.block_ids[place])
 
     def publish_swapped(self, device_block: BlockId, host_block: BlockId) -> None:
-        """A preempted sequence's copy can be found by others as well, if the block itself can."""
+        """Let others find the copy of a preempted sequence as well, if they can find the block itself."""
         key = self.cache.key_of(device_block)
         if key is not None and self.keeps_on_host:
             self.swap_space.publish(key, host_block)
 
     def reuse(self, block: BlockId) -> bytes | None:
-        """Its content is about to change. Returns the key under which it was found; None if it was not."""
+        """Forget a block whose content is about to change.
+
+        Returns the key under which it was found, if any.
+        """
         self._tails.forget(block)
         return self.cache.forget(block)
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
-        """Nobody may find what this sequence computed from `start` on, wherever it is by now."""
+        """Forget all that this sequence computed from `start` on, wherever it is by now."""
         first = start // self._block_size
         for block in seq.block_ids[first:]:
             self.reuse(block)
@@ -105,19 +108,19 @@ class PrefixIndex:
             self.swap_space.forget_key(key)
 
     def clear(self) -> None:
-        """Let nothing be found that was computed so far."""
+        """Forget all that was computed so far."""
         self.cache.clear()
         self._tails.clear()
         self.swap_space.clear()
 
     def complete_plan(self) -> None:
-        """The tails that this plan computes are there for the next one. The newest lives longest."""
+        """Let the next plan find the tails that this plan computes. The newest lives longest."""
         for key, block in self._new_tails:
             self._tails.replace(key, block)
         self._new_tails.clear()
 
-    def _find_prefix(self, seq: Sequence) -> Found:
-        """The longest prefix of full blocks of which all that the next token reaches is there."""
+    def _find_prefix(self, seq: Sequence) -> PrefixHit:
+        """Longest prefix of full blocks of which all blocks that the next token attends are there."""
         num_findable = self._num_findable(seq)
         keys = self._keys(seq, num_findable)
         # Most often that is all: one call, because a long prompt that does not fit is looked up in each step.
@@ -129,34 +132,34 @@ class PrefixIndex:
                 device[place] = block
             elif (block := self.swap_space.find(keys[place])) is not None:
                 host[place] = block
-            elif self._reach.is_limited:
+            elif self._attended.is_limited:
                 unbroken_from = place + 1
                 continue
             else:
                 break
-            if unbroken_from <= self._reach.first_block((place + 1) * self._block_size):
+            if unbroken_from <= self._attended.first_block((place + 1) * self._block_size):
                 end = place + 1
-        if not host and not self._reach.is_limited:
-            return Found(num_tokens=end * self._block_size, device=device)
-        first = self._reach.first_block(end * self._block_size)
-        return Found(
+        if not host and not self._attended.is_limited:
+            return PrefixHit(num_tokens=end * self._block_size, device=device)
+        first = self._attended.first_block(end * self._block_size)
+        return PrefixHit(
             num_tokens=end * self._block_size,
             device={place: block for place, block in device.items() if first <= place < end},
             host={place: block for place, block in host.items() if first <= place < end},
         )
 
-    def _find_swapped(self, seq: Sequence, num_tokens: int) -> Found:
-        """Its own copy, but for the blocks that the device still has."""
-        found = Found(num_tokens=num_tokens)
+    def _find_swapped(self, seq: Sequence, num_tokens: int) -> PrefixHit:
+        """Prefix in its own copy on the host, but for the blocks that the device still has."""
+        hit = PrefixHit(num_tokens=num_tokens)
         num_full = num_tokens // self._block_size if self._is_on else 0
         keys = self._keys(seq, num_full)
-        for place in range(self._reach.first_block(num_tokens), self._reach.blocks_for(num_tokens)):
+        for place in range(self._attended.first_block(num_tokens), self._attended.blocks_for(num_tokens)):
             block = self.cache.get(keys[place]) if place < num_full else None
             if block is not None:
-                found.device[place] = block
+                hit.device[place] = block
             else:
-                found.host[place] = seq.host_block_ids[place]
-        return found
+                hit.host[place] = seq.host_block_ids[place]
+        return hit
 
     def _find_tail(self, seq: Sequence) -> BlockId | None:
         if not self._is_on or not seq.reads_prefix_cache or seq.num_tokens > seq.num_prompt_tokens:
@@ -165,7 +168,7 @@ class PrefixIndex:
         return None if key is None else self._tails.get(key)
 
     def _tail_key(self, seq: Sequence) -> bytes | None:
-        """None for a prompt that has no tail."""
+        """Key of a prompt's tail; None if it has none."""
         place, end = self._num_findable_of_prompt(seq), seq.num_prompt_tokens - 1
         start = place * self._block_size
         if start == end:

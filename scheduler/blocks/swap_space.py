@@ -1,9 +1,9 @@
-"""Host memory for KV blocks that had to leave the device: a preempted sequence's, and cached prefixes.
+"""Swap space: host memory for KV blocks of preempted sequences, and of cached prefixes that left the device.
 
-Owns: which host blocks are held by a preempted sequence, what the others keep, and which is reused next.
-Never: contents; the plan's copies move those.
-Source: block_pool.py and prefix_cache.py once more, for the host: a block that nobody holds may keep content
-that is found by its key, until somebody needs the block.
+Owns: which host blocks a preempted sequence holds, what content the others keep, and which is reused next.
+Never: moves contents; the plan's copies do.
+Source: block_pool.py and prefix_cache.py once more, for the host: a block without a holder may keep content
+that is found by its key, until the block is needed.
 
 A plan copies out before it copies in. So a host block that a plan copies in is pinned until the plan is
 complete: nothing else of the same plan may be copied out to it.
@@ -17,7 +17,10 @@ from scheduler.messages import BlockId
 
 
 class SwapSpace:
-    """Host blocks 1 to num_blocks. Preempted sequences come first: they take what only keeps a prefix."""
+    """Host blocks 1 to num_blocks. Preempted sequences come first.
+
+    They take blocks that only keep a prefix.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -27,7 +30,7 @@ class SwapSpace:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had, those with a kept prefix included."""
+        """Blocks without a holder, those with a kept prefix included."""
         return self._pool.num_free
 
     @property
@@ -36,17 +39,12 @@ class SwapSpace:
         return self._pool.num_used
 
     @property
-    def num_kept(self) -> int:
-        """Blocks whose content can be found by its key."""
-        return len(self._kept)
-
-    @property
     def num_changes(self) -> int:
-        """Of what can be found, since the start."""
+        """Changes of what can be found, since the start."""
         return self._kept.num_changes
 
     def take(self, num_blocks: int) -> list[BlockId]:
-        """Blocks for a preempted sequence. The caller makes sure that so many are free."""
+        """Take blocks for a preempted sequence. The caller makes sure that as many are free."""
         return [self._pop() for _ in range(num_blocks)]
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
@@ -54,11 +52,11 @@ class SwapSpace:
             self._drop(block)
 
     def publish(self, key: bytes, block: BlockId) -> None:
-        """Let the content of a block that is held be found too, for as long as nobody reuses the block."""
+        """Let the content of a held block be found too, until the block is reused."""
         self._kept.publish(key, block)
 
     def keep(self, key: bytes) -> BlockId | None:
-        """A block to copy the content of this key to. None if it is kept already, or there is no room.
+        """Take a block to copy the content of `key` to. None if it is kept already, or there is no room.
 
         Kept content that is asked for again becomes the last to be given up.
         """
@@ -79,34 +77,37 @@ class SwapSpace:
         return self._kept.get(key)
 
     def pin(self, block: BlockId) -> None:
-        """This plan copies it in."""
+        """Hold a block that this plan copies in."""
         self._pool.share(block)
         self._pinned.append(block)
 
     def unpin(self) -> None:
-        """The plan is complete. The head of a prefix, pinned first, is given up last."""
+        """Release the pinned blocks of a complete plan.
+
+        The head of a prefix, pinned first, is given up last.
+        """
         if self._pinned:
             self.give_back(reversed(self._pinned))
             self._pinned.clear()
 
     def forget(self, block: BlockId) -> None:
-        """Whether its content ever arrived, nobody knows."""
+        """Let the content not be found: it is unknown whether it ever arrived."""
         self._kept.forget(block)
 
     def forget_key(self, key: bytes) -> None:
-        """What was computed under this key cannot be trusted."""
+        """Let the content of a key, which cannot be trusted, not be found."""
         self._kept.forget_key(key)
 
     def clear(self) -> None:
-        """Let nothing that was kept be found again."""
+        """Forget all content."""
         self._kept.clear()
 
     def free_blocks(self) -> list[BlockId]:
-        """In the order in which they would be reused; for tests and invariants."""
+        """Free blocks in the order in which they would be reused; for tests and invariants."""
         return self._pool.free_blocks()
 
     def kept(self) -> dict[BlockId, bytes]:
-        """A copy of what can be found; for tests and invariants."""
+        """Copy of the keys by block; for tests and invariants."""
         return self._kept.published()
 
     def _pop(self) -> BlockId:

@@ -1,4 +1,4 @@
-"""One step: budget, shares, admission, preemption, and its rollback (engine process).
+"""Plan of one step, and what becomes of it: budget, admission, preemption, rollback (engine process).
 
-Never: computes anything, or reads a clock.
+Never: ends or adds a sequence (scheduler.py).
 """

@@ -1,6 +1,8 @@
-"""What is left of one step.
+"""Budget of one step: tokens, slots and the time for grammars.
 
-Owns: how much a step may have, and what is left of it while it is planned.
+Owns: how much a step may have, on a device that has run out of memory too, and what is left of it while it is
+planned.
+Never: what becomes of a step that found too little memory (rollback.py).
 """
 
 from math import inf
@@ -10,22 +12,54 @@ from scheduler.config import SchedulerConfig
 from scheduler.sequence import Sequence
 from scheduler.step.step_time import StepTimeModel
 
-# What a target for the time between tokens leaves to prefill at least: it goes on, if slowly.
+# Least share of prefill under a target for the time between tokens: it goes on, if slowly.
 _MIN_CHUNK_TOKENS = 16
+
+SMALLEST_CHUNK_TOKENS = 64
+"""A sequence that is alone in its step and finds too little memory even for these few tokens is failed."""
+
+# In a row. So a limit that is too high costs one step in a few hundred.
+_STEPS_UNTIL_DOUBLED = 256
 
 
 class StepLimits(NamedTuple):
-    """How many tokens a step may have."""
+    """Most tokens of a step."""
 
     max_tokens: int
     max_prefill_tokens: int
-    """Of these, for prompts; it may be more, which is no limit."""
+    """Most of these for prompts; more than `max_tokens` is no limit."""
+
+
+class StepLimit:
+    """Most tokens of a step: the operator's limit, until a step finds too little memory.
+
+    Such a step halves it, and many that find enough double it again.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._num_that_fitted = 0
+        self.max_tokens = most_tokens
+
+    def fitted(self) -> None:
+        """Note a step that found enough memory."""
+        if self.max_tokens == self._most_tokens:
+            return
+        self._num_that_fitted += 1
+        if self._num_that_fitted >= _STEPS_UNTIL_DOUBLED:
+            self._num_that_fitted = 0
+            self.max_tokens = min(2 * self.max_tokens, self._most_tokens)
+
+    def did_not_fit(self, num_tokens: int) -> None:
+        """Note a step of `num_tokens` that found too little."""
+        self._num_that_fitted = 0
+        self.max_tokens = max(min(self.max_tokens, num_tokens) // 2, 1)
 
 
 class SchedulingBudget:
     """Tokens to compute, slots to fill and grammars to compile in the step being planned.
 
-    A step is planned in one pass from the front of the line, and nothing planned is undone; so the
+    A step is planned in one pass from the front of the queue, and nothing planned is undone; so the
     budget only falls.
     """
 
@@ -42,12 +76,12 @@ class SchedulingBudget:
     def __init__(self, limits: StepLimits, *, free_seqs: int, max_grammar_s: float, num_decodes: int) -> None:
         self.remaining_tokens = limits.max_tokens
         self.remaining_prefill_tokens = limits.max_prefill_tokens
-        """Of these, so many may be of prompts."""
+        """Most of these for prompts."""
         self.has_chunks = False
         self.remaining_seqs = free_seqs
         """Slots for sequences that are not running yet."""
         self.remaining_grammar_s = max_grammar_s
-        """For the grammars of these, which the worker compiles; below 0 if the first took more."""
+        """Time for the grammars of these, which the worker compiles; below 0 if the first took more."""
         self.has_grammars = False
         self.num_decodes_ahead = num_decodes
         """Running sequences not yet planned that need one token each; it is set aside for them."""
@@ -57,7 +91,7 @@ class SchedulingBudget:
         self.num_decodes_ahead -= 1
 
     def take_chunk(self, seq: Sequence, num_wanted: int) -> int:
-        """The share of a prefill: what it wants, cut to what the decodes leave; 0 if that is nothing.
+        """Take the share of a prefill: what it wants, cut to what the decodes leave; 0 if that is nothing.
 
         Tokens that already flow must not stall behind a long prompt (Sarathi-Serve, arXiv:2403.02310).
         """
@@ -70,7 +104,7 @@ class SchedulingBudget:
         return share
 
     def chunk_tokens(self, seq: Sequence, *, num_decodes: int) -> int:
-        """The longest chunk that the step has room for beside so many decodes; 0 or less is none.
+        """Longest chunk that the step has room for beside `num_decodes`; 0 or less is none.
 
         A prompt that is computed at once or not at all may be longer than the part of prompts, if it is the
         first.
@@ -84,7 +118,10 @@ class SchedulingBudget:
         self.remaining_seqs -= 1
 
     def has_room_for_grammar(self, compile_s: float) -> bool:
-        """Always for the first: what takes longer than a step may has its turn, too."""
+        """Whether it still fits. The first always does.
+
+        A grammar that takes longer than a step may has its turn too.
+        """
         return compile_s <= self.remaining_grammar_s or not self.has_grammars
 
     def take_grammar(self, compile_s: float) -> None:
@@ -92,18 +129,18 @@ class SchedulingBudget:
         self.has_grammars = True
 
     def give_back_slot(self) -> None:
-        """Somebody ended while the step was planned."""
+        """Note that a running sequence ended or was preempted while the step was planned."""
         self.remaining_seqs += 1
 
     def give_up_decode(self) -> None:
-        """Somebody left the line before it came to the token set aside for it."""
+        """Note that a sequence left the queue before it came to the token set aside for it."""
         self.num_decodes_ahead -= 1
 
 
 def budget_for_step(
     config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel, limits: StepLimits
 ) -> SchedulingBudget:
-    """Within `limits`, and with fewer tokens where decodes would else miss their target."""
+    """Budget within `limits`, with fewer tokens where decodes would else miss their target."""
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in running])
     if num_decodes and config.target_itl_s != inf:

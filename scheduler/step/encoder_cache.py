@@ -1,13 +1,13 @@
-"""Room for what an encoder made of images or sound, until the prompt's positions for it are computed.
+"""Room for encoder outputs, of images say, until the prompt's positions for them are computed.
 
-Owns: how many encoder tokens a step may still compute, and whose outputs are held.
+Owns: how many encoder tokens a step may still compute, and which sequences' outputs are held.
 Never: encodes. The worker keeps an output from the plan that names it until the last of its positions was
 computed, or its sequence was released.
 Source: the encoder budget of vLLM's second engine.
 
-Outputs are not shared: whoever has the same input after the same prefix finds the KV of its positions in the
-prefix cache and needs no encoder output at all. A sequence holds outputs only for positions that its own next
-shares compute, so nobody waits for one who waits for them.
+Outputs are not shared: a sequence with the same input after the same prefix finds the KV of its positions in
+the prefix cache and needs no encoder output at all. A sequence holds outputs only for positions that its own
+next shares compute, so no two sequences wait for each other.
 """
 
 from scheduler.config import SchedulerConfig
@@ -22,7 +22,7 @@ class EncoderCache:
         self._max_step_tokens = config.max_encoder_tokens
         self._left_in_step = 0
         self._num_free = config.encoder_cache_tokens
-        self._num_free_later = 0  # what a plan has no more use for, its worker holds to the plan's end
+        self._num_free_later = 0  # outputs that a plan uses for the last time are held until its end
         self._held: dict[SequenceId, list[EncoderInput]] = {}
 
     @property
@@ -30,7 +30,7 @@ class EncoderCache:
         return sum(item.num_tokens for items in self._held.values() for item in items)
 
     def holders(self) -> set[SequenceId]:
-        """For tests and invariants."""
+        """Sequences with outputs; for tests and invariants."""
         return set(self._held)
 
     def next_plan(self) -> None:
@@ -38,8 +38,8 @@ class EncoderCache:
         self._num_free += self._num_free_later
         self._num_free_later = 0
 
-    def reach(self, seq: Sequence, start: int, num_wanted: int) -> int:
-        """How many of the tokens from `start` on can be computed: up to the first input without room."""
+    def computable_tokens(self, seq: Sequence, start: int, num_wanted: int) -> int:
+        """Tokens from `start` on that can be computed: up to the first input without room."""
         left, free = self._left_in_step, self._num_free
         for item in self._missing(seq, start, start + num_wanted):
             if item.num_tokens > min(left, free):
@@ -49,7 +49,11 @@ class EncoderCache:
         return num_wanted
 
     def take(self, seq: Sequence, start: int, end: int) -> tuple[EncoderInput, ...]:
-        """What must be encoded for a share [start, end) within reach. What ends before `end` is let go."""
+        """Inputs to encode for a share [start, end), for which there is room.
+
+        Outputs that end before `end` are
+        dropped.
+        """
         fresh = self._missing(seq, start, end)
         num_fresh = sum(item.num_tokens for item in fresh)
         self._left_in_step -= num_fresh
@@ -62,7 +66,7 @@ class EncoderCache:
         return tuple(fresh)
 
     def release(self, seq: Sequence) -> None:
-        """It left the running line."""
+        """Drop the outputs of a sequence that left the running queue."""
         self._num_free_later += sum(item.num_tokens for item in self._held.pop(seq.sequence_id, ()))
 
     def _missing(self, seq: Sequence, start: int, end: int) -> list[EncoderInput]:

@@ -1,4 +1,4 @@
-"""A step while it is being planned.
+"""Draft of a plan: a step while it is being planned.
 
 Owns: what was decided so far, and the budget that is left.
 Never: decides.
@@ -18,7 +18,7 @@ from scheduler.step.budget import SchedulingBudget
 
 
 class PlanDraft:
-    """Only grows: nothing that is in it is undone in the same step."""
+    """Decisions of one step. They only grow: none is undone in the same step."""
 
     __slots__ = (
         "budget",
@@ -44,7 +44,7 @@ class PlanDraft:
         self.num_blocks_for_growth: int | None = None  # that drafts leave alone; counted when first asked
         self.decodes: list[ScheduledSequence] = []
         self.chunks: list[ScheduledSequence] = []
-        self.urgent: set[SequenceId] = set()  # admitted before the line was served: they have their share
+        self.urgent: set[SequenceId] = set()  # admitted before the queue was served: they have their share
         self.new_sequences: list[NewSequence] = []
         self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
         self.draft_token_ids: dict[SequenceId, tuple[int, ...]] = {}

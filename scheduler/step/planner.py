@@ -1,69 +1,71 @@
-"""One step: who gets a share of it, who is admitted, who has to go.
+"""Plan of one step: which sequences get a share of it, which are admitted, which are preempted.
 
 Owns: the order of these decisions. Each touches a sequence at most once, so that nothing planned is undone.
-Never: who of the waiting line comes in (admission.py), what a share holds (token_shares.py), what came of a
-step,
-or how a sequence ends (scheduler.py).
+Never: chooses among the waiting (admission.py), sizes a share (token_shares.py), takes in the result of a
+step, or ends a sequence (scheduler.py).
 
-The running line is kept in rank order. It is served from the front; whoever lacks a block takes those of
-the back. So the worst pays first:
+The running queue is kept in order of rank. It is served from the front; a sequence that lacks a block takes
+blocks of the back. So the worst pays first:
 
     served -->                               <-- preempted
     [ best, ..., here, ........, worse, worst ]
 
 A waiting sequence that is strictly more urgent than a running one does not queue behind it: before the
-line is served it may send some of its back away (displacement.py), if that is enough. Who is sent away
-keeps its rank, and returns from the waiting line by recompute, or from the swap space (preemption.py).
+running queue is served it may preempt some of its back, if that is enough (preemption.py). A preempted
+sequence keeps its rank, and returns from the waiting queue by recompute, or from the swap space.
 """
 
 from collections.abc import Callable
 
-from scheduler.config import Batching, Displacement, SchedulingPolicy
-from scheduler.messages import FinishReason, PreemptionCause, WaitReason
+from scheduler.config import Batching, Displacement
+from scheduler.messages import FinishReason, PreemptionCause, SchedulerOutput, WaitReason
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
-from scheduler.step.budget import StepLimits, budget_for_step
+from scheduler.step.budget import StepLimit, StepLimits, budget_for_step
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.step_limit import StepLimit
 from scheduler.step.step_time import StepTimeModel
-from scheduler.step.token_shares import Shares
+from scheduler.step.token_shares import TokenShares
 
 
 class Planner:
-    """Plans one step after the other over the lines of a scheduler.
+    """Plans one step after the other over the queues of a scheduler.
 
     `finish` ends a sequence for which there can never be room.
     """
 
-    def __init__(self, state: SchedulerState, *, finish: Callable[[Sequence, FinishReason], None]) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        shares: TokenShares,
+        *,
+        finish: Callable[[Sequence, FinishReason], None],
+    ) -> None:
         self._state = state
         self._config = state.config
         self._kv = state.kv
-        self._lines = state.lines
+        self._queues = state.queues
+        self._shares = shares
         self._finish = finish
-        self.step_time = StepTimeModel()
-        self.step_limit = StepLimit(state.config.max_num_batched_tokens)
-        self.shares = Shares(state)
-        self.preemptor = Preemptor(state, self.shares, self.step_time)
-        self._admission = Admission(state, self.shares, self.preemptor, finish=finish)
-        self._has_window = self._kv.reach.is_limited
-        self._may_displace = (
-            self._config.policy is SchedulingPolicy.PRIORITY and self._config.displacement is Displacement.ON
-        )
+        self._step_time = StepTimeModel()
+        self._step_limit = StepLimit(state.config.max_num_batched_tokens)
+        self._preemptor = Preemptor(state, shares, self._step_time)
+        self._admission = Admission(state, shares, self._preemptor, finish=finish)
+        self._has_window = self._kv.attended.is_limited
+        self._may_displace = state.order.displaces and self._config.displacement is Displacement.ON
 
     @property
     def wait_reason(self) -> WaitReason:
-        """What the waiting line waited for in the last step."""
+        """Reason why the waiting queue waited in the last step."""
         return self._admission.wait_reason
 
     def plan(self, *, now_s: float) -> PlanDraft:
-        """Everything that happens in the next step."""
+        """Decide all that happens in the next step."""
         if self._config.max_encoder_tokens:
-            self.shares.encoder_cache.next_plan()
-        running = self._lines.running
-        budget = budget_for_step(self._config, running, self.step_time, self._limits())
+            self._shares.encoder_cache.next_plan()
+        running = self._queues.running
+        budget = budget_for_step(self._config, running, self._step_time, self._limits())
         plan = PlanDraft(budget, now_s)
         if self._may_displace:
             self._admission.admit_urgent(plan)
@@ -72,15 +74,33 @@ class Planner:
         else:
             self._serve_running(plan)
             self._admission.admit_waiting(plan)
-        # First what this very plan writes over.
+        # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
 
+    def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a plan took."""
+        num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
+        self._step_time.observe(
+            plan.num_scheduled_tokens, seconds, has_prefill=plan.num_scheduled_tokens > num_decoded
+        )
+
+    def note_memory_sufficed(self) -> None:
+        """Learn that a step found enough memory."""
+        self._step_limit.fitted()
+
+    def note_memory_lacked(self, plan: SchedulerOutput) -> None:
+        """Plan smaller steps: there was too little memory for `plan`."""
+        self._step_limit.did_not_fit(plan.num_scheduled_tokens)
+
     def _limits(self) -> StepLimits:
-        """What the device has memory for; or more, for a prompt that is to be computed at once and alone."""
-        most, max_tokens = self._config.max_num_batched_tokens, self.step_limit.max_tokens
-        if max_tokens < most and not self._lines.running and len(self._lines.waiting):
-            head = self._lines.waiting.peek()
+        """Tokens that the device has memory for.
+
+        More for a prompt that is to be computed at once and alone.
+        """
+        most, max_tokens = self._config.max_num_batched_tokens, self._step_limit.max_tokens
+        if max_tokens < most and not self._queues.running and len(self._queues.waiting):
+            head = self._queues.waiting.peek()
             if head.is_indivisible:
                 max_tokens = max(max_tokens, head.num_tokens)
         return StepLimits(max_tokens, self._config.max_prefill_tokens or most)
@@ -90,18 +110,18 @@ class Planner:
         num_decodes, plan.budget.num_decodes_ahead = plan.budget.num_decodes_ahead, 0
         self._serve_prefills(plan)
         if num_decodes and not plan.chunks and self.wait_reason is WaitReason.GRAMMAR:
-            # A crowd of grammars comes in few by few: between them decodes have their turn.
-            self._admission.pass_over()
+            # Admissions of grammars, a few in each step, alternate with steps of decodes.
+            self._admission.skip_step()
         elif self._prefill_is_due(plan.now_s):
             self._admission.admit_waiting(plan)
         if not plan.chunks:
             plan.budget.num_decodes_ahead = num_decodes
             self._serve_running(plan)
 
-    # The running line, from the front.
+    # The running queue, from the front.
 
     def _serve_running(self, plan: PlanDraft) -> None:
-        running, budget = self._lines.running, plan.budget
+        running, budget = self._queues.running, plan.budget
         place = 0
         while place < len(running) and budget.remaining_tokens > 0:
             seq = running[place]
@@ -113,23 +133,23 @@ class Planner:
             if seq.num_tokens > seq.num_slots and not self._grow(seq, plan):
                 break
             if seq.num_tokens - seq.num_computed_tokens == 1:
-                self.shares.decode(seq, plan)
+                self._shares.decode(seq, plan)
             else:
-                self.shares.part(seq, plan)
+                self._shares.part(seq, plan)
 
     def _serve_prefills(self, plan: PlanDraft) -> None:
-        """Only those who have more than one token to compute."""
-        for seq in self._lines.running:
+        """Serve the running sequences that have more than one token to compute."""
+        for seq in self._queues.running:
             is_prefill = seq.num_uncomputed_tokens > 1
             if is_prefill and plan.budget.remaining_tokens > 0 and seq.sequence_id not in plan.urgent:
                 if self._has_window and not self._move_window(seq, plan):
                     continue
-                self.shares.part(seq, plan)
+                self._shares.part(seq, plan)
 
     def _move_window(self, seq: Sequence, plan: PlanDraft) -> bool:
-        """Blocks for its next share, in exchange for those that the window passed.
+        """Exchange blocks that the window passed for the blocks of the next share.
 
-        False if others still share these, and nothing else is free: it has to wait.
+        False if others still share these, and nothing else is free: the sequence has to wait.
         """
         self._kv.pass_blocks(seq)
         fresh = self._kv.append(seq)
@@ -138,21 +158,21 @@ class Planner:
         return fresh is not None
 
     def _grow(self, seq: Sequence, plan: PlanDraft) -> bool:
-        """Blocks for `seq`, at the expense of the back of the line if need be; False if it had to go."""
+        """Get blocks for `seq`, from the back of the queue if need be; False if it was preempted or ended."""
         while (fresh := self._kv.append(seq)) is None:
-            if len(self._lines.running) == 1:
+            if len(self._queues.running) == 1:
                 if seq.num_uncomputed_tokens == 1:
                     plan.budget.give_up_decode()
-                # Everybody else is gone and it still does not fit: more memory will never come. But what
-                # is being drawn for it is told first.
-                if not self._state.in_flight.draws_for(seq.sequence_id):
+                # No other sequence holds blocks and it still does not fit: more memory will never come. A
+                # token that is being sampled for it is reported first.
+                if not self._state.in_flight.samples_for(seq.sequence_id):
                     plan.budget.give_back_slot()
                     self._finish(seq, FinishReason.LENGTH)
                 return False
-            behind = self._lines.behind(seq)
-            victim = self.preemptor.choose_victim(behind) if behind else seq
-            assert victim.sequence_id not in plan.urgent, "the urgent left room for everybody's growth"
-            self.preemptor.send_away(victim, plan, PreemptionCause.GROWTH, seq)
+            behind = self._queues.behind(seq)
+            victim = self._preemptor.choose_victim(behind) if behind else seq
+            assert victim.sequence_id not in plan.urgent, "urgent ones left room for the growth of all others"
+            self._preemptor.preempt(victim, plan, PreemptionCause.GROWTH, seq)
             if victim is seq:
                 return False
         if fresh:
@@ -160,8 +180,9 @@ class Planner:
         return True
 
     def _prefill_is_due(self, now_s: float) -> bool:
-        """Whether newcomers may interrupt decoding: they have waited for long enough to be worth it."""
-        if not self._config.prefill_delay_factor or not self._lines.running or not len(self._lines.waiting):
+        """Whether new prompts may interrupt decoding: they have waited for long enough to be worth it."""
+        queues = self._queues
+        if not self._config.prefill_delay_factor or not queues.running or not len(queues.waiting):
             return True
-        waited_s = now_s - self._lines.waiting.peek().admitted_s
-        return waited_s > self._config.prefill_delay_factor * self.step_time.last_prefill_s
+        waited_s = now_s - queues.waiting.peek().admitted_s
+        return waited_s > self._config.prefill_delay_factor * self._step_time.last_prefill_s

@@ -1,62 +1,103 @@
-"""Who pays when memory runs short, and in which coin: recompute later, or copy to the host now.
+"""Preemption: which running sequence gives up its blocks, and whether its KV is recomputed or swapped.
 
-Owns: the choice of victims for growth, the choice of the mode, and what a sequence leaves when it goes.
-Never: when somebody has to go (planner.py, admission.py), or blocks on either side (kv_cache_manager.py).
-Source: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
+Owns: the choice of victims, for growth and for a more urgent sequence; the choice of the mode; and the state
+that a preempted sequence leaves behind.
+Never: decides that a sequence must go (planner.py, admission.py) or is less urgent (policy.py), or moves
+blocks (kv_cache_manager.py).
+Sources: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
+Displacement is asked for by users of priority scheduling: else an urgent request waits until work of low
+priority ends.
+
+The rules of displacement, each against a fault that others have had:
+- strictly less urgent victims only: two sequences of one priority never displace each other;
+- all or nothing: unless the victims' places and blocks suffice, none is preempted;
+- blocks that the other running sequences need to grow in this step are left alone, so nothing planned is
+undone;
+- a sequence that was preempted is protected until it has made some progress: no thrashing.
 """
 
+from collections import Counter
+from dataclasses import dataclass, field
+
+from scheduler.blocks.block_pool import BlockPool
+from scheduler.blocks.kv_cache_manager import BlockDemand
 from scheduler.config import PreemptionMode, VictimChoice
-from scheduler.messages import Preemption, PreemptionCause
+from scheduler.messages import BlockId, Preemption, PreemptionCause
 from scheduler.sequence import Sequence, Status
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
 from scheduler.step.step_time import StepTimeModel
-from scheduler.step.token_shares import Shares
+from scheduler.step.token_shares import TokenShares
 
-# How far from the back of the line it is looked for a cheaper victim.
+PROTECTED_TOKENS = 16
+"""Tokens that a resumed sequence generates before it can be displaced again, so that bringing it back was not
+for nothing. An urgent newcomer that finds all protected waits for as many."""
+
+# Places from the back of the running queue among which a cheaper victim is looked for.
 _VICTIM_WINDOW = 8
 
 
 class Preemptor:
-    """Sends running sequences back to the waiting line."""
+    """Moves running sequences back to the waiting queue."""
 
-    def __init__(self, state: SchedulerState, shares: Shares, step_time: StepTimeModel) -> None:
+    def __init__(self, state: SchedulerState, shares: TokenShares, step_time: StepTimeModel) -> None:
         self._state = state
         self._shares = shares
         self._copy_s_per_block = state.config.copy_s_per_block
         self._step_time = step_time
-        self.num_swap_space_full = 0
         self._mode = state.config.preemption_mode
         self._victim_choice = state.config.victim_choice
         self._kv = state.kv
 
     def choose_victim(self, behind: list[Sequence]) -> Sequence:
-        """The one of `behind`, the unplanned part of the line in rank order, that makes room for growth.
+        """Choose among `behind`, the unplanned part of the running queue, the one that makes room for growth.
 
-        The last priority pays, and in it the sequence whose going loses the fewest tokens; one that has
-        just come back is spared while there is another.
+        The least urgent give way, and among them the sequence that loses the fewest tokens; one that has just
+        come back is spared while there is another.
         """
-        last = behind[-1]
         if self._victim_choice is VictimChoice.LAST:
-            return last
-        window = [seq for seq in behind[-_VICTIM_WINDOW:] if seq.priority == last.priority]
+            return behind[-1]
+        window = self._state.order.equals_of_last(behind[-_VICTIM_WINDOW:])
         return min(reversed(window), key=lambda seq: (seq.is_protected, self._num_tokens_at_stake(seq)))
 
-    def send_away(
+    def choose_displaced(
+        self, candidate: Sequence, demand: BlockDemand, *, num_free_slots: int
+    ) -> list[Sequence] | None:
+        """Choose the fewest victims that make room for `candidate`, maybe none.
+
+        None if there is no such choice.
+        """
+        kv, running = self._kv, self._state.queues.running
+        num_growing = sum(kv.num_missing(seq) for seq in running if seq.num_tokens > seq.num_slots)
+        gain = _Gain(kv.pool, set(demand.hit.device.values()))
+        victims: list[Sequence] = []
+        less_urgent = self._state.order.giving_way(candidate, running)
+        while num_free_slots + len(victims) < 1 or (
+            kv.pool.num_free + gain.num_blocks < demand.num_from_free + num_growing
+        ):
+            victim = next((seq for seq in less_urgent if not seq.is_protected), None)
+            if victim is None:
+                return None
+            victims.append(victim)
+            gain.add(victim)
+            num_growing -= kv.num_missing(victim)
+        return victims
+
+    def preempt(
         self, victim: Sequence, plan: PlanDraft, cause: PreemptionCause, beneficiary: Sequence
     ) -> None:
-        """Take its blocks; it returns to its old place among the waiting."""
+        """Take the blocks of `victim`, which returns to its old place among the waiting."""
         if victim.num_uncomputed_tokens == 1:
             plan.budget.give_up_decode()
         num_computed, num_free = victim.num_computed_tokens, self._kv.pool.num_free
         victim.num_reached_tokens = max(victim.num_reached_tokens, num_computed)
-        is_swap = self.mode_for(victim) is PreemptionMode.SWAP
+        is_swap = self._mode_for(victim) is PreemptionMode.SWAP
         if is_swap:
             plan.swap_out += self._kv.copy_out(victim)
         self._kv.free(victim)
         self._shares.forget_extras(victim)
         plan.released.append(victim.sequence_id)
-        self._state.lines.send_back(victim, Status.SWAPPED if is_swap else Status.WAITING)
+        self._state.queues.requeue(victim, Status.SWAPPED if is_swap else Status.WAITING)
         victim.num_preemptions += 1
         preemption = Preemption(
             sequence_id=victim.sequence_id,
@@ -69,7 +110,7 @@ class Preemptor:
         plan.preemptions.append(preemption)
         self._state.counters.note_preemption(preemption)
 
-    def mode_for(self, victim: Sequence) -> PreemptionMode:
+    def _mode_for(self, victim: Sequence) -> PreemptionMode:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""
         if self._mode is PreemptionMode.RECOMPUTE or not self._kv.swap_space.num_blocks:
             return PreemptionMode.RECOMPUTE
@@ -80,7 +121,7 @@ class Preemptor:
             if swapping_s >= recomputing_s:
                 return PreemptionMode.RECOMPUTE
         if num_blocks > self._kv.swap_space.num_free:
-            self.num_swap_space_full += 1
+            self._state.counters.num_swap_space_full += 1
             return PreemptionMode.RECOMPUTE
         return PreemptionMode.SWAP
 
@@ -88,10 +129,26 @@ class Preemptor:
         return self._kv.blocks_for(seq.num_computed_tokens) - seq.num_passed_blocks
 
     def _num_tokens_at_stake(self, seq: Sequence) -> int:
-        """Computed tokens in blocks that nobody else holds; the others will be found again."""
+        """Computed tokens in blocks that no other sequence holds; the rest will be found again."""
         num_shared = 0
         for block in seq.block_ids:
             if self._kv.pool.num_references(block) == 1:
                 break
             num_shared += 1
         return max(seq.num_computed_tokens - num_shared * self._kv.block_size, 0)
+
+
+@dataclass(slots=True)
+class _Gain:
+    """Blocks that come free while victims are added: a shared block only with the last of its holders."""
+
+    pool: BlockPool
+    kept: set[BlockId]  # the candidate itself shares them
+    num_blocks: int = 0
+    dropped: Counter[BlockId] = field(default_factory=Counter)
+
+    def add(self, victim: Sequence) -> None:
+        for block in victim.block_ids:
+            self.dropped[block] += 1
+            if self.dropped[block] == self.pool.num_references(block) and block not in self.kept:
+                self.num_blocks += 1

@@ -1,10 +1,10 @@
-"""Plans that the worker could not carry out, as if they had never been made.
+"""Rollback of plans that the worker could not carry out, as if they had never been made.
 
-Owns: what a plan in flight has changed, and how each of these changes is undone: who computed in it waits
-again, what it published is forgotten, what it released is released once more.
-Never: decides that a plan is taken back (scheduler.py), or how large the next one is (step_limit.py).
+Owns: what a plan in flight has changed, and how each of these changes is undone: sequences that computed in
+it wait again, blocks that it published are forgotten, rows that it released are released once more.
+Never: decides that plans are rolled back (scheduler.py), or how large the next one is (budget.py).
 
-Whatever earlier plans have computed stays where it is, and is found again where there is a prefix cache.
+KV that earlier plans have computed stays where it is, and is found again where there is a prefix cache.
 """
 
 from collections.abc import Mapping
@@ -13,19 +13,19 @@ from sys import maxsize
 from scheduler.messages import SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.token_shares import Shares
+from scheduler.step.token_shares import TokenShares
 
 
-class TakingBack:
+class Rollback:
     """`plans` are all that were in flight: a later one is built on what the first was to compute.
 
-    `sequences` are those that have not ended.
+    `sequences` are the unfinished ones.
     """
 
     def __init__(
         self,
         state: SchedulerState,
-        shares: Shares,
+        shares: TokenShares,
         plans: list[SchedulerOutput],
         sequences: Mapping[SequenceId, Sequence],
     ) -> None:
@@ -36,23 +36,29 @@ class TakingBack:
         self._sequences = sequences
 
     def undo(self) -> list[SequenceId]:
-        """Returns the rows that the worker must free, whether or not it has done so already."""
+        """Undo the plans.
+
+        Returns the rows that the worker must free, whether or not it has done so already.
+        """
         for plan in self._plans:
             self._forget_copies(plan)
-        sent_back = [
+        requeued = [
             sequence_id
             for sequence_id, start in self._first_positions().items()
-            if sequence_id in self._sequences and self._send_back(self._sequences[sequence_id], start)
+            if sequence_id in self._sequences and self._requeue(self._sequences[sequence_id], start)
         ]
         for preemption in (preemption for plan in self._plans for preemption in plan.preemptions):
             seq = self._sequences.get(preemption.sequence_id)
             if seq is not None and seq.status is Status.SWAPPED:
                 self._kv.drop_copy(seq)
-                self._state.lines.lose_copy(seq)
-        return [sequence_id for plan in self._plans for sequence_id in plan.released] + sent_back
+                self._state.queues.lose_copy(seq)
+        return [sequence_id for plan in self._plans for sequence_id in plan.released] + requeued
 
     def ended_and_published(self) -> set[SequenceId]:
-        """Who ended meanwhile, after a share that filled a block: which one that was is not known now."""
+        """Sequences that ended meanwhile, after a share that filled a block.
+
+        Which block it was is unknown now.
+        """
         block_size = self._kv.block_size
         return {
             share.sequence_id
@@ -63,7 +69,7 @@ class TakingBack:
         }
 
     def _first_positions(self) -> dict[SequenceId, int]:
-        """Of everybody whom the plans concern, where the first of its shares begins."""
+        """Start of the first share of each sequence in the plans."""
         starts: dict[SequenceId, int] = {}
         for plan in self._plans:
             for share in plan.scheduled:
@@ -73,21 +79,21 @@ class TakingBack:
                 starts.setdefault(sequence_id, maxsize)
         return starts
 
-    def _send_back(self, seq: Sequence, start: int) -> bool:
-        """To the waiting line, with the tokens that are known; False if it is there already."""
+    def _requeue(self, seq: Sequence, start: int) -> bool:
+        """Move it to the waiting queue, with the tokens that are known; False if it is there already."""
         self._kv.forget(seq, start=start)
-        seq.num_tokens = len(seq.token_ids)  # what was being drawn never comes
+        seq.num_tokens = len(seq.token_ids)  # tokens that were being sampled never come
         if seq.status is not Status.RUNNING:
             return False
         seq.num_reached_tokens = max(seq.num_reached_tokens, min(start, seq.num_computed_tokens))
         self._kv.free(seq)
         self._shares.forget_extras(seq)
-        self._state.lines.send_back(seq, Status.WAITING)
+        self._state.queues.requeue(seq, Status.WAITING)
         seq.num_preemptions += 1
         return True
 
     def _forget_copies(self, plan: SchedulerOutput) -> None:
-        """Whether any of them were made, nobody knows."""
+        """Let no copy be found: it is unknown whether any of them was made."""
         self._kv.forget_copies(plan.swap_out)
         for copy in (*plan.swap_in, *plan.copies):
             self._kv.forget_block(copy.target)

@@ -1,16 +1,109 @@
-"""What the parts of one scheduler share.
+"""State that the parts of one scheduler share: plans in flight, counters, and a watchdog over both.
 
-Owns: nothing of its own; it keeps together what they all read and write.
-Never: decides.
+Owns: the order of the plans in flight. The device carries them out in the order in which they were made, and
+their results come in that order too.
+Never: decides what is planned.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import SchedulerConfig
-from scheduler.lines.request_lines import Lines
-from scheduler.step.counters import Counters
-from scheduler.step.plans_in_flight import PlansInFlight
+from scheduler.messages import Preemption, PreemptionCause, PreemptionCount, SchedulerOutput, SequenceId
+from scheduler.policy import OrderOfService
+from scheduler.queues.request_queues import RequestQueues
+
+_MAX_EMPTY_PLANS = 3
+
+
+class PlansInFlight:
+    """Plans without a result, oldest first; at most `max_plans`."""
+
+    def __init__(self, max_plans: int) -> None:
+        self._max_plans = max_plans
+        self._plans: deque[SchedulerOutput] = deque()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[SchedulerOutput]:
+        return iter(self._plans)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._plans) >= self._max_plans
+
+    def add(self, plan: SchedulerOutput) -> None:
+        assert len(self._plans) < self._max_plans, "the result of an earlier plan must come first"
+        self._plans.append(plan)
+
+    def take(self, plan: SchedulerOutput) -> None:
+        """Remove the oldest, now that its result is here."""
+        oldest = self._plans.popleft()
+        assert oldest is plan, "results come in the order of the plans"
+
+    def take_all(self) -> list[SchedulerOutput]:
+        """Remove all of them, oldest first: there will be no results."""
+        plans = list(self._plans)
+        self._plans.clear()
+        return plans
+
+    def samples_for(self, sequence_id: SequenceId) -> bool:
+        """Whether a token of it, or its vector, is still to come. O(sequences in flight): asked rarely."""
+        return any(
+            share.samples and share.sequence_id == sequence_id
+            for plan in self._plans
+            for share in plan.scheduled
+        )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start, for the metrics. Counters only grow."""
+
+    num_added: int = 0
+    num_steps: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_prefix_host_hits: int = 0
+    num_recomputed_tokens: int = 0
+    num_stalls: int = 0
+    num_out_of_memory: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_swap_space_full: int = 0
+    num_preemptions: dict[tuple[PreemptionCause, bool], int] = field(
+        default_factory=lambda: {(cause, swap): 0 for cause in PreemptionCause for swap in (False, True)}
+    )
+
+    def note_preemption(self, preemption: Preemption) -> None:
+        self.num_preemptions[preemption.cause, preemption.was_swapped] += 1
+
+    def preemptions(self) -> tuple[PreemptionCount, ...]:
+        return tuple(PreemptionCount(*key, num) for key, num in self.num_preemptions.items())
+
+
+class Watchdog:
+    """Count of consecutive empty plans while there was work.
+
+    There should never be any; if there are, one request fails instead of all hanging.
+    """
+
+    def __init__(self) -> None:
+        self._num_empty_plans = 0
+
+    def note_progress(self) -> None:
+        self._num_empty_plans = 0
+
+    def is_stalled(self) -> bool:
+        """Note one more empty plan; True if a request must be failed now."""
+        self._num_empty_plans += 1
+        if self._num_empty_plans < _MAX_EMPTY_PLANS:
+            return False
+        self._num_empty_plans = 0
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +111,8 @@ class SchedulerState:
     """One for the life of a scheduler."""
 
     config: SchedulerConfig
+    order: OrderOfService
     kv: KVCacheManager
-    lines: Lines
+    queues: RequestQueues
     in_flight: PlansInFlight
     counters: Counters

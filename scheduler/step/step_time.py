@@ -1,10 +1,10 @@
-"""How long a step takes on this machine, learnt while it runs.
+"""Model of how long a step takes on this machine, learnt while it runs.
 
-And the other way round: how many tokens a step may have, so that the time between two tokens of a running
-sequence stays near a target.
+It also answers how many tokens a step may have, so that the time between two tokens of a running sequence
+stays near a target.
 
 Owns: a straight line, seconds = base + slope * tokens, fitted to the recent steps.
-Never: a clock; whoever runs the steps tells.
+Never: a clock; the engine's loop measures.
 """
 
 _DECAY = 0.98  # of an observation's weight with each later step: a memory of some fifty steps
@@ -21,7 +21,7 @@ class StepTimeModel:
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
         self._slope_s: float | None = None
         self.last_prefill_s = 0.0
-        """What the latest step with a prefill chunk took."""
+        """Duration of the latest step with a prefill chunk."""
 
     def observe(self, num_tokens: int, seconds: float, *, has_prefill: bool = False) -> None:
         if has_prefill:
@@ -44,9 +44,10 @@ class StepTimeModel:
             self._slope_s = min(self._slope_s, seconds / num_tokens)
 
     def _without_hiccup(self, num_tokens: int, seconds: float) -> float:
-        """A step much slower than expected counts as somewhat slower: one page-in must not bend the line.
+        """Duration to learn from. A step much slower than expected counts as somewhat slower.
 
-        A machine that has really become slower is believed all the same, after a few steps.
+        One page-in must not bend the line. A machine that has really become slower is believed all the same,
+        after a few steps.
         """
         if self.slope_s is None:
             return seconds
@@ -65,7 +66,7 @@ class StepTimeModel:
         return max(mean_s - (self._slope_s or 0.0) * mean_tokens, 0.0)
 
     def tokens_within(self, seconds: float) -> int | None:
-        """How many tokens a step of so many seconds has; None if that is not known, or not limited."""
+        """Tokens of a step that takes `seconds`; None if that is not known, or not limited."""
         slope_s = self.slope_s
         if not slope_s:
             return None

@@ -1,36 +1,46 @@
-"""What one sequence gets of a step: a decode, a chunk of its prompt, a decode with drafts.
+"""Share of a step that one sequence gets: a decode, a chunk of its prompt, a decode with drafts.
 
-Owns: the size of a share, and what goes with it: blocks found from now on, drafts, encoder inputs.
-Never: who is served or admitted (planner.py, admission.py), or who has to go (preemption.py).
+Owns: the size of a share, and what goes with it: blocks found from now on, drafts, encoder inputs. Drafts are
+guesses at the next tokens of a running sequence, until a plan verifies them.
+Never: admits (admission.py), serves (planner.py) or preempts (preemption.py) a sequence; makes or judges a
+draft: the worker does both.
+Source: speculative decoding, arXiv:2211.17192. A share of 1 + k tokens computes the last known token and k
+drafts; the worker returns the drafts that the model would have sampled too, and one token more.
+
+Drafts continue the last token that is known. So they fit only while no plan in flight samples further tokens
+of their sequence. A sequence for which drafts come too early is not planned ahead any more, and the next ones
+fit.
 """
 
-from scheduler.messages import ScheduledSequence
-from scheduler.sequence import Sequence
-from scheduler.step.drafts import Drafts
+from scheduler.messages import ScheduledSequence, SequenceId
+from scheduler.sequence import Sequence, Status
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
 
+_EXPECTED: tuple[int, ...] = ()
+"""In place of drafts: some are expected, and none fit yet."""
 
-class Shares:
+
+class TokenShares:
     """Each call gives one sequence, which has its blocks, its share of the plan."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._kv = state.kv
         self._block_size = state.config.block_size
-        self.drafts = Drafts()
+        self._drafts: dict[SequenceId, tuple[int, ...]] = {}
         self.encoder_cache = EncoderCache(state.config)
 
     def decode(self, seq: Sequence, plan: PlanDraft) -> None:
-        """One token; it may be the last one of a prompt, for which nothing is encoded."""
+        """Give one token; it may be the last one of a prompt, for which nothing is encoded."""
         start = seq.num_computed_tokens
         plan.budget.take_decode()
         seq.num_computed_tokens = end = start + 1
-        # A block is found by its tokens: one that a plan in flight draws is published when it is known.
+        # A block is found by its tokens: one that a plan in flight samples is published when it is known.
         if end % self._block_size == 0 and end <= len(seq.token_ids):
             self._publish(seq, start, end)
-        if self.drafts.by_sequence and (drafts := self.drafts.take(seq)) is not None:
+        if self._drafts and (drafts := self._drafts.pop(seq.sequence_id, None)) is not None:
             self._decode_with_drafts(seq, start, drafts, plan)
             return
         plan.decodes.append(ScheduledSequence(seq.sequence_id, start, 1, True))  # noqa: FBT003  (a hot path)
@@ -38,12 +48,13 @@ class Shares:
             seq.num_tokens += 1
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
-        """As much of what it has left as there is budget for; nothing, if nothing is left."""
+        """Give as much of what is left to compute as the budget has; no share, if nothing is left."""
         share = plan.budget.take_chunk(seq, self.num_wanted(seq))
         if share:
             self.chunk(seq, share, plan)
 
     def chunk(self, seq: Sequence, share: int, plan: PlanDraft) -> None:
+        """Give `share` tokens, which the budget has been charged with."""
         start = seq.num_computed_tokens
         seq.num_computed_tokens = end = start + share
         self._state.counters.num_recomputed_tokens += max(min(end, seq.num_reached_tokens) - start, 0)
@@ -56,25 +67,35 @@ class Shares:
             seq.expect_token()
 
     def num_wanted(self, seq: Sequence) -> int:
-        """All that is left; less if others would like a part of the step too."""
+        """Tokens left to compute; fewer if others would like a part of the step too."""
         limit, wanted = self._state.config.max_chunk_tokens, seq.num_uncomputed_tokens
-        lines = self._state.lines
-        if limit and not seq.is_indivisible and len(lines.running) + len(lines.waiting) > 1:
+        queues = self._state.queues
+        if limit and not seq.is_indivisible and len(queues.running) + len(queues.waiting) > 1:
             wanted = min(wanted, limit)
         if seq.encoder_inputs:
-            return self.encoder_cache.reach(seq, seq.num_computed_tokens, wanted)
+            return self.encoder_cache.computable_tokens(seq, seq.num_computed_tokens, wanted)
         return wanted
 
+    def propose_drafts(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Keep drafts for the next share of `seq`, if that computes the last known token and nothing else."""
+        if seq.status is not Status.RUNNING or not token_ids:
+            return
+        fits = seq.num_uncomputed_tokens == 1 and seq.num_tokens == len(seq.token_ids)
+        self._drafts[seq.sequence_id] = token_ids if fits else _EXPECTED
+
     def forget_extras(self, seq: Sequence) -> None:
-        """What it holds beside its blocks, now that it leaves the running line."""
-        self.drafts.forget(seq)
+        """Drop drafts and encoder outputs of a sequence that leaves the running queue."""
+        self._drafts.pop(seq.sequence_id, None)
         if seq.encoder_inputs:
             self.encoder_cache.release(seq)
 
     def _decode_with_drafts(
         self, seq: Sequence, start: int, drafts: tuple[int, ...], plan: PlanDraft
     ) -> None:
-        """A share with as many drafts as nobody else goes short for; how many will hold, nobody knows yet."""
+        """Give a share with as many drafts as cost no other sequence anything.
+
+        The worker says how many hold.
+        """
         num_drafts = self._num_drafts_with_room(seq, len(drafts), plan)
         share = ScheduledSequence(seq.sequence_id, start, 1 + num_drafts, samples=True)
         if not num_drafts:
@@ -89,7 +110,7 @@ class Shares:
         plan.chunks.append(share)
 
     def _num_drafts_with_room(self, seq: Sequence, num_wanted: int, plan: PlanDraft) -> int:
-        """In what the step and the sequence may still have, and in blocks that no growth will ask for."""
+        """Drafts that the step and the sequence may still have, in blocks that no growth will ask for."""
         budget = plan.budget
         num_drafts = min(
             num_wanted,
@@ -101,7 +122,7 @@ class Shares:
         if plan.num_blocks_for_growth is None:
             plan.num_blocks_for_growth = sum(
                 self._kv.num_missing(each)
-                for each in self._state.lines.running
+                for each in self._state.queues.running
                 if each.num_tokens > each.num_slots
             )
         num_missing = self._kv.num_missing(seq, num_lookahead=num_drafts)

@@ -8,7 +8,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Scope
 
-from server.http.http_client import NoReply, Reply
+from server.http.http_client import ExchangeFailed, Reply
 
 
 class AppClient:
@@ -18,7 +18,7 @@ class AppClient:
         self._app = app
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises NoReply if the application ends without a reply. Cancelling it aborts the request."""
+        """Raises ExchangeFailed if the application ends without a reply. Cancelling it aborts the request."""
         unread = [body]
         head: Message = {}
         pieces: list[bytes] = []
@@ -37,7 +37,7 @@ class AppClient:
 
         await self._app(_scope(path, len(body)), receive, send)
         if not head:
-            raise NoReply("the application ended without a reply")
+            raise ExchangeFailed("no reply", "the application ended without a reply")
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
         return Reply(status=head["status"], headers=headers, body=b"".join(pieces))
 

@@ -27,7 +27,7 @@ from server.batch.batch_files import BatchFileError, InputFile, OutputFile, chec
 from server.batch.batch_progress import progress, summary
 from server.batch.batch_run import BatchRun, Client, Counts, ServerLost
 from server.commands.command_line import OptionParser
-from server.http.http_client import NoReply, Reply, Target, fetch, key_from_environment
+from server.http.http_client import ExchangeFailed, Reply, Target, fetch, key_from_environment
 
 EXIT_SOME_FAILED = 1
 EXIT_USAGE = 2
@@ -140,7 +140,7 @@ async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
     try:
         # A server that is not there at all is a mistake; one that goes away later is waited for.
         await fetch(asked.target, "GET", "/health", silence_s=_FIRST_CONTACT_S)
-    except NoReply as error:
+    except ExchangeFailed as error:
         advice = "check --base-url, or leave it out to run the model here"
         raise _CannotRun(f"{error}; {advice}", EXIT_SERVER_LOST) from None
     yield _RemoteClient(asked.target, asked.timeout_s), _REMOTE_CONCURRENCY

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import orjson
 
 from server.batch.batch_files import BatchRequest, answer_line, fault_line
-from server.http.http_client import NoReply, Reply
+from server.http.http_client import ExchangeFailed, Reply
 
 _WAIT_STATUSES = frozenset({429, 503})
 _LONGEST_WAIT_S = 60.0
@@ -23,7 +23,7 @@ _LONGEST_WAIT_S = 60.0
 
 class Client(Protocol):
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises NoReply."""
+        """Raises ExchangeFailed."""
         ...
 
 
@@ -123,7 +123,7 @@ class BatchRun:
             num_tries += 1
             try:
                 reply = await self.client.post(request.url, body)
-            except NoReply as error:
+            except ExchangeFailed as error:
                 wait_s, last = _backoff_s(num_tries), error
                 if clock() + wait_s > give_up_s:
                     raise ServerLost(str(last)) from None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
-from server.http.http_client import NoReply, Target
+from server.http.http_client import ExchangeFailed, Target
 from server.terminal.terminal_client import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -57,7 +57,7 @@ class Conversation:
         self._turns.clear()
 
     async def answer(self, text: str) -> None:
-        """Send `text` and write the reply as it comes. Raises Failed, NoReply: then `text` was not said.
+        """Send `text` and write the reply as it comes. Raises Failed, ExchangeFailed, with `text` forgotten.
 
         Cancelled, it keeps what there is of the reply.
         """
@@ -70,7 +70,7 @@ class Conversation:
             async with aclosing(stream(self._target, "/v1/chat/completions", body)) as chunks:
                 async for chunk in chunks:
                     said.append(_show(chunk, writer, stats))
-        except (Failed, NoReply):
+        except (Failed, ExchangeFailed):
             if stats.first_token_s is not None:
                 writer.close()
             raise
@@ -118,7 +118,7 @@ def main(words: Sequence[str]) -> int:
         except Failed as error:
             say(f"tokenyard chat: {error}")
             return EXIT_FAILED
-        except NoReply as error:
+        except ExchangeFailed as error:
             say(f"tokenyard chat: {no_server(error)}")
             return EXIT_NO_SERVER
         except KeyboardInterrupt:
@@ -142,7 +142,7 @@ def _talk(runner: asyncio.Runner, conversation: Conversation, options: argparse.
                 _show_stats(conversation, options)
         except KeyboardInterrupt:
             say("(stopped)")
-        except (Failed, NoReply) as error:
+        except (Failed, ExchangeFailed) as error:
             say(f"({error})")
 
 

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from engine.options.options import OptionError
-from server.http.http_client import NoReply, Target
+from server.http.http_client import ExchangeFailed, Target
 from server.terminal.terminal_client import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
     except Failed as error:
         say(f"tokenyard complete: {error}")
         return EXIT_FAILED
-    except NoReply as error:
+    except ExchangeFailed as error:
         say(f"tokenyard complete: {no_server(error)}")
         return EXIT_NO_SERVER
     except KeyboardInterrupt:

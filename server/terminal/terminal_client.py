@@ -17,12 +17,12 @@ import orjson
 from engine.options.options import OptionError
 from server.http.http_client import (
     DEFAULT_URL,
-    NoReply,
-    StreamedReply,
+    ExchangeFailed,
+    Reply,
     Target,
     fetch,
     key_from_environment,
-    request,
+    open_stream,
 )
 
 EXIT_FAILED = 1
@@ -112,15 +112,29 @@ def _harmless(text: str) -> str:
 
 
 async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a streamed reply. Raises Failed, NoReply; closing it stops the server's work."""
+    """The chunks of a streamed reply. Raises Failed, ExchangeFailed; closing it stops the server's work."""
     asked = orjson.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
-    async with request(target, "POST", path, asked, silence_s=_SILENCE_S) as reply:
-        if reply.status != 200:
-            raise Failed(await _why(reply))
-        async for chunk in reply.events():
+    async with open_stream(target, "POST", path, asked, silence_s=_SILENCE_S) as reply:
+        async for data in reply.events():
+            if data == b"[DONE]":
+                return
+            chunk = _chunk_of(data)
             if "error" in chunk:
                 raise Failed(_message(chunk) or "the server broke the reply off")
             yield chunk
+        whole = await reply.whole()
+        if whole.status != 200:
+            raise Failed(_why(whole))
+
+
+def _chunk_of(data: bytes) -> dict[str, Any]:
+    try:
+        chunk = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise Failed("the server sent an event that is not a JSON object")
+    return chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +147,7 @@ class ServedModel:
 
 
 async def served_model(target: Target, name: str | None) -> ServedModel:
-    """The model of this name, or the first that the server has. Raises Failed, NoReply."""
+    """The model of this name, or the first that the server has. Raises Failed, ExchangeFailed."""
     reply = await fetch(target, "GET", "/v1/models", silence_s=_SILENCE_S)
     try:
         listed = orjson.loads(reply.body)
@@ -154,10 +168,9 @@ def _objects(listed: Any) -> list[dict[str, Any]]:
     return [item for item in data if isinstance(item, dict)] if isinstance(data, list) else []
 
 
-async def _why(reply: StreamedReply) -> str:
-    body = await reply.body()
+def _why(reply: Reply) -> str:
     try:
-        message = _message(orjson.loads(body))
+        message = _message(orjson.loads(reply.body))
     except orjson.JSONDecodeError:
         message = None
     return message or f"the server answers with status {reply.status}"
@@ -175,7 +188,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def no_server(error: NoReply) -> str:
+def no_server(error: ExchangeFailed) -> str:
     """What is wrong and what to do."""
     return (
         f"{error}.\nStart a server in another terminal with `tokenyard serve`, or name one that runs with"

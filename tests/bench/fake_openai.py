@@ -10,7 +10,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bench.http_stream import Target
+from server.http.http_client import Target
 
 
 class FakeOpenAI:

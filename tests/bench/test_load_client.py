@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from bench.http_stream import ExchangeFailed, Target
 from bench.load.load_client import (
     Endpoint,
     LoadRun,
@@ -19,6 +18,7 @@ from bench.load.load_client import (
     measure_words,
 )
 from bench.load.workload import PlannedRequest, WordCost
+from server.http.http_client import ExchangeFailed, Target
 from tests.bench.fake_openai import fake_openai
 
 STYLE = RequestStyle(
@@ -66,7 +66,7 @@ async def test_a_stream_is_counted_and_timed(endpoint: Endpoint, usage: UsageMod
 
 async def test_a_request_says_what_was_asked_for_and_no_more() -> None:
     async with fake_openai() as (fake, target):
-        await run_closed(target.with_key("k"), planned("a"))
+        await run_closed(replace(target, api_key="k"), planned("a"))
         extras = replace(STYLE, ignores_eos=True, sends_priority=True, usage=UsageMode.FINAL)
         await run_closed(target, planned("a", "b")[1:], extras)
     assert fake.requests[0] == {

@@ -6,8 +6,8 @@ from math import inf
 import pytest
 
 from bench.simulate.arrivals import SimRequest, SyntheticWorkload
-from bench.simulate.fitted_step_time import StepTimeModel
-from bench.simulate.lengths import Lengths
+from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.lengths import LengthDistribution
 from bench.simulate.replica import Replica, Stuck, Tallies
 from bench.simulate.router import RouterKind, router_of
 from bench.simulate.setup import Setup
@@ -17,7 +17,7 @@ from bench.simulate.tally import GapCounts, QueueLine, Slo
 from scheduler.config import PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.messages import SequenceId
 
-MODEL = StepTimeModel(base_s=0.010, per_token_s=0.001, per_decode_s=0.002, per_context_token_s=0.0001)
+MODEL = LinearStepTime(base_s=0.010, per_token_s=0.001, per_decode_s=0.002, per_context_token_s=0.0001)
 ROOMY = SchedulerConfig(
     num_blocks=10_000, block_size=16, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096
 )
@@ -28,7 +28,7 @@ def one_replica(config: SchedulerConfig = ROOMY, **changes: object) -> Setup:
     return replace(Setup(name="test", config=config, step_time=MODEL), **changes)
 
 
-def ms(model: StepTimeModel, tokens: int, decodes: int, context: int) -> float:
+def ms(model: LinearStepTime, tokens: int, decodes: int, context: int) -> float:
     return 1000 * model.seconds(tokens, decodes, context)
 
 
@@ -37,8 +37,8 @@ def workload(**changes: object) -> SyntheticWorkload:
         "num_requests": 300,
         "rate_per_s": 20.0,
         "burstiness": 1.0,
-        "prompt_lens": Lengths.parse("uniform:10:60"),
-        "output_lens": Lengths.parse("uniform:1:30"),
+        "prompt_lens": LengthDistribution.parse("uniform:10:60"),
+        "output_lens": LengthDistribution.parse("uniform:1:30"),
         "priority_mix": ((0, 1.0),),
         "tenant_mix": (("", 1.0),),
         "num_prefix_groups": 0,
@@ -94,7 +94,7 @@ def test_requests_of_one_moment_share_a_step() -> None:
 def test_gaps_are_counted_as_if_each_token_were_timed() -> None:
     """The shortcut of counting by step gives the mean that the ends of all requests give."""
     config = replace(ROOMY, num_blocks=30, prefix_caching=PrefixCaching.OFF)
-    report = run(workload(output_lens=Lengths.parse("uniform:2:60")), config)
+    report = run(workload(output_lens=LengthDistribution.parse("uniform:2:60")), config)
     assert sum(report.preemptions.values()) > 10
     (only,) = report.classes
     total_ms = (only.e2e_ms.mean - only.ttft_ms.mean) * only.num_completed
@@ -119,7 +119,7 @@ def test_swapping_costs_copies_and_computes_nothing_twice() -> None:
     swapping = replace(
         config, num_host_blocks=500, preemption_mode=PreemptionMode.SWAP, copy_s_per_block=0.001
     )
-    crowd = workload(output_lens=Lengths.parse("uniform:2:60"))
+    crowd = workload(output_lens=LengthDistribution.parse("uniform:2:60"))
     recomputed, swapped = run(crowd, config), run(crowd, swapping)
     assert recomputed.recomputed_share > 0
     assert swapped.recomputed_share == 0
@@ -166,7 +166,10 @@ def test_what_never_fits_is_rejected_and_what_outgrows_the_pool_is_cut_short() -
 
 def test_a_shared_prefix_is_computed_once_by_its_group() -> None:
     grouped = workload(
-        prompt_lens=Lengths.parse("80"), num_prefix_groups=2, prefix_len=64, output_lens=Lengths.parse("1")
+        prompt_lens=LengthDistribution.parse("80"),
+        num_prefix_groups=2,
+        prefix_len=64,
+        output_lens=LengthDistribution.parse("1"),
     )
     report = run(grouped)
     assert report.prefix_hit_share == pytest.approx(64 / 80, rel=0.02)
@@ -234,7 +237,10 @@ def test_a_prefix_group_stays_where_its_prefix_is_until_too_many_wait() -> None:
 def test_prefix_aware_routing_finds_more_in_the_caches() -> None:
     config = replace(ROOMY, num_blocks=120)
     grouped = workload(
-        prompt_lens=Lengths.parse("uniform:500:600"), num_prefix_groups=8, prefix_len=480, rate_per_s=1.0
+        prompt_lens=LengthDistribution.parse("uniform:500:600"),
+        num_prefix_groups=8,
+        prefix_len=480,
+        rate_per_s=1.0,
     )
     aware = run(grouped, config, num_replicas=4, router=RouterKind.PREFIX_AWARE)
     turns = run(grouped, config, num_replicas=4, router=RouterKind.ROUND_ROBIN)

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.simulate.arrivals import ArrivalsError, PromptMaker, SimRequest, read_requests, write_requests
-from bench.simulate.lengths import Lengths
+from bench.simulate.lengths import LengthDistribution
 from bench.simulate.router import RouterKind
 from bench.simulate.setup import SetupError, settable_fields, variant
 from scheduler.config import SchedulerConfig, SchedulingPolicy
@@ -19,7 +19,7 @@ from tests.bench.test_simulate import one_replica, workload
 
 def draws(text: str, num: int = 4000) -> list[int]:
     rng = random.Random(1)
-    lengths = Lengths.parse(text)
+    lengths = LengthDistribution.parse(text)
     return [lengths.draw(rng) for _ in range(num)]
 
 
@@ -37,7 +37,7 @@ def test_lengths_follow_their_distribution() -> None:
 )
 def test_what_is_no_length_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|number|low end"):
-        Lengths.parse(text)
+        LengthDistribution.parse(text)
 
 
 def gaps(**changes: object) -> list[float]:
@@ -154,4 +154,4 @@ def test_a_variant_that_does_not_exist_says_what_there_is(text: str, message: st
 
 def test_every_number_and_choice_of_the_scheduler_can_be_set() -> None:
     known = {"num_blocks", "max_num_seqs", "policy", "prefix_caching", "watermark", "priority_aging_s"}
-    assert known <= set(settable_fields()) <= set(SchedulerConfig.__slots__)
+    assert known <= set(settable_fields()) <= {each.name for each in fields(SchedulerConfig)}

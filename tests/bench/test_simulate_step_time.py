@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulate.fitted_step_time import FitError, StepTimeModel, fit
+from bench.simulate.fitted_step_time import FitError, LinearStepTime, fit
 from bench.trace.trace_reading import TracedStep, read_trace
 from tests.bench.traces import MODEL, traced
 
@@ -30,7 +30,7 @@ def step(seconds: float, *, num_tokens: int, num_decodes: int, num_context_token
     )
 
 
-def drawn(model: StepTimeModel, *, num_steps: int, noise: float = 0.0) -> list[TracedStep]:
+def drawn(model: LinearStepTime, *, num_steps: int, noise: float = 0.0) -> list[TracedStep]:
     rng = random.Random(3)
     steps = []
     for _ in range(num_steps):
@@ -43,13 +43,13 @@ def drawn(model: StepTimeModel, *, num_steps: int, noise: float = 0.0) -> list[T
     return steps
 
 
-def assert_close(found: StepTimeModel, wanted: StepTimeModel, rel: float) -> None:
-    for name in StepTimeModel.__slots__:
+def assert_close(found: LinearStepTime, wanted: LinearStepTime, rel: float) -> None:
+    for name in LinearStepTime.__slots__:
         assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=rel, abs=1e-12), name
 
 
 def test_seconds_are_the_sum_of_the_four_terms() -> None:
-    model = StepTimeModel(base_s=1.0, per_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
+    model = LinearStepTime(base_s=1.0, per_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
     assert model.seconds(5, 3, 2) == pytest.approx(1.532)
 
 
@@ -80,7 +80,7 @@ def test_no_coefficient_is_below_zero() -> None:
         step(0.01 - 1e-5 * n, num_tokens=100, num_decodes=n, num_context_tokens=1000 + n) for n in range(100)
     ]
     model = fit(shrinking).model
-    assert min(getattr(model, name) for name in StepTimeModel.__slots__) >= 0
+    assert min(getattr(model, name) for name in LinearStepTime.__slots__) >= 0
 
 
 def test_too_few_steps_are_no_fit() -> None:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from bench.simulate.fitted_step_time import StepTimeModel
+from bench.simulate.fitted_step_time import LinearStepTime
 from engine.core.step_trace import StepTrace
 from engine.process_messages import StepTimes
 from scheduler.config import SchedulingPolicy
 from tests.fakes import make_sequence
 from tests.world import World, small_config
 
-MODEL = StepTimeModel(base_s=0.004, per_token_s=3e-5, per_decode_s=2e-5, per_context_token_s=1e-6)
+MODEL = LinearStepTime(base_s=0.004, per_token_s=3e-5, per_decode_s=2e-5, per_context_token_s=1e-6)
 
 
 def write_trace(path: Path, world: World, *, max_steps: int = 200) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from engine.options.options import DECLARATIONS
 from tests.deploy.dockerfile import read_instructions, read_stages, texts
+from tests.deploy.wheels import INSIDE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -92,7 +93,7 @@ def test_the_final_stage_adds_only_what_the_build_stage_made_and_for_triton_a_co
 def test_the_kernels_are_built_among_the_modules_that_the_final_stage_gets() -> None:
     """`python -m` alone looks into the working directory first, which holds the sources and stays behind."""
     run = next(text for text in texts(BUILD, "RUN") if "worker.cpu.kernel_build" in text)
-    assert "python -P -m worker.cpu.kernel_build --in-place" in run
+    assert "python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place" in run
     assert run.index("pip install") < run.index("worker.cpu.kernel_build")
 
 
@@ -114,7 +115,7 @@ def test_everything_that_is_copied_exists_and_is_let_through_to_the_build() -> N
     assert set(allowed) == set(sources), "let in, but never copied"
 
 
-@pytest.mark.parametrize("path", ["tests", ".git", "docs", "deploy", ".venv", ".ci", "scripts"])
+@pytest.mark.parametrize("path", ["tests", ".git", "docs", "deploy", ".venv", ".ci", "scripts", "campaigns"])
 def test_what_the_image_does_not_need_never_reaches_the_build(path: str) -> None:
     assert path not in ignore_rules()[0]
 
@@ -125,8 +126,7 @@ def test_compiled_python_stays_out() -> None:
 
 
 def test_every_package_is_copied() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {"tokenyard", *INSIDE}
     copied = {text.split()[0] for text in texts(BUILD, "COPY")}
     assert packages <= copied
 

@@ -35,7 +35,11 @@ from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CLIENT_FOLDERS = ("batch", "terminal")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "campaigns/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed"}
 """Flags of the commands that talk to a server; docs/clients.md."""
@@ -265,9 +269,8 @@ def test_the_exit_codes_are_those_of_the_source() -> None:
     listed = {
         int(code) for code in re.findall(r"^\| (\d+) \|", read("docs/operations.md"), flags=re.MULTILINE)
     }
-    of_clients = {ROOT / "server" / "batch", ROOT / "server" / "terminal"}
-    files = [*(ROOT / "server").rglob("*.py"), *(ROOT / "engine").rglob("*.py")]
-    source = "\n".join(path.read_text() for path in files if path.parent not in of_clients)
+    server = [path for path in (ROOT / "server").rglob("*.py") if path.parent.name not in CLIENT_FOLDERS]
+    source = "\n".join(path.read_text() for path in [*server, *(ROOT / "engine").rglob("*.py")])
     assert listed == {0} | {
         int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)
     }
@@ -276,7 +279,7 @@ def test_the_exit_codes_are_those_of_the_source() -> None:
 
 def test_the_exit_codes_of_the_clients_are_those_of_their_source() -> None:
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", read("docs/clients.md"), flags=re.MULTILINE)}
-    folders = (ROOT / "server" / "batch", ROOT / "server" / "terminal")
+    folders = [ROOT / "server" / name for name in CLIENT_FOLDERS]
     source = "\n".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     codes = {int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)}
     assert listed == {0} | codes

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVE = (sys.executable, "-m", "server", "serve")
 _URL = re.compile(r"listens on +(https?://\S+)")
 
 
@@ -88,21 +90,26 @@ def wait_for(condition: object, within_s: float) -> None:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, *arguments: str, ready_within_s: float = 90.0, wrapper: Sequence[str] = ()
+    folder: Path,
+    *arguments: str,
+    ready_within_s: float = 90.0,
+    wrapper: Sequence[str] = (),
+    command: Sequence[str] = SERVE,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RunningServer]:
     """`tokenyard serve` on a free port; ready when this yields, and gone without a trace afterwards.
 
-    `wrapper` is a command that becomes the server, a tracer say.
+    `wrapper` is a command that becomes the server, a tracer say; `variables` are added to the environment.
     """
     log = folder / "server.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "server", "serve", "--port", "0", *arguments],
+            [*wrapper, *command, "--port", "0", *arguments],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, **variables, "TMPDIR": str(folder)},
         )
     server = RunningServer(process, log)
     try:

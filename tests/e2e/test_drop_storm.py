@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from campaigns.own_server import held_by
+from campaigns.servers.processes import held_by
 from tests.e2e.serving import RunningServer, running_server, wait_for
 
 NUM_DROPS = 1000

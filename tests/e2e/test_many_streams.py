@@ -2,9 +2,9 @@
 
 import asyncio
 
-from campaigns.many_streams import ManyStreams
-from campaigns.own_server import own_server, total
-from campaigns.soak import CROWDED
+from campaigns.servers.own_server import own_server, total
+from campaigns.soak.run import CROWDED
+from campaigns.soak.streams import ManyStreams
 
 NUM_STREAMS = 256
 DURATION_S = 8.0

@@ -1,7 +1,7 @@
 """A short soak; `python -m campaigns.soak --minutes 60` is the long one."""
 
-from campaigns.soak import soak
-from campaigns.soak_acts import HUNG_UP
+from campaigns.soak.acts import HUNG_UP
+from campaigns.soak.run import soak
 
 MINUTES = 0.25
 

@@ -1,12 +1,12 @@
 """What became of a request is written down once, and stays small."""
 
-from engine.journal import Journal, Stage
+from engine.journal import Journal, JournalStage
 from scheduler.messages import FinishReason, SequenceId
 
 FIRST, SECOND = SequenceId(1), SequenceId(2)
 
 
-def stages(journal: Journal) -> list[Stage]:
+def stages(journal: Journal) -> list[JournalStage]:
     return [event.stage for event in journal.events]
 
 

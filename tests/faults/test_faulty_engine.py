@@ -77,7 +77,7 @@ def request(
 
 async def tokens_of(engine: AsyncEngine, asked: GenerationRequest) -> list[int]:
     """Raises what ended it."""
-    return [token async for output in engine.generate(asked) for token in output.token_ids]
+    return [token async for _, output in engine.generate_all([asked]) for token in output.token_ids]
 
 
 async def outcome(engine: AsyncEngine, asked: GenerationRequest) -> "list[int] | EngineError":
@@ -94,7 +94,7 @@ async def begin(engine: AsyncEngine, asked: GenerationRequest) -> "asyncio.Task[
     async def read() -> "list[int] | EngineError":
         tokens: list[int] = []
         try:
-            async for output in engine.generate(asked):
+            async for _, output in engine.generate_all([asked]):
                 tokens += output.token_ids
                 begun.set()
         except EngineError as error:

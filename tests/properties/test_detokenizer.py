@@ -105,6 +105,14 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(name, data, cut, spec
     assert "".join(pieces_of(detokenizer, output, cut)) == whole[len(before) :]
 
 
+def test_a_prompt_whose_tail_begins_inside_a_character_leaves_the_reply_whole() -> None:
+    """The tail that gives context is cut by tokens; three of them are one character here."""
+    tokenizer = small_tokenizers.metaspace()
+    character = tokenizer.encode_rendered_chat("က")[-3:]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=character * 2)
+    assert detokenizer.push(character) + detokenizer.finish() == "က"
+
+
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), name=names, cut=cuts, special=modes, stop_text=st.sampled_from(StopText))
 def test_text_ends_at_the_stop_string_that_is_complete_first(name, data, cut, special, stop_text) -> None:

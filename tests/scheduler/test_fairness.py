@@ -6,8 +6,8 @@ from random import Random
 from time import perf_counter
 
 from scheduler.config import Fairness, SchedulingPolicy
-from scheduler.lines.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from scheduler.messages import FinishReason, SequenceId
+from scheduler.queues.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 from tests.world import World, shares, small_config

@@ -1,6 +1,6 @@
 """Blocks found again by their content, and the order in which they are given up."""
 
-from scheduler.blocks.kv_cache_manager import Fit, KVCacheManager
+from scheduler.blocks.kv_cache_manager import AllocationStatus, KVCacheManager
 from scheduler.messages import SequenceId
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config
@@ -97,7 +97,7 @@ def test_free_hits_count_as_needed_and_a_refusal_changes_nothing() -> None:
     before = world.scheduler.kv.pool.free_blocks()
     wants_three = make_sequence(3, [*SHARED[:8], 2])  # two cached but unreferenced, one fresh: two are free
     kv = world.scheduler.kv
-    assert kv.can_allocate(kv.need(wants_three), num_running=1) is Fit.LATER
+    assert kv.can_allocate(kv.demand(wants_three), num_running=1) is AllocationStatus.LATER
     assert world.scheduler.kv.pool.free_blocks() == before
     assert wants_three.block_ids == []
 
@@ -119,7 +119,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
 def test_blocks_without_reusable_content_are_reused_before_cached_ones() -> None:
     kv = KVCacheManager(small_config(num_blocks=4))
     seq = make_sequence(1, SHARED[:6])
-    kv.allocate(seq, kv.need(seq))
+    kv.allocate(seq, kv.demand(seq))
     first, second = seq.block_ids
     kv.publish(seq, 0, 6)
     kv.free(seq)

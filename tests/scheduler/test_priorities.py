@@ -4,7 +4,7 @@ import pytest
 
 from scheduler.config import Displacement, Fairness, OrderAmongEquals, SchedulingPolicy
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
-from scheduler.step.displacement import PROTECTED_TOKENS
+from scheduler.step.preemption import PROTECTED_TOKENS
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
@@ -123,7 +123,7 @@ def test_one_that_was_admitted_in_this_step_is_not_displaced_in_it_again() -> No
     ):
         world.now_s = now_s
         world.add(make_sequence(number, prompt(9, number), tenant=tenant, priority=priority))
-    world.scheduler._lines.charge("b", 1.0)
+    world.scheduler._queues.charge("b", 1.0)
     world.now_s = 101.0
     plan = world.step()  # checks that nobody who was preempted has a share
     assert len(plan.new_sequences) == 1
@@ -258,8 +258,8 @@ def test_deadlines_of_ended_sequences_do_not_pile_up() -> None:
     for i in range(2000):
         world.add(make_sequence(i, [1], max_tokens=1, time_limits=TimeLimits(total_s=1e9)))
         world.step()
-    assert world.scheduler._deadlines.num_entries < 600
-    assert world.scheduler._deadlines.num_sequences == 0, "their prompts would stay in memory"
+    assert len(world.scheduler._deadlines._heap) < 600
+    assert not world.scheduler._deadlines._live, "their prompts would stay in memory"
 
 
 def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
@@ -271,4 +271,16 @@ def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
     for i in range(1, 500):
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
     assert world.scheduler.get_request_counts() == (1, 0, 0)
-    assert len(world.scheduler._lines.waiting._heap) < 100
+    assert len(world.scheduler._queues.waiting._heap) < 100
+
+
+@pytest.mark.parametrize("priority", [0, 9])
+def test_in_order_of_arrival_the_cheapest_victim_is_chosen_whatever_priorities_requests_have(
+    priority: int,
+) -> None:
+    world = World(small_config(num_blocks=6, max_num_batched_tokens=32))
+    world.add(make_sequence(1, prompt(8, 1), max_tokens=9))
+    world.add(make_sequence(2, prompt(3, 2), max_tokens=9))
+    world.add(make_sequence(3, prompt(9, 3), max_tokens=9, priority=priority))
+    world.step()
+    assert [preemption.sequence_id for preemption in world.step().preemptions] == [2]

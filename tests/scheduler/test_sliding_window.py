@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.blocks.attended_blocks import Reach
+from scheduler.blocks.attended_blocks import AttendedBlocks
 from scheduler.config import (
     Batching,
     Displacement,
@@ -101,7 +101,7 @@ def test_a_gap_in_what_the_window_reaches_is_no_hit() -> None:
     cache = world.scheduler.kv.prefix_cache
     seventh = {key: block for block, key in cache.published().items()}
     keys = make_sequence(9, [*tokens, 6])
-    world.scheduler.kv.need(keys)
+    world.scheduler.kv.demand(keys)
     cache.forget(seventh[keys.block_keys[6]])
     world.add(make_sequence(2, [*tokens, 6], max_tokens=4))
     assert world.step().scheduled[0].start == 24, "the window of the next token ends before the gap"
@@ -165,14 +165,14 @@ def test_one_that_was_sent_away_and_cannot_start_over_ends() -> None:
 
 @pytest.mark.parametrize("window", [None, 64, 1000])
 def test_a_window_as_long_as_the_context_is_none(window: int | None) -> None:
-    reach = Reach(small_config(sliding_window=window))
+    reach = AttendedBlocks(small_config(sliding_window=window))
     assert not reach.is_limited
     assert reach.first_block(60) == 0
     assert reach.most_blocks(60) == 15
 
 
 def test_what_a_window_reaches() -> None:
-    reach = Reach(small_config(sliding_window=6, max_num_batched_tokens=8, max_num_seqs=4))
+    reach = AttendedBlocks(small_config(sliding_window=6, max_num_batched_tokens=8, max_num_seqs=4))
     assert [reach.first_block(start) for start in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
     assert reach.most_blocks(1000) == 4
     assert reach.end_block(1000, 9) == 5

@@ -101,10 +101,10 @@ def test_a_scheduler_that_finds_no_way_fails_one_request_and_serves_the_rest(
 ) -> None:
     world = World(small_config())
     world.add(make_sequence(1, prompt(30, 1)), make_sequence(2, prompt(3, 2)))
-    honest = world.scheduler.kv.need
+    honest = world.scheduler.kv.demand
     monkeypatch.setattr(  # a fault is planted: nobody knows a real one
         world.scheduler.kv,
-        "need",
+        "demand",
         lambda seq: replace(honest(seq), num_free_hits=100 if seq.sequence_id == 1 else 0),
     )
     world.run(max_steps=20)

@@ -121,15 +121,15 @@ def test_the_source_of_a_copy_is_given_to_nobody_before_the_plan_is_complete() -
     """Else what is copied in for another one would come before it was read."""
     kv = KVCacheManager(small_config(num_blocks=7))
     first, second = siblings(1, 2)
-    kv.allocate(first, kv.need(first))
+    kv.allocate(first, kv.demand(first))
     kv.publish(first, 0, 11)
     kv.complete_plan()
     source = first.block_ids[2]
-    arrivals = kv.allocate(second, kv.need(second))
+    arrivals = kv.allocate(second, kv.demand(second))
     assert arrivals.copies == [BlockCopy(source, second.block_ids[2])]
     kv.free(first)
     third = make_sequence(3, list(range(40, 52)))
-    kv.allocate(third, kv.need(third))
+    kv.allocate(third, kv.demand(third))
     assert source not in third.block_ids
     kv.complete_plan()
     assert kv.pool.free_blocks()[0] == source

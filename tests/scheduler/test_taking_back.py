@@ -12,8 +12,8 @@ from scheduler.messages import (
     SequenceId,
 )
 from scheduler.sequence import Sequence
-from scheduler.step import step_limit
-from scheduler.step.step_limit import StepLimit
+from scheduler.step import budget
+from scheduler.step.budget import StepLimit
 from tests.fakes import OutOfMemory, continuation, make_sequence, pooled
 from tests.world import World, shares, small_config
 
@@ -154,7 +154,7 @@ def test_prompts_that_must_be_computed_at_once_are_computed_one_by_one_then() ->
 
 
 def test_the_limit_is_halved_at_once_and_doubled_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_limit, "_STEPS_UNTIL_DOUBLED", 3)
+    monkeypatch.setattr(budget, "_STEPS_UNTIL_DOUBLED", 3)
     limit = StepLimit(1000)
     limit.did_not_fit(300)
     assert limit.max_tokens == 150

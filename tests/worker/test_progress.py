@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from worker.progress import LoadStage, Stage, run_reporting
+from worker.progress import LoadPhase, LoadStage, run_reporting
 from worker.worker_config import LoadProgress
 
 
@@ -22,7 +22,7 @@ def test_reports_carry_the_stage_and_come_from_the_calling_thread() -> None:
     seen: list[tuple[LoadProgress, int]] = []
 
     def work(stage: LoadStage) -> int:
-        stage.enter(Stage.READING, total_bytes=10)
+        stage.enter(LoadPhase.READING, total_bytes=10)
         stage.count(2)
         stage.count(3)
         return 42
@@ -36,7 +36,7 @@ def test_reports_carry_the_stage_and_come_from_the_calling_thread() -> None:
 def test_the_fraction_grows_from_stage_to_stage_and_the_last_one_never_says_all() -> None:
     load = LoadStage()
     fractions = [load.progress(0.0).fraction]
-    for stage in Stage:
+    for stage in LoadPhase:
         load.enter(stage, total_bytes=4)
         fractions.append(load.progress(0.0).fraction)
         load.count(4)
@@ -44,18 +44,18 @@ def test_the_fraction_grows_from_stage_to_stage_and_the_last_one_never_says_all(
     assert fractions[0] == 0.0
     assert fractions == sorted(fractions)
     assert fractions[-1] == pytest.approx(1.0)
-    load.enter(Stage.WARMING_UP)
+    load.enter(LoadPhase.WARMING_UP)
     assert load.progress(0.0).fraction < 0.9
 
 
 def test_bytes_are_those_of_the_stage_and_all_of_them_read_is_not_all_done() -> None:
     load = LoadStage()
-    load.enter(Stage.READING, total_bytes=100)
+    load.enter(LoadPhase.READING, total_bytes=100)
     load.count(100)
     read = load.progress(0.0)
     assert (read.done_bytes, read.total_bytes) == (100, 100)
     assert read.fraction < 0.7
-    load.enter(Stage.BUILDING)
+    load.enter(LoadPhase.BUILDING)
     built = load.progress(0.0)
     assert (built.done_bytes, built.total_bytes) == (0, 0)
     assert built.fraction == pytest.approx(read.fraction)

@@ -26,7 +26,7 @@ class WeightFile:
     path: Path
     num_bytes: int
     bytes_of_dtype: dict[str, int]
-    """By the header's names: F32, BF16."""
+    """Bytes by the header's names of dtypes: F32, BF16."""
 
 
 def find_checkpoint(model_path: str) -> Path:
@@ -107,7 +107,7 @@ def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
 def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> None:
     """Read the files once from first to last byte, so that mapping them later does not wait for the disk.
 
-    `on_read` is told the number of bytes after each piece.
+    `on_read` gets the number of bytes after each piece.
     """
     piece = bytearray(_READ_BYTES)
     for file in files:

@@ -1,7 +1,7 @@
-"""A checkpoint's files against a list of their SHA-256, as `sha256sum` writes it.
+"""Comparison of a checkpoint's files with a list of their SHA-256, as `sha256sum` writes it.
 
-Owns: the format of the list, which files it must have, and the comparison.
-Never: decides when: loader.py for what the engine process reads, the API process for its own texts.
+Owns: the format of the list, the files that it must have, and the comparison.
+Never: decides when to compare: loader.py does for the engine process, and the API process for its texts.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](\S.*)")
 _SPELLED = "write it with `sha256sum *.safetensors *.json *.jinja` in the folder of the model"
 _READ_BYTES = 4 << 20
 _MAX_THREADS = 4
-"""One hashes about 1.5 GB a second with the processor's instructions for SHA-256, less than good disks read;
-disks that are faster than four of them are rare. A faster hash has no published sums."""
+"""One thread hashes about 1.5 GB a second with the processor's instructions for SHA-256; few disks are faster
+than four of them. A faster hash has no published sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """One list. Files that the server never reads may be in it, and are not looked at."""
+    """One list. Files in it that the server never reads are not compared."""
 
     path: Path
     digests: Mapping[str, str]
@@ -35,7 +35,7 @@ class Checksums:
 
     @classmethod
     def read(cls, path: Path) -> "Checksums":
-        """Raises StartupError, which names the first line that is wrong."""
+        """Read a list. Raises StartupError, which names the first line that is wrong."""
         try:
             if path.stat().st_size > _MAX_LIST_BYTES:
                 raise StartupError(f"{path} is larger than 1 MiB", fix=_SPELLED)
@@ -69,9 +69,9 @@ class Checksums:
         return len(found)
 
     def check_weights(self, folder: Path, files: Iterable[Path], on_read: Callable[[int], None]) -> None:
-        """Read and compare these, and those of dense layers, in folders below. Raises StartupError.
+        """Read and compare `files`, and weights of dense layers in folders below. Raises StartupError.
 
-        `on_read` is told the number of bytes of `files` after each piece, by one thread at a time.
+        `on_read` gets the number of bytes of `files` after each piece, from one thread at a time.
         """
         below = [path for path in _files(folder, frozenset({".safetensors"})) if path.parent != folder]
         lock = Lock()
@@ -83,7 +83,7 @@ class Checksums:
 
         def check(path: Path) -> None:
             nonlocal has_failed
-            if has_failed:  # the first difference is told; to find the others may take minutes
+            if has_failed:  # the first difference is reported; finding the others may take minutes
                 return
             try:
                 digest = _digest(path, on_read=count if path.parent == folder else _ignore)
@@ -109,7 +109,7 @@ class Checksums:
 
 
 def _parse(line: str, place: str) -> tuple[str, str]:
-    """The name, and its digest in lower case."""
+    """Split a line into the name and the digest in lower case."""
     match = _LINE.fullmatch(line)
     if match is None:
         raise StartupError(f"{place} is not a SHA-256, two spaces and a name", fix=_SPELLED)
@@ -120,7 +120,7 @@ def _parse(line: str, place: str) -> tuple[str, str]:
 
 
 def _files(folder: Path, suffixes: frozenset[str]) -> Iterator[Path]:
-    """In the folder and below; what download tools keep in hidden folders is not part of the model."""
+    """Find files in the folder and below, but for the hidden folders of download tools."""
     for path in folder.rglob("*"):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.suffix in suffixes and not is_hidden and path.is_file():
@@ -132,7 +132,7 @@ def _name(path: Path, folder: Path) -> str:
 
 
 def _digest(path: Path, *, on_read: Callable[[int], None]) -> str:
-    """Raises StartupError for a file that cannot be read."""
+    """Hash a file. Raises StartupError if it cannot be read."""
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_READ_BYTES))
     try:
@@ -146,4 +146,4 @@ def _digest(path: Path, *, on_read: Callable[[int], None]) -> str:
 
 
 def _ignore(num_bytes: int) -> None:
-    """Texts are small: nobody waits for them."""
+    """Report nothing: texts are small."""

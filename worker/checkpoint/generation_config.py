@@ -1,8 +1,8 @@
-"""What a checkpoint says about generating: default sampling, and the tokens that end a sequence.
+"""Generation settings of a checkpoint: default sampling, and the tokens that end a sequence.
 
-Owns: the bounds of generation_config.json, and which of the places that name end tokens counts.
-Never: trusts a value because it stands in a file: a wrong one would fail every request, so it is
-refused at load, by file and key.
+Owns: the bounds of generation_config.json, and the choice among the places that name end tokens.
+Never: trusts a value of a file: a wrong one would fail every request, so that it is refused at load, by file
+and key.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bounds:
-    """What the API accepts for the same name; a default may not be what a request may not ask for."""
+    """Bounds that the API sets for the same name: a default must be a value that a request may ask for."""
 
     kinds: tuple[type, ...]
     """A subclass does not count: true is no number."""
@@ -43,9 +43,9 @@ _ONLY_WHEN_SAMPLING = {
 
 
 def default_sampling(folder: Path) -> dict[str, float]:
-    """Take what the file really sets; temperature and truncation only where it says that they apply.
+    """Read the values that the file sets; temperature and truncation only if it says that they apply.
 
-    Raises StartupError for a value, of those taken, that no request may have either.
+    Raises StartupError for a value that a request may not have either.
     """
     path = folder / "generation_config.json"
     content = _read_if_there(path)
@@ -63,10 +63,10 @@ def default_sampling(folder: Path) -> dict[str, float]:
 
 
 def eos_token_ids(folder: Path, configs: Iterable[Any], *, vocab_size: int) -> tuple[int, ...]:
-    """Merge what all places say: either may know an end-of-turn token that the other lacks.
+    """Merge the end tokens of all places: each may know an end-of-turn token that another lacks.
 
     `configs` are transformers' configuration objects. Raises StartupError for an id, written in either
-    file, that the model cannot draw.
+    file, that the model cannot sample.
     """
     found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):

@@ -1,7 +1,7 @@
-"""How a checkpoint's sentence-transformers files say that hidden states become one vector.
+"""Pooling settings in a checkpoint's sentence-transformers files: from hidden states to one vector.
 
 Owns: modules.json and the folders it names: the pooling mode, dense layers, normalization, the longest
-prompt; and for a classification head, what is done with its output. What is not understood is refused.
+prompt; and the activation of a classification head. An unknown setting is refused.
 Never: weights (pooler.py reads those of dense layers).
 Source: the folder layout that the sentence-transformers library writes.
 """
@@ -21,7 +21,7 @@ _FIX = "serve a checkpoint that pools with cls, mean, max or lasttoken, dense la
 
 
 class PoolingMode(StrEnum):
-    """Which hidden states of a prompt count, by sentence-transformers' names."""
+    """Selection of a prompt's hidden states, by sentence-transformers' names."""
 
     CLS = "cls"
     MEAN = "mean"
@@ -29,8 +29,8 @@ class PoolingMode(StrEnum):
     LAST = "lasttoken"
 
 
-class Activation(StrEnum):
-    """What follows a dense layer or a head, by the last part of torch's name."""
+class HeadActivation(StrEnum):
+    """Activation behind a dense layer or a head, by the last part of torch's name."""
 
     IDENTITY = "Identity"
     TANH = "Tanh"
@@ -47,12 +47,12 @@ class DenseLayer:
     in_features: int
     out_features: int
     has_bias: bool
-    activation: Activation
+    activation: HeadActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRecipe:
-    """From the hidden states of a prompt to its vector: pool, dense layers in order, normalize."""
+    """Steps from the hidden states of a prompt to its vector: pool, dense layers in order, normalize."""
 
     mode: PoolingMode
     dense_layers: tuple[DenseLayer, ...] = ()
@@ -70,7 +70,7 @@ _KEYS = {
 
 
 def read_recipe(folder: Path, *, default: PoolingMode) -> PoolingRecipe:
-    """Read what the files say; without any, `default` and normalized. Raises StartupError."""
+    """Read the files; without any, pool by `default` and normalize. Raises StartupError."""
     if not (folder / MODULES_FILE).is_file():
         return PoolingRecipe(mode=default)
     mode = default
@@ -94,16 +94,16 @@ def read_recipe(folder: Path, *, default: PoolingMode) -> PoolingRecipe:
     )
 
 
-def score_activation(checkpoint_config: dict[str, Any]) -> Activation:
-    """What makes a head's one output a score: what the checkpoint says, else a sigmoid."""
+def score_activation(checkpoint_config: dict[str, Any]) -> HeadActivation:
+    """Read the activation of a head's one output; a sigmoid if the checkpoint names none."""
     named = checkpoint_config.get("sentence_transformers")
     asked = named.get("activation_fn") if isinstance(named, dict) else None
     asked = asked or checkpoint_config.get("sbert_ce_default_activation_function")
-    return Activation.SIGMOID if asked is None else _activation(asked, Path("config.json"))
+    return HeadActivation.SIGMOID if asked is None else _activation(asked, Path("config.json"))
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Name and folder of each module, in order."""
+    """List name and folder of each module, in order."""
     path = folder / MODULES_FILE
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
@@ -145,11 +145,11 @@ def _dense_layer(folder: Path) -> DenseLayer:
     )
 
 
-def _activation(named: Any, path: Path) -> Activation:
+def _activation(named: Any, path: Path) -> HeadActivation:
     name = str(named).removesuffix("()").rsplit(".", 1)[-1]
-    if name not in set(Activation):
+    if name not in set(HeadActivation):
         raise _refused(path, f"the activation {named!r} is not known")
-    return Activation(name)
+    return HeadActivation(name)
 
 
 def _max_len(folder: Path) -> int | None:

@@ -1,7 +1,8 @@
-"""What a checkpoint is served for: text, vectors, or scores.
+"""Tasks that a checkpoint is served for: text, vectors, or scores.
 
-Owns: the choice where the operator left it open, and whether the model reads a prompt in both directions.
-Never: loads anything but config.json, which it is handed.
+Owns: the choice of a task if the operator names none, and whether the model reads a prompt in both
+directions.
+Never: reads weights or tokenizer.
 """
 
 from enum import StrEnum
@@ -23,14 +24,14 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 class Task(StrEnum):
-    """One of them for the whole life of a worker."""
+    """Task of a worker for its whole life."""
 
     GENERATE = "generate"
     EMBED = "embed"
     SCORE = "score"
 
 
-# Where transformers must list the family, and what is said of one that it does not.
+# Tables in which transformers must list the family, and the reason to refuse one that it does not.
 _MAPPINGS = {
     Task.GENERATE: ((MODEL_FOR_CAUSAL_LM_MAPPING,), "do not generate text token by token"),
     Task.EMBED: ((MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING), "do not read text"),
@@ -39,7 +40,7 @@ _MAPPINGS = {
 
 
 def choose_task(asked: str, folder: Path, checkpoint_config: dict[str, Any]) -> Task:
-    """Take what was asked, or what the checkpoint is made for. Raises StartupError where it cannot be."""
+    """Take the task asked for, or the one the checkpoint is made for. Raises StartupError if it cannot be."""
     model_type = checkpoint_config.get("model_type")
     if not isinstance(model_type, str):
         raise StartupError("config.json names no model_type", fix="give a checkpoint in Hugging Face format")

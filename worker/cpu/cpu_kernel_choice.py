@@ -11,8 +11,8 @@ import torch
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
 from worker.devices.device import Device
-from worker.findings import Finding, Verdict
-from worker.progress import LoadStage, Stage
+from worker.doctor_findings import Finding, Verdict
+from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -32,7 +32,7 @@ def open_kernels(
         _check_wanted(config, device, dtype)
         library = find_library()
         if library is None:
-            stage.enter(Stage.COMPILING)
+            stage.enter(LoadPhase.COMPILING)
             library = build_library()
         return Kernels(library, torch.get_num_threads())
     except (CannotBuild, OSError) as error:

@@ -3,7 +3,8 @@
 Owns: where the library lies, and that nobody loads half of one, or one that somebody else wrote.
 Never: loads it (native.py), or needs torch: the kernels know pointers only, so that building takes seconds.
 
-By hand, for an image that will have no compiler: `python -m worker.cpu.kernel_build --in-place`.
+By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --in-place` in a checkout,
+`python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place` installed: it imports nothing else of ours.
 """
 
 import hashlib

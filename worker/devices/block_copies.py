@@ -1,7 +1,8 @@
-"""What is copied between the device's pool of KV blocks and the host's, row by row.
+"""Copies between the device's pool of KV blocks and the host's, row by row.
 
-Owns: copies and runs of rows, what a step touches of the device's pool, and the plain way to copy: at once.
-Never: block ids, or whether a row is there (host_pool.py); the streams of a GPU (gpu/copy_streams.py).
+Owns: copies and runs of rows, the rows of the device's pool that a step touches, and the plain copier, which
+copies at once.
+Never: block ids, or whether a row is filled (host_pool.py); the streams of a GPU (copy_streams.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,21 +18,21 @@ Rows = NDArray[np.integer[Any]]
 
 
 class Pools(NamedTuple):
-    """The two ends of a swap. One row per block; N and M rows of E numbers."""
+    """Both ends of a swap. One row per block; N and M rows of E numbers."""
 
     device_NE: Tensor
     host_ME: Tensor
 
 
 class RowCopy(NamedTuple):
-    """One row of a pool, to a row of the other."""
+    """Copy of one row of a pool to a row of the other."""
 
     source: int
     target: int
 
 
 class BlockRun(NamedTuple):
-    """Rows that are neighbours in both pools: one copy."""
+    """Copy of rows that are neighbours in both pools."""
 
     source: int
     target: int
@@ -47,40 +48,40 @@ class BlockRun(NamedTuple):
 
 
 class TouchedRows(NamedTuple):
-    """Rows of the device's pool that a step writes, and reads. More may be named than is true."""
+    """Rows of the device's pool that a step may write, and may read."""
 
     written_W: Rows
     tables_RB: Rows
-    """What it reads: of each of R tables, the first entries."""
+    """R tables, of which the step reads the first entries."""
     num_read_R: Rows
 
     def read(self) -> Rows:
-        """All of them, in no order."""
+        """List the rows that are read, in no order."""
         places_B = np.arange(self.tables_RB.shape[1])
         read: Rows = self.tables_RB[places_B < self.num_read_R[:, None]]
         return read
 
 
 class PoolCopier(Protocol):
-    """Copies between two pools, and keeps steps from meeting a copy half-way."""
+    """Copies between two pools, which keep steps from meeting a copy half-way."""
 
     def swap(self, out: Sequence[RowCopy], back: Sequence[RowCopy]) -> None:
         """Copy all of `out` to the host's pool, then all of `back` to the device's.
 
-        What steps have computed before is in the copies. They may be done later, those that are named first
-        before the others: nobody but the steps of `step` may touch the pools meanwhile. Rows are not
-        checked: one out of range corrupts memory.
+        The copies contain the results of all earlier steps. They may be done later, in the order given:
+        only the steps of `step` may touch the pools meanwhile. Rows are not checked: one out of range
+        corrupts memory.
         """
 
     def step(self, touched: TouchedRows) -> AbstractContextManager[None]:
-        """What is asked of the device within touches these rows of its pool, and no others.
+        """Enter to launch a step that touches these rows of the device's pool, and no others.
 
-        It reads what copies asked before have brought there, and writes over nothing that has yet to leave.
+        The step reads the rows that earlier copies brought, and overwrites no row before it was copied out.
         """
 
 
 class PlainCopier:
-    """A PoolCopier whose copies are done when `swap` returns. Both pools are the host's memory."""
+    """PoolCopier whose copies are done when `swap` returns. Both pools are the host's memory."""
 
     def __init__(self, pools: Pools) -> None:
         # As bytes, through numpy: one memcpy per run. torch's copy_ costs 2 us more per call, and cuts
@@ -101,7 +102,7 @@ class PlainCopier:
 
 
 def merge_runs(copies: Iterable[RowCopy]) -> list[BlockRun]:
-    """Turn rows into as few copies as possible."""
+    """Merge rows into as few copies as possible."""
     runs: list[BlockRun] = []
     for source, target in sorted(copies):
         if runs and (source, target) == (runs[-1].source_rows.stop, runs[-1].target_rows.stop):

@@ -1,22 +1,21 @@
 """Copies between the pools that run beside the steps of a GPU.
 
-Owns: which copy waits for which step, which step for which copy, and copies for each other.
-Never: what is copied, or when (scheduler/); torch.cuda (cuda_streams.py).
+Owns: the waits of copies for steps, of steps for copies, and of copies for each other.
+Never: decides which rows are copied, or when (scheduler/); torch.cuda (cuda_streams.py).
 
-Four streams, each of which does what it was asked in order, and none of which waits for another but by an
-event. The host waits for nothing.
+Four streams work in order, and wait for each other by events only. The host waits for nothing.
 
     compute    step 7 ------------>|step 8 ------------>|step 9 --------
     out          [1 2 3][4 5 6][7 8 9]      ^                  ^
     late out                       [10]-----'  8 writes 10     '- 9 writes 2: it left long ago
     back         [21 22]--------------------^  8 reads 21
 
-Copies are cut into pieces, each with an event. Of two pieces, or of a piece and a step, that share a row
-which one of them writes, the later waits for the earlier. What a step in flight still writes leaves by the
-late stream, since all that is behind it in a stream would wait with it: of a sequence that is swapped out,
-that is its last block; the others leave while the step runs.
+Copies are cut into pieces, each with an event. If two pieces, or a piece and a step, share a row that one of
+them writes, the later waits for the earlier. A block that a step in flight still writes leaves by the late
+stream, since all copies behind it in a stream wait with it. For a sequence that is swapped out, that is its
+last block; the others leave while the step runs.
 
-Rows are forgotten when the event of the last piece that touched them has come.
+A row is forgotten when the event of the last piece that touched it has come.
 """
 
 from collections import deque
@@ -40,27 +39,27 @@ Mask = NDArray[np.bool_]
 
 
 class StreamEvent(Protocol):
-    """A point in what was asked of one stream."""
+    """Point in the work of one stream."""
 
     def query(self) -> bool:
-        """Whether all before it is done."""
+        """Whether all work before it is done."""
 
 
 class Stream(Protocol):
-    """Does what it is asked later, in order. No call waits."""
+    """Queue of work that is done later, in order. No call waits."""
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """The second of each pair, to the first."""
+        """Copy the second of each pair to the first."""
 
     def record(self) -> StreamEvent:
-        """Mark the present end of what was asked of it."""
+        """Mark the present end of the stream's work."""
 
     def wait(self, event: StreamEvent) -> None:
-        """Do nothing further before it has come."""
+        """Do no further work before the event has come."""
 
 
 class Streams(NamedTuple):
-    """Those of one GPU. It has an engine for copies in each direction."""
+    """Streams of one GPU, which has an engine for copies in each direction."""
 
     compute: Stream
     out: Stream
@@ -69,7 +68,7 @@ class Streams(NamedTuple):
 
 
 class _Lane:
-    """A stream of copies, and those of its pieces of which it is not known that they are done."""
+    """Stream of copies, and its pieces that are not known to be done."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -77,20 +76,20 @@ class _Lane:
 
 
 class _Piece(NamedTuple):
-    """Copies of one stream that have one event."""
+    """Copies of one stream that share an event."""
 
     lane: _Lane
     done: StreamEvent
     entries: list[tuple["_LastPieces", list[int]]]
-    """Where it stands."""
+    """Entries of `_LastPieces` that may hold this piece."""
 
 
 _LastPieces = dict[int, _Piece]
-"""The last piece that concerned a row."""
+"""Last piece that touched a row, by row."""
 
 
 class _Step:
-    """What a step touches. Masks are made when first asked for: most steps meet no copy."""
+    """Rows that a step touches. Masks are made when first asked for: most steps meet no copy."""
 
     def __init__(self, touched: TouchedRows, num_rows: int) -> None:
         self._touched = touched
@@ -111,30 +110,30 @@ class _Step:
 
 
 class _Launch(NamedTuple):
-    """A step that the GPU may not have done yet."""
+    """Step that the GPU may not have done yet."""
 
     step: _Step
     done: StreamEvent
 
 
 class _Way(NamedTuple):
-    """Out or back."""
+    """Direction of copies: out or back."""
 
     last: _LastPieces
-    """By row of the device's pool."""
+    """Last pieces, by row of the device's pool."""
     disturbing: Callable[[_Step], Mask]
-    """The rows of that pool that it cannot copy while a step runs."""
+    """Rows of that pool that cannot be copied while a step runs."""
 
 
 class _Ends(NamedTuple):
-    """The rows that some copies touch, aligned, whichever way they go."""
+    """Rows that some copies touch, aligned, in either direction."""
 
     device: list[int]
     host: list[int]
 
 
 class CopyStreams:
-    """A PoolCopier."""
+    """PoolCopier with four streams."""
 
     def __init__(self, pools: Pools, streams: Streams, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self._pools = pools
@@ -154,7 +153,7 @@ class CopyStreams:
             for piece in self._cut(copies):
                 self._send(lane, piece)
         ready, late = _divide(back, self._must_wait(self._back, self._arriving, _ends_of_back(back)))
-        # A step needs all that come back; but those that wait do not keep the others.
+        # A step needs all rows that come back; rows that wait come last and do not hold up the others.
         for piece in self._cut(ready + late):
             self._fetch(piece)
 
@@ -168,7 +167,7 @@ class CopyStreams:
         try:
             yield
         finally:
-            # Should it fail half-way, what was asked before is still done.
+            # If the step fails half-way, its launched part is still done.
             self._launches.append(_Launch(step, self._compute.record()))
 
     def _cut(self, copies: list[RowCopy]) -> list[list[RowCopy]]:
@@ -186,11 +185,11 @@ class CopyStreams:
         self._ask(self._back, self._arriving, _ends_of_back(copies), pairs)
 
     def _ask(self, lane: _Lane, way: _Way, ends: _Ends, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """One piece, behind all that it could disturb."""
+        """Launch one piece behind all work that it could disturb."""
         for launch in reversed(self._launches):
             if way.disturbing(launch.step)[ends.device].any():
                 lane.stream.wait(launch.done)
-                break  # those before it are done by then
+                break  # earlier launches are done by then
         # Two pieces that only read a row would not disturb each other; but only the last is remembered.
         met = {id(last[row]): last[row] for last, rows in self._places(ends) for row in rows if row in last}
         for piece in met.values():
@@ -200,14 +199,14 @@ class CopyStreams:
         try:
             lane.stream.copy(pairs)
         finally:
-            # Should one of them be refused, those before it are still made.
+            # If one copy is refused, the copies before it are still made.
             piece = _Piece(lane, lane.stream.record(), entries)
             lane.pieces.append(piece)
             for last, rows in entries:
                 last.update(dict.fromkeys(rows, piece))
 
     def _must_wait(self, lane: _Lane, way: _Way, ends: _Ends) -> Mask:
-        """Which copies, aligned with `ends`, would keep others of the lane that need not wait."""
+        """Mark the copies, aligned with `ends`, that must wait and would hold up others of the lane."""
         must_wait = np.zeros(len(ends.device), np.bool_)
         for last, rows in self._places(ends):
             if last:
@@ -218,7 +217,7 @@ class CopyStreams:
         return must_wait
 
     def _places(self, ends: _Ends) -> list[tuple[_LastPieces, list[int]]]:
-        """Where to look for pieces that come before some copies."""
+        """List the tables of pieces that may come before some copies, with the rows to look up."""
         return [
             (self._leaving.last, ends.device),
             (self._arriving.last, ends.device),
@@ -246,7 +245,7 @@ class CopyStreams:
 
 
 def _divide(copies: Sequence[RowCopy], is_late: Mask) -> tuple[list[RowCopy], list[RowCopy]]:
-    """Those that are not late, and those that are; each in the order given."""
+    """Split copies into early and late ones, each in the order given."""
     divided: tuple[list[RowCopy], list[RowCopy]] = [], []
     for copy, late in zip(copies, is_late.tolist(), strict=True):
         divided[late].append(copy)

@@ -1,7 +1,7 @@
-"""The streams of one GPU, as torch.cuda has them.
+"""Streams of one GPU in torch.cuda.
 
-Owns: nothing but the calls.
-Never: decides what waits for what (copy_streams.py).
+Owns: the calls of torch.cuda.
+Never: decides which stream waits for which (copy_streams.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -14,14 +14,14 @@ from worker.devices.copy_streams import StreamEvent, Streams
 
 
 class CudaStream:
-    """A Stream."""
+    """Stream of torch.cuda."""
 
     def __init__(self, find: Callable[[], torch.cuda.Stream]) -> None:
-        """`find` gives it whenever something is asked: each thread chooses which one is current."""
+        """Take in `find`, which returns the stream at each call: each thread has a current one."""
         self._find = find
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """See Stream. The tensors live as long as the process: torch need not be told who uses them."""
+        """See Stream. The tensors live as long as the process: torch need not track their use."""
         with torch.cuda.stream(self._find()):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -39,7 +39,7 @@ class CudaStream:
 
 
 def open_streams(torch_device: torch.device) -> Streams:
-    """New ones for copies, beside the one that computes."""
+    """Open streams for copies, beside the one that computes."""
     new_stream: Any = torch.cuda.Stream  # its constructor is untyped, too
     copying = [new_stream(torch_device) for _ in Streams._fields[1:]]
     return Streams(

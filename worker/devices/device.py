@@ -1,8 +1,8 @@
-"""The device behind one interface, so that nothing else asks whether it is a GPU.
+"""The device behind one interface; only the choice of kernels (worker/startup) asks whether it is a GPU.
 
-Owns: moving host arrays to the device, allocating the KV pools, choosing who copies between them, measuring
+Owns: moving host arrays to the device, allocating the KV pools, choosing the copier between them, measuring
 memory, naming the device, marking points in the order of its work, recording work to be done again.
-Never: what the memory is for (memory_sizes.py) or what is computed on it.
+Never: divides the memory (memory_sizes.py), or computes.
 """
 
 import mmap
@@ -26,6 +26,7 @@ from worker.memory_sizes import (
     check_weights_fit,
     cpu_budget_bytes,
     cuda_budget_bytes,
+    format_gib,
     graph_bytes,
 )
 from worker.worker_config import WorkerConfig
@@ -33,9 +34,14 @@ from worker.worker_errors import StartupError
 
 HostArray = np.ndarray[Any, Any]
 
+_CPU_NUMEL_PER_THREAD = 1 << 17
+"""Half a MiB of float32: stays in each core's own cache from pass to pass."""
+_GPU_NUMEL = 1 << 24
+"""64 MiB of float32: enough to fill an accelerator, little beside its KV cache."""
+
 
 class Reserve(NamedTuple):
-    """What a GPU will hold beside weights, KV cache and the step that was measured."""
+    """Memory that a GPU will hold beside weights, KV cache and the step that was measured."""
 
     num_graphs: int = 0
     buffer_bytes: int = 0
@@ -44,43 +50,54 @@ class Reserve(NamedTuple):
 NO_RESERVE = Reserve()
 
 
-class Event(Protocol):
-    """A point in the order of what was asked of a device."""
+class DeviceEvent(Protocol):
+    """Point in the order of a device's work."""
 
     def wait(self) -> None:
-        """Return when everything asked before it is done. The thread sleeps meanwhile."""
+        """Return when all work before it is done. The thread sleeps meanwhile."""
 
 
 class Graph(Protocol):
-    """Work of the device that was recorded, kernel by kernel, with the addresses that it read and wrote."""
+    """Recorded work of the device, kernel by kernel, with the addresses that it read and wrote."""
 
     def replay(self) -> None:
-        """Ask for all of it again, on what stands at these addresses by then."""
+        """Launch the work again, on the present content of these addresses."""
 
 
 class _Done:
-    """An event of a device that has nothing left to do when a call returns."""
+    """DeviceEvent of a device that is done when a call returns."""
 
     def wait(self) -> None:
         return
 
 
 class Device(Protocol):
-    """What the worker needs of a device."""
+    """Operations that the worker needs of a device."""
 
     torch_device: torch.device
     default_block_size: int
+    kind: str
+    """CPU or GPU: for a person, and in the names of its options."""
     is_gpu: bool
-    """What is asked of it is done later, in order, while the host goes on; and Triton compiles for it."""
+    """Triton compiles for the device, and work is done later, in order, while the host goes on.
+
+    Read by worker/startup alone, to choose kernels.
+    """
 
     def describe(self) -> str:
-        """Name it for a person."""
+        """Name the device for a person."""
+
+    def describe_memory(self) -> str:
+        """Say for a person how much memory is free."""
+
+    def rows_at_once(self, row_numel: int) -> int:
+        """Count the rows of float32 numbers to work on at once: a busy device and little scratch memory."""
 
     def make_current(self) -> None:
-        """Let what this thread launches go to it; each thread begins with GPU 0."""
+        """Direct launches of this thread to the device; each thread begins with GPU 0."""
 
     def check_weights(self, weights: WeightBytes) -> int:
-        """Raise StartupError if they would not fit; returns what loading them leaves of the host's memory."""
+        """Raise StartupError if the weights do not fit; returns the host's memory that loading leaves."""
 
     def tensor(self, host: HostArray) -> Tensor:
         """Bring a host array to the device. On CPU they share memory: do not write to `host` afterwards."""
@@ -88,26 +105,26 @@ class Device(Protocol):
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate flat host memory that is copied from and to while the host goes on (non_blocking=True).
 
-        Nobody may write to it, or read what is to arrive in it, before an event recorded after the copy.
+        The host may not write to it, or read what arrives in it, before an event recorded after the copy.
         """
 
-    def record(self) -> Event:
-        """Mark the present end of what was asked of the device."""
+    def record(self) -> DeviceEvent:
+        """Mark the present end of the device's work."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` asks of the device. Only for GPUs.
+        """Record the work that `work` launches. Only for GPUs.
 
-        Does it once before, so that nothing is compiled or set up while recording, and once more by the
-        graph, so that the driver takes what memory it needs. Memory that `work` takes
-        and gives back is shared among all graphs: what one leaves in it is good until the next replay.
-        Raises RuntimeError where it waits for the device, and torch.OutOfMemoryError.
+        Runs `work` once before, so that nothing is compiled or set up while recording, and the graph once
+        after, so that the driver takes the memory that it needs. Memory that `work` takes and gives back is
+        shared among all graphs: results in it are valid until the next replay. Raises RuntimeError if `work`
+        waits for the device, and torch.OutOfMemoryError.
         """
 
     def release_cached_memory(self) -> None:
-        """Give back what the allocator keeps for later, after it ran out of memory."""
+        """Give back the memory that the allocator keeps for later."""
 
     def free_bytes(self) -> int:
-        """Memory of a GPU that nobody has taken; of the machine for a CPU."""
+        """Measure the free memory of a GPU; of the machine for a CPU."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate flat zeroed memory for the life of the process."""
@@ -121,25 +138,29 @@ class Device(Protocol):
     def kv_cache_budget_bytes(
         self, run_largest_step: Callable[[], None], *, reserve: Reserve = NO_RESERVE
     ) -> int:
-        """Bytes to give to the KV cache, now that the weights are loaded; `reserve` comes after it."""
+        """Measure the bytes for the KV cache once the weights are loaded; `reserve` is allocated after it."""
+
+    def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
+        """Estimate the bytes for the KV cache before the weights are loaded; on a GPU an upper bound."""
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
 
     def open_copier(self, pools: Pools) -> PoolCopier:
-        """Who copies between these two from now on. What was asked of the device before must be done."""
+        """Open the copier between these two pools. Earlier work of the device must be done."""
 
     def wait(self) -> None:
-        """Return when everything asked of the device is done."""
+        """Return when all work of the device is done."""
 
 
 class CpuDevice:
-    """This machine's processors. Sets the number of compute threads of the whole process."""
+    """Processors of this machine. Sets the number of compute threads of the whole process."""
 
     torch_device = torch.device("cpu")
     # Attention gathers block by block: longer runs use caches and prefetching better. Prefixes are shared in
     # units of 32 tokens in return.
     default_block_size = 32
+    kind = "CPU"
     is_gpu = False
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -151,8 +172,16 @@ class CpuDevice:
         num_threads = torch.get_num_threads()
         return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
 
+    def describe_memory(self) -> str:
+        return f"{format_gib(available_memory_bytes())} of memory available"
+
+    def rows_at_once(self, row_numel: int) -> int:
+        # A row for each thread at least: the sampler selects candidates on one thread a row.
+        num_threads = torch.get_num_threads()
+        return max(num_threads, num_threads * _CPU_NUMEL_PER_THREAD // row_numel)
+
     def make_current(self) -> None:
-        """Nothing else could be."""
+        """Do nothing: there is one CPU device."""
 
     def check_weights(self, weights: WeightBytes) -> int:
         return check_weights_fit(
@@ -165,14 +194,14 @@ class CpuDevice:
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return _Done()
 
     def capture(self, work: Callable[[], None]) -> Graph:
         raise NotImplementedError("a CPU records nothing")
 
     def release_cached_memory(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no memory is kept."""
 
     def free_bytes(self) -> int:
         return available_memory_bytes()
@@ -189,8 +218,13 @@ class CpuDevice:
         *,
         reserve: Reserve = NO_RESERVE,  # noqa: ARG002 - what a CPU holds beside its cache is no part of the cache's share
     ) -> int:
+        return self.foreseen_budget_bytes(0)
+
+    def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
         return cpu_budget_bytes(
-            available_memory_bytes(), asked_bytes=self._kv_cache_bytes, swap_bytes=self._swap_space_bytes
+            available_memory_bytes() - num_weight_bytes,
+            asked_bytes=self._kv_cache_bytes,
+            swap_bytes=self._swap_space_bytes,
         )
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
@@ -200,7 +234,7 @@ class CpuDevice:
         return PlainCopier(pools)
 
     def wait(self) -> None:
-        """Nothing to wait for: each call returns when it is done."""
+        """Return at once: each call returns when it is done."""
 
 
 class CudaDevice:
@@ -209,6 +243,7 @@ class CudaDevice:
     # 1.75 to 2 MiB at 112 to 128 KiB a token (Qwen3-0.6B, Llama-3-8B, bfloat16), all layers together: copied
     # at the full speed of the link already. Smaller blocks waste less at a sequence's end and share finer.
     default_block_size = 16
+    kind = "GPU"
     is_gpu = True
 
     def __init__(self, config: WorkerConfig, torch_device: torch.device) -> None:
@@ -219,6 +254,13 @@ class CudaDevice:
 
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
+
+    def describe_memory(self) -> str:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+        return f"{format_gib(free_bytes)} of {format_gib(total_bytes)} free"
+
+    def rows_at_once(self, row_numel: int) -> int:
+        return max(1, _GPU_NUMEL // row_numel)
 
     def make_current(self) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -232,13 +274,13 @@ class CudaDevice:
 
     def tensor(self, host: HostArray) -> Tensor:
         # From pageable memory the host would wait until the copy is done, and with it for the step before.
-        # torch gives the pinned memory to nobody else before.
+        # torch does not reuse the pinned memory before.
         return torch.from_numpy(host).pin_memory().to(self.torch_device, non_blocking=True)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return _CudaEvent(torch.cuda.current_stream(self.torch_device))
 
     def capture(self, work: Callable[[], None]) -> Graph:
@@ -307,6 +349,15 @@ class CudaDevice:
             utilization=self._utilization,
         )
 
+    def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+        return cuda_budget_bytes(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes - num_weight_bytes,
+            activation_bytes=0,
+            utilization=self._utilization,
+        )
+
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:  # noqa: ARG002 - the cache is not on the host
         check_host_memory(available_memory_bytes(), cache_bytes=0, swap_bytes=swap_bytes)
 
@@ -321,7 +372,7 @@ class CudaDevice:
 def _refusing_to_wait() -> Iterator[None]:
     """Let torch raise a RuntimeError where the host would wait for the device.
 
-    While a graph is captured it would be refused too, but torch's allocator would then take the capture for
+    A wait during the capture of a graph is refused too, but torch's allocator would then take the capture for
     one that goes on.
     """
     with warnings.catch_warnings():
@@ -356,7 +407,7 @@ def _map_zeros(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def open_device(config: WorkerConfig) -> Device:
-    """Take the device that was asked for. Raises StartupError where there is none such."""
+    """Open the device that was asked for. Raises StartupError if there is none."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.findings import Finding, Verdict
+from worker.doctor_findings import Finding, Verdict
 from worker.gpu.graphs import GraphSizes
 from worker.gpu.step_buffers import Limits, StepBuffers
 from worker.model.surgery import Toolkit
-from worker.progress import LoadStage, Stage
+from worker.progress import LoadPhase, LoadStage
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import RowSampler
 from worker.startup.loader import LoadedModel
@@ -145,7 +145,7 @@ def open_steps(
     with refusing_kernels():
         steps = GpuSteps(ready.runner, ready.backend, device, buffers, sampler, logits_NV)
     if not config.enforce_eager:
-        stage.enter(Stage.CAPTURING)
+        stage.enter(LoadPhase.CAPTURING)
         steps.capture(GraphSizes(limits, facts.max_model_len))
     return steps, sampler
 

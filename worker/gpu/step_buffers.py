@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.devices.device import Device, Event
+from worker.devices.device import Device, DeviceEvent
 from worker.gpu.device_batch import AttentionBatch, DeviceBatch
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.steps.step_inputs import StepInputs
@@ -136,7 +136,7 @@ class _Staging:
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._device = device
         self.memory = device.pinned(num_bytes, torch.uint8)
-        self._copied: Event | None = None
+        self._copied: DeviceEvent | None = None
 
     def wait(self) -> None:
         """Until the device has read what it was last asked to: then it may be written to."""

@@ -1,7 +1,7 @@
-"""One sequence at a time through a model as transformers has it, with the cache that the model itself makes.
+"""A model of transformers, called for one sequence at a time with the cache that the model itself makes.
 
-Owns: how the model is called, in the ways that a family may need, and what of it stays between calls.
-Never: batches, or knows what a cache holds (keys and values, a recurrent state, the end of a convolution).
+Owns: the call of the model, in the ways that a family may need, and the cache kept between calls.
+Never: batches, or knows the content of a cache: keys and values, a recurrent state, a convolution's end.
 
 Shapes: T tokens, V tokens of the vocabulary.
 """
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from worker.attention.interface import note_layer_begun
 
-# Under these names models return what they want back with the next token.
+# Names of the output that a model takes back with the next token.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 class Way(Enum):
-    """How a family's sequences are computed, the cheapest first."""
+    """Ways to compute a family's sequences, the cheapest first."""
 
     IN_CHUNKS = "in chunks"
     PROMPTS_AT_ONCE = "whole prompts, then token by token"
@@ -31,14 +31,14 @@ class Way(Enum):
 
 @dataclass(slots=True)
 class SequenceCache:
-    """What the model keeps of one sequence."""
+    """The model's cache of one sequence."""
 
     num_tokens: int = 0
     content: Any = None
 
 
 class OwnCacheModel:
-    """Computes tokens of one sequence after the other."""
+    """Caller of the model, one sequence after the other."""
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         self._model: Any = model
@@ -52,7 +52,7 @@ class OwnCacheModel:
 
     @torch.inference_mode()
     def compute(self, token_ids: list[int], cache: SequenceCache, way: Way, *, num_logits: int) -> Tensor:
-        """The logits [num_logits, V] of the last of `token_ids`, which are all of the sequence so far.
+        """Compute logits [num_logits, V] of the last of `token_ids`, all tokens of the sequence so far.
 
         Only tokens that the cache does not hold yet are computed, where `way` allows; it then holds all.
         """
@@ -75,7 +75,7 @@ class OwnCacheModel:
 
 
 def num_bytes(cache: SequenceCache) -> int:
-    """Of all tensors in it."""
+    """Sum up the tensors of a cache."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors_in(cache.content, depth=6)}.values())
 
 
@@ -88,7 +88,7 @@ def _content_of(outputs: Any) -> tuple[str, Any]:
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Those of the longest list of modules: they begin several times in each call."""
+    """Find the layers, the longest list of modules: they begin several times in each call."""
     longest: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > len(longest):

@@ -1,9 +1,8 @@
-"""A worker's steps where each sequence has a cache of its own: one after the other, whatever is batched.
+"""Steps of a model whose sequences have caches of their own: computed one after the other, never batched.
 
-Owns: those caches, and the order of a step: apply the plan's changes, compute each share, draw.
-Never: loads (startup.py), or knows how a model is called (own_cache_model.py). The blocks that the
-scheduler counts
-hold nothing here: they stand for the memory that the caches take.
+Owns: the caches, and the order of a step: apply the plan's changes, compute each share, sample.
+Never: loads (startup/), or knows how a model is called (own_cache_model.py). The blocks that the scheduler
+counts are empty: they stand for the memory of the caches.
 """
 
 import logging
@@ -24,45 +23,48 @@ from scheduler.messages import (
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way
 from worker.sampling.logits import report_logprobs
 from worker.sampling.sampler import Sampler
-from worker.steps.plan_changes import apply_changes
 from worker.steps.row_table import RowTable
+from worker.steps.sequence_table import apply_changes
 from worker.steps.step_inputs import check_new_sequence, is_sound
+from worker.steps.step_protocol import ComputedStep
 from worker.worker_errors import SequenceRefused, WorkerError
 
 log = logging.getLogger(__name__)
 
 _SLICE_LOGITS = 1 << 23
-"""32 MiB of float32: so many are asked for at once where the tokens of a prompt are scored."""
+"""32 MiB of float32: the most logits computed at once while a prompt is scored."""
 _MOST_LOGITS = 1 << 27
-"""Where a prompt is computed at once, so are the logits of all of its tokens."""
+"""The most logits of a prompt that is computed, and scored, at once."""
 _FAILED = "the model failed on this request"
 
 
 class ScoredPrompt(NamedTuple):
+    """A prompt whose log-probabilities were asked for."""
+
     num_top: int
     token_ids: tuple[int, ...]
 
 
 class CacheTable:
-    """The rows of the worker, and the cache of each of them."""
+    """Rows of the worker, and the cache of each."""
 
     def __init__(self, rows: RowTable, sampler: Sampler, way: Way, vocab_size: int) -> None:
         self.rows = rows
         self.caches: dict[SequenceId, SequenceCache] = {}
         self.scored: dict[SequenceId, ScoredPrompt] = {}
-        """Who asked for log-probabilities of its prompt."""
+        """Sequences that asked for log-probabilities of their prompts."""
         self._sampler = sampler
         self._way = way
         self._vocab_size = vocab_size
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
-        """There is nothing in a block."""
+        """Copy nothing: blocks are empty."""
         copied = (*plan.swap_out, *plan.swap_in, *plan.copies)
         assert not copied, "without host blocks and prefix cache nothing is copied"
         return {}
 
     def add(self, new: NewSequence) -> None:
-        """Raises SequenceRefused."""
+        """See SequenceTable."""
         check_new_sequence(new, self._vocab_size)
         scored = self._scored_prompt(new)
         row = self.rows.add(new)
@@ -72,7 +74,7 @@ class CacheTable:
             self.scored[new.sequence_id] = scored
 
     def release(self, sequence_id: SequenceId) -> None:
-        """See Table."""
+        """See SequenceTable."""
         self.caches.pop(sequence_id, None)
         self.scored.pop(sequence_id, None)
         row = self.rows.release(sequence_id)
@@ -80,12 +82,12 @@ class CacheTable:
             self._sampler.remove_row(row)
 
     def _scored_prompt(self, new: NewSequence) -> ScoredPrompt | None:
-        """Raises SequenceRefused."""
+        """Read whether the prompt is scored. Raises SequenceRefused for one that cannot be."""
         if new.params.num_prompt_logprobs is None:
             return None
         if self._way is not Way.IN_CHUNKS:
             if len(new.token_ids) > new.num_prompt_tokens:
-                return None  # readmitted: the whole prompt was told of with the first token drawn
+                return None  # readmitted: the prompt was reported with the first sampled token
             if new.num_prompt_tokens * self._vocab_size > _MOST_LOGITS:
                 raise SequenceRefused(
                     f"{new.num_prompt_tokens} tokens are too many to be scored by a model that computes "
@@ -95,7 +97,7 @@ class CacheTable:
 
 
 class OwnCacheSteps:
-    """Executes plans, one after another."""
+    """Steps that compute each sequence alone."""
 
     def __init__(
         self, model: OwnCacheModel, way: Way, table: CacheTable, sampler: Sampler, vocab_size: int
@@ -106,15 +108,23 @@ class OwnCacheSteps:
         self._sampler = sampler
         self._vocab_size = vocab_size
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Do one step. What is wrong with one sequence fails that sequence; the others go on.
+    def launch(self, plan: SchedulerOutput) -> ComputedStep:
+        """See Steps. The step is computed when this returns."""
+        return ComputedStep(self._compute_plan(plan))
 
-        Raises torch.OutOfMemoryError, and WorkerError if there are no others.
+    def describe(self) -> str:
+        """See Steps."""
+        return ""
+
+    def _compute_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. An error in one sequence fails that sequence; the others go on.
+
+        Raises torch.OutOfMemoryError, and WorkerError if all sequences fail.
         """
         failures: dict[SequenceId, str] = {}
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         apply_changes(plan, self._table, failures)
-        drawing: list[SequenceId] = []
+        sampling: list[SequenceId] = []
         logits: list[Tensor] = []
         num_broken = 0
         for share in plan.scheduled:
@@ -123,7 +133,7 @@ class OwnCacheSteps:
             try:
                 last_1V = self._compute(share, prompt_logprobs)
             except torch.OutOfMemoryError:
-                raise  # no fault of this sequence: the step is made again in parts
+                raise  # not an error of this sequence: the engine repeats the step in parts
             except SequenceRefused as error:
                 failures[share.sequence_id] = str(error)
             except (RuntimeError, ValueError, LookupError, TypeError):
@@ -132,29 +142,29 @@ class OwnCacheSteps:
                 num_broken += 1
             else:
                 if share.samples:
-                    drawing.append(share.sequence_id)
+                    sampling.append(share.sequence_id)
                     logits.append(last_1V)
         if num_broken and num_broken == len(plan.scheduled):
-            # It may be the device that is broken: whoever counts steps that fail has to know.
+            # The device may be broken: the engine counts failed steps.
             raise WorkerError(f"the model failed on all {num_broken} sequences of the step")
-        token_ids, logprobs = self._draw(drawing, logits, failures)
+        token_ids, logprobs = self._sample(sampling, logits, failures)
         return ModelRunnerOutput(
             token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompt_logprobs
         )
 
     def _waits_for_the_rest(self, share: ScheduledSequence) -> bool:
-        """A part of a prompt that is computed at once, with its last share."""
+        """Whether a share of a prompt that is computed at once waits for the last share."""
         return self._way is not Way.IN_CHUNKS and not share.samples
 
     def _compute(
         self, share: ScheduledSequence, prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     ) -> Tensor:
-        """Logits [1, V] of the share's last token. Raises SequenceRefused, and whatever the model raises."""
+        """Compute logits [1, V] of the share's last token. Raises SequenceRefused or the model's error."""
         rows, cache = self._table.rows, self._table.caches[share.sequence_id]
         end = share.start + share.num_tokens
         token_ids: list[int] = rows.token_ids_CL[rows.row_of(share.sequence_id), :end].tolist()
         scored = self._table.scored.get(share.sequence_id)
-        # By what was computed: of a prompt that waited for its rest, that is nothing before the last share.
+        # Counted by computed tokens: a prompt that waits for its last share has none before it.
         if scored is None or cache.num_tokens >= len(scored.token_ids) - 1:
             return self._model.compute(token_ids, cache, self._way, num_logits=1)
         size = end if self._way is not Way.IN_CHUNKS else max(1, _SLICE_LOGITS // self._vocab_size)
@@ -168,17 +178,17 @@ class OwnCacheSteps:
         prompt_logprobs[share.sequence_id] = tuple(found)
         return logits_TV[-1:]
 
-    def _draw(
-        self, drawing: list[SequenceId], logits: list[Tensor], failures: dict[SequenceId, str]
+    def _sample(
+        self, sampling: list[SequenceId], logits: list[Tensor], failures: dict[SequenceId, str]
     ) -> tuple[dict[SequenceId, tuple[int, ...]], dict[SequenceId, tuple[TokenLogprobs, ...]]]:
-        if not drawing:
+        if not sampling:
             return {}, {}
         rows = self._table.rows
-        row_of = [rows.row_of(each) for each in drawing]
+        row_of = [rows.row_of(each) for each in sampling]
         result = self._sampler.sample(torch.cat(logits), [row for row in row_of if row is not None])
         for index, reason in result.failed.items():
-            failures[drawing[index]] = reason
-        good = [index for index in range(len(drawing)) if index not in result.failed]
+            failures[sampling[index]] = reason
+        good = [index for index in range(len(sampling)) if index not in result.failed]
         rows.append_tokens(
             [row for index in good if (row := row_of[index]) is not None],
             [result.token_ids[index] for index in good],
@@ -186,14 +196,14 @@ class OwnCacheSteps:
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         for index in good:
-            token_ids[drawing[index]] = (result.token_ids[index],)
+            token_ids[sampling[index]] = (result.token_ids[index],)
             if index in result.logprobs:
-                logprobs[drawing[index]] = (result.logprobs[index],)
+                logprobs[sampling[index]] = (result.logprobs[index],)
         return token_ids, logprobs
 
 
 def _scores(logits_SV: Tensor, next_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """One entry for each of S tokens of a prompt. Raises SequenceRefused."""
+    """Score each of S tokens of a prompt. Raises SequenceRefused."""
     if not bool(logits_SV.amax(-1).isfinite().all()):
         raise SequenceRefused("logits of the prompt are not finite")
     return report_logprobs(logits_SV, next_ids, [num_top] * len(next_ids))

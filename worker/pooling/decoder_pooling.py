@@ -1,9 +1,10 @@
-"""Pooled prompts through a decoder and the paged cache.
+"""Pooling of prompts through a decoder and the paged cache.
 
-In chunks, and from the prefix cache, where only the last hidden state counts; whole otherwise.
+A prompt is computed in chunks, and read from the prefix cache, if only its last hidden state counts; else it
+is computed whole.
 
 Owns: one forward pass without an output layer, and the spans of its prompts.
-Never: KV blocks or rows; a step is built as for generation (inputs.py).
+Never: KV blocks or rows; a step is built as for generation (step_inputs.py).
 
 Shapes: T tokens, N prompts that end in this step, H hidden size, E size of the vectors.
 """
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from scheduler.messages import BlockId, SchedulerOutput, SequenceId
-from worker.attention.interface import LayerExecutor, active
+from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
-from worker.pooling.pooler import Readout, Span
+from worker.pooling.pooler import Readout, TokenSpan
 from worker.pooling.pooling_step import NOTHING_POOLED, PooledPrompts, PromptTable
-from worker.startup.ready_model import ReadyModel
+from worker.steps.host_pool import HostPool
 from worker.steps.step_inputs import StepInputs, build_inputs
 
 
 class HiddenStates:
-    """Calls a model without its head. The twin of ModelRunner, for what startup tries and measures."""
+    """Caller of a model without its head, with the methods of ModelRunner that startup tries."""
 
     def __init__(self, body: nn.Module) -> None:
         self._body = body
@@ -33,7 +34,7 @@ class HiddenStates:
     def forward(
         self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, executor: LayerExecutor
     ) -> Tensor:
-        """Run the model with its attention going to `executor`; returns hidden states [N, H]."""
+        """Run the model, its attention calls executed by `executor`; returns hidden states [N, H]."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         with active(executor):
             outputs = self._body(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments)
@@ -42,23 +43,32 @@ class HiddenStates:
 
     @torch.inference_mode()
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
-        """The model by itself, with whatever attention it is set to; returns hidden states [T, H]."""
+        """Run the model by itself, with the attention that it is set to; returns hidden states [T, H]."""
         hidden_TH: Tensor = self._body(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
         return hidden_TH
 
 
 class DecoderPrompts:
-    """A PromptRunner through the cache."""
+    """PromptRunner of a decoder with the paged cache."""
 
-    def __init__(self, ready: ReadyModel[HiddenStates], readout: Readout, device: Device) -> None:
-        self._ready = ready
+    def __init__(
+        self,
+        model: HiddenStates,
+        backend: AttentionBackend,
+        host_pool: HostPool,
+        readout: Readout,
+        device: Device,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._host_pool = host_pool
         self._readout = readout
         self._device = device
         self.cut = readout.cut
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         """See PromptRunner.copy_blocks."""
-        return self._ready.host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
+        return self._host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
 
     def run(
         self, plan: SchedulerOutput, table: PromptTable, failures: dict[SequenceId, str]
@@ -67,23 +77,24 @@ class DecoderPrompts:
         inputs = build_inputs(plan, table.rows, failures)
         if inputs is None:
             return NOTHING_POOLED
-        backend = self._ready.backend
-        with self._ready.host_pool.step(inputs.metadata):
-            backend.begin_step(inputs.metadata)
-            hidden_TH = self._ready.runner.forward(
+        with self._host_pool.step(inputs.metadata):
+            self._backend.begin_step(inputs.metadata)
+            hidden_TH = self._model.forward(
                 self._device.tensor(inputs.input_ids_T[None]),
                 self._device.tensor(inputs.position_ids_T[None]),
                 self._device.tensor(np.arange(len(inputs.input_ids_T))),
-                backend,
+                self._backend,
             )
         if not inputs.rows:
             return NOTHING_POOLED
         return PooledPrompts(inputs.sequence_ids, self._readout.pool(hidden_TH, _spans(inputs)))
 
 
-def _spans(inputs: StepInputs) -> list[Span]:
-    """Those of the shares that end a prompt, in the order of `inputs.rows`."""
+def _spans(inputs: StepInputs) -> list[TokenSpan]:
+    """List the spans of the shares that end a prompt, in the order of `inputs.rows`."""
     starts_R = inputs.metadata.query_starts
     last_N = inputs.logits_indices_N
     shares_N = np.searchsorted(starts_R, last_N, side="right") - 1
-    return [Span(int(start), int(last) + 1) for start, last in zip(starts_R[shares_N], last_N, strict=True)]
+    return [
+        TokenSpan(int(start), int(last) + 1) for start, last in zip(starts_R[shares_N], last_N, strict=True)
+    ]

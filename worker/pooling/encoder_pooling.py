@@ -1,4 +1,4 @@
-"""Whole prompts through a model whose tokens see later ones, by the model's own attention.
+"""Pooling of whole prompts through an encoder, by the model's own attention.
 
 Owns: the cut of a step into batches of similar length, their padding and masks, and the check at load that
 neither changes a vector.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scheduler.messages import BlockId, SchedulerOutput, SequenceId
 from worker.devices.device import Device
-from worker.pooling.pooler import Pooler, Scores, Span
+from worker.pooling.pooler import Pooler, Scores, TokenSpan
 from worker.pooling.pooling_step import NOTHING_POOLED, PooledPrompts, PromptTable
 from worker.worker_errors import FamilyRefused
 
@@ -38,11 +38,11 @@ class Prompt(NamedTuple):
 
     token_ids: NDArray[np.int32]
     second_text_start: int | None = None
-    """Where the second text of a pair begins."""
+    """Index of the first token of a pair's second text."""
 
 
-class Encoder:
-    """Calls the model."""
+class EncoderModel:
+    """Caller of the model."""
 
     def __init__(self, model: nn.Module, device: Device, read: Read) -> None:
         config: Any = model.config
@@ -52,12 +52,12 @@ class Encoder:
         self._padding = getattr(config, "pad_token_id", None) or 0
         accepted = inspect.signature(model.forward).parameters
         # Where one type is known, tokenizers may still number the second text 1.
-        self._tells_texts_apart = (
+        self._has_text_types = (
             "token_type_ids" in accepted and (getattr(config, "type_vocab_size", 0) or 0) > 1
         )
 
     def run(self, prompts: list[Prompt]) -> Tensor:
-        """Vectors [N, E], in the order of the prompts."""
+        """Compute vectors [N, E], in the order of the prompts."""
         vectors: list[Tensor | None] = [None] * len(prompts)
         for batch in cut_by_length([len(prompt.token_ids) for prompt in prompts]):
             vectors_BE = self._run_batch([prompts[index] for index in batch])
@@ -78,21 +78,21 @@ class Encoder:
             if prompt.second_text_start is not None:
                 types_BL[row, prompt.second_text_start : length] = 1
         arguments: dict[str, Any] = {"attention_mask": self._device.tensor(mask_BL), "return_dict": True}
-        if self._tells_texts_apart:
+        if self._has_text_types:
             arguments["token_type_ids"] = self._device.tensor(types_BL)
         outputs = self._model(input_ids=self._device.tensor(token_ids_BL), **arguments)
         return self._read(outputs, lengths)
 
 
 class EncoderPrompts:
-    """A PromptRunner of whole prompts."""
+    """PromptRunner of whole prompts."""
 
-    def __init__(self, encoder: Encoder, cut: Callable[[Tensor, int | None], Tensor]) -> None:
+    def __init__(self, encoder: EncoderModel, cut: Callable[[Tensor, int | None], Tensor]) -> None:
         self._encoder = encoder
         self.cut = cut
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:  # noqa: ARG002 - PromptRunner's
-        """Nothing lies in blocks, so whoever comes back has lost nothing."""
+        """Copy nothing: blocks are empty, and a sequence that is swapped in has lost nothing."""
         return {}
 
     def run(
@@ -116,12 +116,12 @@ class EncoderPrompts:
 
 
 def read_hidden_states(pooler: Pooler) -> Read:
-    """Pool what a model without a head gives."""
+    """Pool the outputs of a model without a head."""
 
     def read(outputs: Any, lengths: list[int]) -> Tensor:
         hidden_BLH = outputs.last_hidden_state
         longest = hidden_BLH.shape[1]
-        spans = [Span(row * longest, row * longest + length) for row, length in enumerate(lengths)]
+        spans = [TokenSpan(row * longest, row * longest + length) for row, length in enumerate(lengths)]
         return pooler.pool(hidden_BLH.flatten(0, 1), spans)
 
     return read
@@ -144,7 +144,7 @@ def cut_by_length(lengths: list[int]) -> list[list[int]]:
     return batches
 
 
-def check_padding(encoder: Encoder, dtype: torch.dtype, *, vocab_size: int, max_len: int) -> None:
+def check_padding(encoder: EncoderModel, dtype: torch.dtype, *, vocab_size: int, max_len: int) -> None:
     """Try two short prompts alone and together. Raises FamilyRefused if the vectors differ."""
     longer = min(8, max_len)
     shorter = max(1, longer - 2)

@@ -1,7 +1,7 @@
-"""Hidden states to vectors, and the outputs of a head to scores.
+"""Vectors from hidden states, and scores from the outputs of a head.
 
-Owns: pooling, dense layers, normalization, activations; all in float32, whatever the model's dtype.
-Never: runs the model (decoder_pooling.py, encoder_pooling.py), or says how a checkpoint pools
+Owns: pooling, dense layers, normalization, activations; all in float32 for every dtype of the model.
+Never: runs the model (decoder_pooling.py, encoder_pooling.py), or reads how a checkpoint pools
 (pooling_files.py).
 
 Shapes: T tokens, N prompts, H hidden size, E size of the vectors.
@@ -16,39 +16,39 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.checkpoint.pooling_files import Activation, DenseLayer, PoolingMode, PoolingRecipe
+from worker.checkpoint.pooling_files import DenseLayer, HeadActivation, PoolingMode, PoolingRecipe
 from worker.worker_errors import StartupError
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.IDENTITY: lambda values: values,
-    Activation.TANH: torch.tanh,
-    Activation.SIGMOID: torch.sigmoid,
-    Activation.RELU: functional.relu,
-    Activation.GELU: functional.gelu,
+_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
+    HeadActivation.IDENTITY: lambda values: values,
+    HeadActivation.TANH: torch.tanh,
+    HeadActivation.SIGMOID: torch.sigmoid,
+    HeadActivation.RELU: functional.relu,
+    HeadActivation.GELU: functional.gelu,
 }
 
 
-class Span(NamedTuple):
-    """Where one prompt's tokens lie among T; of a prompt in chunks, those of its last chunk."""
+class TokenSpan(NamedTuple):
+    """Range of one prompt's tokens among T; for a prompt in chunks, of its last chunk."""
 
     start: int
     end: int
 
 
 class Readout(Protocol):
-    """From the hidden states of a step to a vector for each prompt that ends in it."""
+    """Pooling of a step's hidden states to a vector for each prompt that ends in it."""
 
     num_dimensions: int
 
-    def pool(self, hidden_TH: Tensor, spans: list[Span]) -> Tensor:
-        """[N, E], float32."""
+    def pool(self, hidden_TH: Tensor, spans: list[TokenSpan]) -> Tensor:
+        """Pool to vectors [N, E], float32."""
 
     def cut(self, vector_E: Tensor, num_dimensions: int | None) -> Tensor:
-        """What of a vector was asked for."""
+        """Return the part of a vector that was asked for."""
 
 
 class Pooler:
-    """What stands behind a model without a head."""
+    """Pooling, dense layers and normalization behind a model without a head."""
 
     def __init__(self, recipe: PoolingRecipe, hidden_size: int, device: torch.device) -> None:
         """Read the dense layers. Raises StartupError if they do not follow each other."""
@@ -67,22 +67,22 @@ class Pooler:
             self.num_dimensions = layer.out_features
 
     @torch.inference_mode()
-    def pool(self, hidden_TH: Tensor, spans: list[Span]) -> Tensor:
-        """One vector for each span, [N, E]. Every mode but LAST asks for spans of whole prompts."""
+    def pool(self, hidden_TH: Tensor, spans: list[TokenSpan]) -> Tensor:
+        """Pool one vector for each span, [N, E]. Every mode but LAST needs spans of whole prompts."""
         vectors_NE = self._pool(hidden_TH, spans).float()
         for linear, activation in self._dense:
             vectors_NE = activation(linear(vectors_NE))
         return self.normalize(vectors_NE)
 
     def cut(self, vector_E: Tensor, num_dimensions: int | None) -> Tensor:
-        """The first so many numbers, normalized again if the whole is."""
+        """Return the first `num_dimensions` numbers, normalized again if the whole vector is."""
         return vector_E if num_dimensions is None else self.normalize(vector_E[:num_dimensions])
 
     def normalize(self, vectors: Tensor) -> Tensor:
-        """Length 1 along the last dimension, if the checkpoint's vectors have it."""
+        """Scale to length 1 along the last dimension, if the checkpoint's vectors have it."""
         return functional.normalize(vectors, dim=-1) if self.normalizes else vectors
 
-    def _pool(self, hidden_TH: Tensor, spans: list[Span]) -> Tensor:
+    def _pool(self, hidden_TH: Tensor, spans: list[TokenSpan]) -> Tensor:
         match self.mode:
             case PoolingMode.CLS:
                 return hidden_TH[[span.start for span in spans]]
@@ -96,32 +96,32 @@ class Pooler:
 
 
 class Scores:
-    """What stands behind a classification head with one output."""
+    """Activation behind a classification head with one output."""
 
     num_dimensions = 1
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: HeadActivation) -> None:
         self._activation = _ACTIVATIONS[activation]
 
     def score(self, logits_N1: Tensor) -> Tensor:
-        """[N, 1]."""
+        """Compute scores [N, 1]."""
         return self._activation(logits_N1.float())
 
     def cut(self, vector_E: Tensor, num_dimensions: int | None) -> Tensor:  # noqa: ARG002 - as Pooler's
-        """A score has nothing to cut."""
+        """Return the score, which has nothing to cut."""
         return vector_E
 
 
 class LastTokenScores(Scores):
-    """A linear head on the last hidden state, as transformers' decoders for sequence classification have."""
+    """Linear head on the last hidden state, as in transformers' decoders for sequence classification."""
 
-    def __init__(self, activation: Activation, head: nn.Module) -> None:
+    def __init__(self, activation: HeadActivation, head: nn.Module) -> None:
         super().__init__(activation)
         self._head = head
 
     @torch.inference_mode()
-    def pool(self, hidden_TH: Tensor, spans: list[Span]) -> Tensor:
-        """One score for each span, [N, 1]."""
+    def pool(self, hidden_TH: Tensor, spans: list[TokenSpan]) -> Tensor:
+        """Compute one score for each span, [N, 1]."""
         return self.score(self._head(hidden_TH[[span.end - 1 for span in spans]]))
 
 

@@ -1,6 +1,6 @@
-"""A worker's steps where nothing is generated: prompts in, vectors out.
+"""Steps of a model that pools: prompts in, vectors out.
 
-Owns: the order of such a step: apply the plan's changes, compute, read out; which sequence fails alone.
+Owns: the order of such a step: apply the plan's changes, compute, pool; the failure of single sequences.
 Never: loads (start_pooling.py), or knows how hidden states become a vector (pooler.py).
 """
 
@@ -17,9 +17,10 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
-from worker.steps.plan_changes import apply_changes
 from worker.steps.row_table import RowTable
+from worker.steps.sequence_table import apply_changes
 from worker.steps.step_inputs import check_new_sequence
+from worker.steps.step_protocol import ComputedStep
 from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
 
@@ -27,10 +28,10 @@ _LITTLE_ENDIAN_FLOATS = "<f4"
 
 
 class PooledPrompts(NamedTuple):
-    """What came of a step."""
+    """Vectors of one step."""
 
     sequence_ids: list[SequenceId]
-    """[N]: whose prompts ended in it."""
+    """[N], the sequences whose prompts ended in the step."""
     vectors_NE: Tensor
 
 
@@ -38,22 +39,22 @@ NOTHING_POOLED = PooledPrompts([], torch.empty(0, 0))
 
 
 class PromptRunner(Protocol):
-    """Computes the prompts, or the parts of prompts, of one step."""
+    """Computation of the prompts, or parts of prompts, of one step."""
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
-        """Carry out the plan's copies; returns the blocks that were lost, with the reason."""
+        """See SequenceTable."""
 
     def run(
         self, plan: SchedulerOutput, table: "PromptTable", failures: dict[SequenceId, str]
     ) -> PooledPrompts:
-        """Compute what the plan schedules. Explains in `failures` who cannot be computed."""
+        """Compute the scheduled prompts; explains in `failures` each that cannot be computed."""
 
     def cut(self, vector_E: Tensor, num_dimensions: int | None) -> Tensor:
-        """What of a vector was asked for."""
+        """Return the part of a vector that was asked for."""
 
 
 class PromptTable:
-    """The rows of the worker, and how each of them is to be pooled."""
+    """Rows of the worker, and the pooling parameters of each."""
 
     def __init__(self, facts: ModelFacts, rows: RowTable, runner: PromptRunner) -> None:
         assert facts.pooling is not None, "only for models that pool"
@@ -64,7 +65,7 @@ class PromptTable:
         self._pooling = facts.pooling
 
     def add(self, new: NewSequence) -> None:
-        """Raises SequenceRefused."""
+        """See SequenceTable."""
         params = new.pooling
         if params is None:
             raise SequenceRefused("this model does not generate")
@@ -82,14 +83,22 @@ class PromptTable:
 
 
 class PoolingSteps:
-    """Executes plans, one after another."""
+    """Steps that pool prompts."""
 
     def __init__(self, table: PromptTable, runner: PromptRunner) -> None:
         self._table = table
         self._runner = runner
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Do one step. What is wrong with one sequence fails that sequence; the others go on."""
+    def launch(self, plan: SchedulerOutput) -> ComputedStep:
+        """See Steps. The step is computed when this returns."""
+        return ComputedStep(self._compute_plan(plan))
+
+    def describe(self) -> str:
+        """See Steps."""
+        return ""
+
+    def _compute_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. An error in one sequence fails that sequence; the others go on."""
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self._table, failures)
         result = self._runner.run(plan, self._table, failures)

@@ -1,4 +1,4 @@
-"""Logits to tokens: edits, grammars, the draw (engine process).
+"""Logits to tokens: edits, grammars, sampling (engine process).
 
 Never: computes logits.
 """

@@ -1,4 +1,4 @@
-"""Which tokens one sequence must not draw next, because they would complete a bad word.
+"""Bad words of one sequence: the tokens that it must not sample next.
 
 Owns: the words as token sequences, and the end of what was generated.
 Never: logits (logits.py), or how a word becomes tokens (the engine's tokenizer).
@@ -14,15 +14,15 @@ TokenIds = NDArray[np.int64]
 
 
 class BadWords:
-    """The words by what stands before their last token: one look-up for each length of it, not for each word.
+    """Bad words, indexed by the tokens before their last: one look-up for each length, not for each word.
 
-    A word counts only where all of its tokens are generated: the prompt may begin anything.
+    A word counts only if all of its tokens are generated: the prompt may end with its beginning.
     """
 
     def __init__(self, words: Iterable[Sequence[int]], generated: Sequence[int], *, vocab_size: int) -> None:
         last_of: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for *before, last in words:
-            if 0 <= last < vocab_size:  # another one can never be drawn
+            if 0 <= last < vocab_size:  # another one can never be sampled
                 last_of[tuple(before)].add(last)
         self._last_of = {before: np.array(sorted(tokens), np.int64) for before, tokens in last_of.items()}
         self._lengths = sorted({len(before) for before in self._last_of})
@@ -33,7 +33,7 @@ class BadWords:
         self._tail.append(token_id)
 
     def banned_ids(self) -> list[TokenIds]:
-        """What must not be drawn now; a token may be in several of them."""
+        """List the tokens that must not be sampled now; a token may be in several lists."""
         tail = tuple(self._tail)
         # A slice from -0 on would be all of it.
         befores = (tail[len(tail) - length :] for length in self._lengths if length <= len(tail))

@@ -1,15 +1,15 @@
-"""From edited logits to one token a row: the maximum, or a draw by inverse CDF.
+"""Sampling from edited logits, one token a row: the maximum, or a draw by inverse CDF.
 
 Owns: temperature, min-p, top-k, top-p and the draw.
 Never: state; each function is pure but for scratch memory, and one row never sees another.
 Source: inverse transform sampling, L. Devroye, "Non-Uniform Random Variate Generation", 1986, II.2;
 nucleus (top-p), arXiv:1904.09751; min-p, arXiv:2407.01082.
 
-Tokens are truncated heaviest first and equals by id; what is left is always drawn in the order of ids, so
-that a token does not depend on the way by which the others were cut.
+Tokens are truncated heaviest first and equals by id. The rest is always drawn in the order of ids, so that a
+token does not depend on the way by which the others were cut.
 
-One uniform number a row, instead of noise for the whole vocabulary: at 150,000 tokens the noise alone
-costs several times all that is done here.
+A row takes one uniform number instead of noise for the whole vocabulary: at 150,000 tokens the noise alone
+costs several times as much as all of this module.
 
     weights   |#......|.##....|...#...|......#|     W = num_blocks * BLOCK, padding has weight 0
     sums      |   s0  |   s1  |   s2  |   s3  |     cumulated: which block, then which token in it
@@ -28,8 +28,8 @@ BLOCK = 512
 """Logits of a row come in a multiple of this; small against a row, large against a vector register."""
 
 _NUM_CANDIDATES = 128
-"""How many of the most likely tokens are sorted: nearly every nucleus fits. What does not is cut by
-histogram, at about three times the cost."""
+"""Most likely tokens that are sorted: nearly every nucleus fits. A larger one is cut by histogram, at about
+three times the cost."""
 
 _BUCKET_SHIFT = 16
 _NUM_BUCKETS = (0x3F80_0000 >> _BUCKET_SHIFT) + 1
@@ -46,16 +46,16 @@ _LOW_32 = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How one row is drawn."""
+    """Random number and limits of one row."""
 
     uniform: float
-    """In [0, 1)."""
+    """Random number in [0, 1)."""
     temperature: float
     min_p: float
     top_k: int
-    """0 keeps all."""
+    """Tokens to keep; 0 keeps all."""
     top_p: float
-    """From LEAST_TOP_P; 1 keeps all."""
+    """Share of the mass to keep, from LEAST_TOP_P; 1 keeps all."""
 
     @property
     def is_truncated(self) -> bool:
@@ -63,7 +63,7 @@ class Draw:
 
 
 def pick_best(logits_NW: torch.Tensor) -> list[int]:
-    """The most likely token of each row; of equals, the lowest id."""
+    """Return the most likely token of each row; of equals, the lowest id."""
     # Maxima of blocks are vector work and argmax is not: 5 times faster at 150,000 logits on CPU.
     logits_NBb = logits_NW.view(logits_NW.shape[0], -1, BLOCK)
     block_N1 = logits_NBb.amax(-1).argmax(-1, keepdim=True)
@@ -73,7 +73,7 @@ def pick_best(logits_NW: torch.Tensor) -> list[int]:
 
 
 def draw(logits_NW: torch.Tensor, peak_N: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token for each row, with probability after temperature, min-p, top-k and top-p, in this order.
+    """Sample one token a row, with its probability after temperature, min-p, top-k and top-p, in this order.
 
     logits_NW is float32 and contiguous, W a multiple of BLOCK, and is overwritten. peak_N, the maximum
     of each row, is finite.
@@ -106,7 +106,7 @@ def _column(values: Sequence[float], *, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_blocks(weights_NW: torch.Tensor) -> torch.Tensor:
-    """Mass of each block, [N, B] in float64."""
+    """Sum up the mass of each block, [N, B] in float64."""
     return weights_NW.view(len(weights_NW), -1, BLOCK).sum(-1, dtype=torch.float64)
 
 
@@ -115,7 +115,7 @@ def _take_blocks(values_NBb: torch.Tensor, block_N1: torch.Tensor) -> torch.Tens
 
 
 def _draw_whole(weights_NW: torch.Tensor, sums_NB: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Inverse CDF in the order of token ids, in two stages."""
+    """Sample by inverse CDF in the order of token ids, in two stages."""
     cumulated_NB = sums_NB.cumsum(-1)
     uniform_N1 = _column([each.uniform for each in draws], like=cumulated_NB)
     target_N1 = uniform_N1 * cumulated_NB[:, -1:]
@@ -130,7 +130,7 @@ def _draw_whole(weights_NW: torch.Tensor, sums_NB: torch.Tensor, draws: Sequence
 
 
 def _draw_truncated(weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: torch.Tensor) -> dict[int, int]:
-    """Tokens of the truncated rows among `draws`: from a few candidates, or the long way round."""
+    """Sample the truncated rows among `draws`: from a few candidates, or from the whole row."""
     tokens: dict[int, int] = {}
     short = [n for n, each in enumerate(draws) if each.is_truncated and each.top_k < _NUM_CANDIDATES]
     if short:
@@ -140,7 +140,7 @@ def _draw_truncated(weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: to
         tokens = {n: token for n, token, exact in zip(short, drawn, is_exact, strict=True) if exact}
     for n, each in enumerate(draws):
         if each.is_truncated and n not in tokens:
-            # A view of one row: cut in place, then drawn like a row that nobody truncates.
+            # A view of one row: cut in place, then drawn like a row without truncation.
             _truncate(weights_NW[n], each)
             tokens[n] = _draw_whole(weights_NW[n : n + 1], _sum_blocks(weights_NW[n : n + 1]), [each])[0]
     return tokens
@@ -149,16 +149,16 @@ def _draw_truncated(weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: to
 def _draw_among_heaviest(
     weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: torch.Tensor
 ) -> tuple[list[int], list[bool]]:
-    """Inverse CDF over the heaviest tokens, in the order of their ids.
+    """Sample by inverse CDF over the heaviest tokens, in the order of their ids.
 
-    Also says of each row whether the tokens that truncation keeps are all among the candidates.
+    Also returns for each row whether all tokens that truncation keeps are among the candidates.
     """
     weights_NK, ids_NK = _heaviest(weights_NW)
     top_k_N1 = torch.tensor([each.top_k or _NUM_CANDIDATES for each in draws], device=ids_NK.device)
     within_NK = torch.arange(_NUM_CANDIDATES, device=ids_NK.device) < top_k_N1.unsqueeze(1)
     mass_NK = weights_NK.double() * within_NK
     cumulated_NK = mass_NK.cumsum(-1)
-    # top_p is a share of what min-p and top-k left over; 1 keeps all of it, free of rounding.
+    # top_p is a share of the mass that min-p and top-k leave; 1 keeps all of it, free of rounding.
     has_top_k_N = torch.tensor([each.top_k > 0 for each in draws], device=ids_NK.device)
     left_N = torch.where(has_top_k_N, cumulated_NK[:, -1], total_N)
     share_N1 = _column([each.top_p if each.top_p < 1.0 else torch.inf for each in draws], like=mass_NK)
@@ -176,7 +176,7 @@ def _draw_among_heaviest(
 
 
 def _heaviest(weights_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The heaviest tokens of each row, weights and ids, heaviest first, equals by id."""
+    """Select the heaviest tokens of each row, weights and ids, heaviest first, equals by id."""
     weights_NK, ids_NK = weights_NW.topk(_NUM_CANDIDATES, sorted=False)
     # topk leaves the order of equals open. The bits of a non-negative float sort like the float, so
     # weight and id make one integer key, and one sort makes a total order.
@@ -186,7 +186,7 @@ def _heaviest(weights_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _truncate(weights_W: torch.Tensor, limits: Draw) -> None:
-    """Set the weights that top-k and top-p do not keep to 0, however many are kept."""
+    """Set the weights that top-k and top-p cut to 0, however many are kept."""
     if limits.top_k > 0:
         _keep_heaviest(weights_W, torch.ones_like(weights_W, dtype=torch.float64), limits.top_k)
     if limits.top_p < 1.0:

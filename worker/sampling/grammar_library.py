@@ -1,8 +1,8 @@
-"""llguidance as it is used here: the model's tokens, what a grammar may cost, the languages.
+"""llguidance as this server uses it: the model's tokens, the cost limits of a grammar, the languages.
 
 Owns: the limits, and the options for JSON Schema. The process that tries grammars
-(engine/grammars/grammar_process.py)
-and the worker call these same functions, so that what compiled there compiles here.
+(engine/grammars/grammar_process.py) and the worker call the same functions: a grammar that compiles in one
+compiles in the other.
 Never: torch, so that the process which only tries grammars starts in a fraction of a second.
 Source: llguidance, a parser over a lexer of regex derivatives that walks the vocabulary as a trie.
 """
@@ -36,9 +36,9 @@ _LIMITS = LLParserLimits(
 _JSON_OPTIONS = {
     # Without a bound, a model that is fond of line breaks never comes to the next brace.
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}",
-    # What cannot be enforced is refused rather than left out.
+    # A keyword that cannot be enforced is refused, not ignored.
     "lenient": False,
-    # "Exactly one of" would need to tell alternatives apart while they are written.
+    # "Exactly one of" would need to distinguish alternatives while they are written.
     "coerce_one_of": True,
 }
 
@@ -48,7 +48,7 @@ class GrammarRefused(Exception):
 
 
 def open_tokenizer(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The checkpoint's tokens as a trie: 20 ms for 2,500 tokens, 1.3 s for 150,000, with the GIL held.
+    """Read the checkpoint's tokens as a trie: 20 ms for 2,500 tokens, 1.3 s for 150,000, with the GIL held.
 
     vocab_size is that of the model, whose logits may have lines for tokens that do not exist. Raises
     GrammarRefused.
@@ -66,7 +66,7 @@ def open_tokenizer(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of the text. Raises GrammarRefused."""
+    """Open a matcher at the beginning of the text. Raises GrammarRefused."""
     matcher = LLMatcher(tokenizer, _definition(grammar), limits=_LIMITS, log_level=0)
     if matcher.is_error():
         raise GrammarRefused(matcher.get_error())
@@ -74,14 +74,14 @@ def new_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def new_bitmasks(tokenizer: LLTokenizer, num: int) -> Bitmask:
-    """Uninitialized, one line for each of `num` matchers."""
+    """Allocate masks, uninitialized, one line for each of `num` matchers."""
     return np.empty((num, -(-tokenizer.vocab_size // 32)), np.int32)
 
 
 def as_lark(text: str) -> str:
-    """The grammar itself if it is Lark, else translated from GBNF.
+    """Translate GBNF to Lark; a Lark grammar stays as it is.
 
-    Raises whatever the translator does, and may take minutes: only for a process that can be killed.
+    Raises any error of the translator, and may take minutes: only for a process that can be killed.
     """
     return any_to_lark(text)
 

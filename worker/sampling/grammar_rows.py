@@ -1,8 +1,8 @@
-"""Sequences whose text must match a grammar: which tokens may come next, row by row.
+"""Grammars of sequences whose text must match one: the tokens that may come next, row by row.
 
-Owns: one matcher for each such row, brought to where the row's text is, and the mask over its logits.
-Never: whether a grammar is acceptable (the engine has tried it before), or when a sequence ends: a text
-that is complete leaves nothing but the end-of-sequence token to draw.
+Owns: one matcher for each such row, advanced to the end of the row's text, and the mask over its logits.
+Never: whether a grammar is acceptable (the engine has tried it before), or when a sequence ends: a complete
+text leaves only the end-of-sequence token to sample.
 
 Shapes: N rows that have a grammar, W logits of a row (the vocabulary, padded), V tokens that masks cover.
 """
@@ -23,27 +23,27 @@ _NUM_ROWS_FOR_THREADS = 16
 
 
 class RowGrammar:
-    """Where the text of one row is in its grammar. Inactive while tokens are still free."""
+    """Position of one row's text in its grammar. Inactive while tokens are still free."""
 
     def __init__(self, matcher: LLMatcher | None, begins_after: int | None, failure: str = "") -> None:
         self._matcher = matcher
         self._begins_after = begins_after
         self.is_active = begins_after is None
         self.failure = failure
-        """Why no token can be drawn any more; empty if all is well."""
+        """The reason why no token can be sampled any more; empty if there is none."""
 
     @property
     def matcher(self) -> LLMatcher | None:
-        """None where there is nothing to ask it."""
+        """The matcher; None after a failure, and for a row without one."""
         return None if self.failure else self._matcher
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but the end of the sequence can follow. Known once the mask of the step is."""
+        """Whether only the end of the sequence can follow. Known once the mask of the step is computed."""
         return self.is_active and self._matcher is not None and self._matcher.is_stopped()
 
     def record(self, token_id: int) -> None:
-        """Go on by a token that was generated."""
+        """Advance by a generated token."""
         if self.is_active:
             if self._matcher is not None:
                 self._matcher.consume_token(token_id)
@@ -51,13 +51,13 @@ class RowGrammar:
             self.is_active = token_id == self._begins_after
 
     def check(self) -> None:
-        """Take over what went wrong in the matcher, which never raises."""
+        """Take over an error of the matcher, which never raises."""
         if self._matcher is not None and self._matcher.is_error() and not self.failure:
             self.failure = f"the grammar failed: {self._matcher.get_error()}"
 
 
 class Grammars:
-    """Makes rows for grammars. The tokenizer is opened for the first one; the first mask starts threads."""
+    """Factory of rows with grammars; opens the tokenizer and starts threads when first needed."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder = folder
@@ -70,9 +70,9 @@ class Grammars:
     def row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
         """Bring a matcher to the end of what the row has generated already.
 
-        Compiled anew for each row, which takes milliseconds: copies would share one lexer, and with it the
-        limit on its states, so that a row could fail of what others wrote. What goes wrong fails the row
-        when it is to draw.
+        Compiled anew for each row, which takes milliseconds: copies would share one lexer with its limit on
+        states, so that a row could fail because of the text of others. An error fails the row when it
+        samples.
         """
         try:
             row = RowGrammar(new_matcher(self._open(), grammar), grammar.begins_after)
@@ -83,7 +83,7 @@ class Grammars:
         return row
 
     def mask(self, logits_NW: torch.Tensor, rows: Sequence[RowGrammar | None]) -> None:
-        """Set the logits of all tokens that cannot come next to -inf, in place; all of a row that failed.
+        """Set the logits of tokens that cannot come next to -inf, in place; for a failed row, all logits.
 
         logits_NW is float32, one line for each of `rows`; those without an active grammar stay as they are.
         """
@@ -108,9 +108,9 @@ class Grammars:
         logits_NW[:, width:] = -torch.inf
 
     def bitmasks(self, rows: Sequence[RowGrammar]) -> Bitmask:
-        """Which tokens can come next, one line for each of `rows`; all of them are active.
+        """Compute masks of the tokens that can come next, one line for each of `rows`, which are all active.
 
-        Nothing can where a row has failed, and no token that is behind the end of its line.
+        A failed row has no bit set. Tokens behind the end of a line are not allowed.
         """
         masks = new_bitmasks(self._open(), len(rows))
         asked = [(row.matcher, place) for place, row in enumerate(rows) if row.matcher is not None]
@@ -129,7 +129,7 @@ class Grammars:
         return masks
 
     def _open(self) -> LLTokenizer:
-        """Raises GrammarRefused."""
+        """Open the tokenizer once. Raises GrammarRefused."""
         if self._tokenizer is None:
             self._tokenizer = open_tokenizer(
                 self._folder, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
@@ -138,7 +138,7 @@ class Grammars:
 
 
 def _limits_by_byte(device: torch.device) -> torch.Tensor:
-    """[256, 8]: for each byte of a bitmask, what the logits of its eight tokens are cut to."""
+    """Build [256, 8]: for each byte of a bitmask, the upper limits of the logits of its eight tokens."""
     bytes_256 = torch.arange(256, device=device).unsqueeze(1)
     bits_8 = torch.arange(8, device=device)
     return torch.where((bytes_256 >> bits_8) & 1 == 1, torch.inf, -torch.inf)

@@ -1,4 +1,4 @@
-"""What a request asks to be done to its logits before a token is drawn, and what is reported of them.
+"""Edits of logits that requests ask for before sampling, and reports of log-probabilities.
 
 Owns: logit bias, bans, the penalties, log-probabilities.
 Never: temperature, truncation or the draw (draw.py), nor the state of rows (sampling_state.py).
@@ -42,7 +42,7 @@ def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _flat_index(logits_NW: torch.Tensor, lines: Sequence[int], ids: Sequence[TokenIds]) -> torch.Tensor:
-    """Index into the flattened logits of `ids[i]` in line `lines[i]`, for all i."""
+    """Build the index into the flattened logits of `ids[i]` in line `lines[i]`, for all i."""
     width = logits_NW.shape[1]
     index = np.concatenate([n * width + some for n, some in zip(lines, ids, strict=True)])
     return torch.from_numpy(index).to(logits_NW.device)
@@ -76,7 +76,7 @@ def _penalize(logits_NW: torch.Tensor, lines: Sequence[int], rows: Sequence[Samp
 def report_logprobs(
     logits_NW: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Log-softmax of untouched logits at each chosen token, with its rank and the `num_top` best.
+    """Report the log-softmax of unedited logits at each chosen token, its rank and the `num_top` best.
 
     Tokens of probability zero are left out of the best. Equal tokens share a rank, and are listed by
     id; the chosen one is never cut off by its equals.
@@ -87,7 +87,7 @@ def report_logprobs(
 
 
 def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: int) -> torch.Tensor:
-    """What `write_reports` needs to know of float32 logits, without waiting for their device.
+    """Compute the measures that `write_reports` needs from float32 logits, without waiting for their device.
 
     [N, 2 + 2K] float64: of the chosen token log-probability and rank, then the K best log-probabilities, then
     their tokens. K is `num_top`, or all there are.
@@ -103,11 +103,11 @@ def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: i
 def write_reports(
     measures_NF: NDArray[np.float64], token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Reports of chosen tokens from lines of `measure_logprobs`."""
+    """Write reports of chosen tokens from lines of `measure_logprobs`."""
     num_best = (measures_NF.shape[1] - 2) // 2
     logprobs, ranks, values_NK = measures_NF[:, 0], measures_NF[:, 1], measures_NF[:, 2 : 2 + num_best]
     ids_NK = measures_NF[:, 2 + num_best :].astype(np.int64)
-    # As nearly always: no equals whose order were in question, and nothing to be left out.
+    # The common case: no equals whose order is open, and no token to leave out.
     is_falling_N = np.all(values_NK[:, 1:] < values_NK[:, :-1], axis=1)
     is_plain_N = is_falling_N & np.all(values_NK > -np.inf, axis=1)
     report = []
@@ -116,7 +116,7 @@ def write_reports(
     for (token_id, num, logprob, rank), (is_plain, values, ids) in zip(lines, bests, strict=True):
         best = list(zip(ids[:num], values[:num], strict=True))
         if best and rank <= num and token_id not in ids[:num]:
-            # Its equals took the last places: among equals the chosen one is worth showing.
+            # Its equals took the last places: among equals the chosen one is shown.
             best[-1] = (token_id, logprob)
         if not is_plain:
             best = sorted((entry for entry in best if entry[1] != -torch.inf), key=_best_first)

@@ -1,10 +1,10 @@
-"""What every sampler has: the state of each row, and results that the host may collect later.
+"""Base of all samplers: the state of each row, and results that the host may collect later.
 
-Owns: rows by number, the order in which a row's state is told of what happens to it.
-Never: logits (sampler.py and gpu/sampler.py), nor which sequence holds a row (row_table.py).
+Owns: rows by number, and the order in which a row's state is updated.
+Never: logits (sampler.py and gpu/sampling/gpu_sampler.py), nor which sequence holds a row (row_table.py).
 
-A token is asked for with `begin` and becomes known with `result`. A device may still be at work on it in
-between, and a step that does not need to know it may begin:
+`begin` asks for a token, and `result` returns it. In between the device may still be sampling it, and a step
+that does not depend on it may begin:
 
     begin(step 1)   begin(step 2)   result(step 1)   begin(step 3)   result(step 2)
 """
@@ -20,45 +20,45 @@ from torch import Tensor
 
 from scheduler.messages import SamplingParams, TokenLogprobs
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.sampling_state import SamplingRow, TokenCounts
+from worker.sampling.sampling_state import RowTokenCounts, SamplingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """What was drawn. Positions are those in the `rows` that were asked for."""
+    """Sampled tokens of one step. A position is an index into the `rows` that were asked for."""
 
     token_ids: list[int]
-    """One for each position; 0 and without meaning where the position failed."""
+    """One for each position; 0, without meaning, for a position that failed."""
     logprobs: dict[int, TokenLogprobs]
-    """By position, for rows that asked."""
+    """Reports by position, for rows that asked."""
     failed: dict[int, str]
-    """By position: why no token could be drawn, for the log."""
+    """Reasons by position why no token could be sampled, for the log."""
 
 
-class Drawing(NamedTuple):
-    """What was asked of the device."""
+class LaunchedSample(NamedTuple):
+    """Sampling that the device was asked for."""
 
     token_ids_N: Tensor
     """[N] int64 on the device of the logits, in the order of its work; 0 where a position fails."""
     collect: Callable[[], SampleResult]
-    """Waits for the device where there is need to."""
-    is_news: bool = True
-    """False where the step that made the logits had drawn all of it."""
+    """Waits for the device if the result is not there yet."""
+    is_new: bool = True
+    """False if the step that computed the logits has sampled all of these tokens already."""
 
 
 class PendingSample:
-    """Tokens that are being drawn.
+    """Tokens that are being sampled.
 
     It holds the states of its rows and not their numbers: a row may be freed, and taken by another sequence,
     before the result is collected.
     """
 
-    def __init__(self, drawing: Drawing, states: Sequence[SamplingRow]) -> None:
-        self.token_ids_N = drawing.token_ids_N
-        self.is_news = drawing.is_news
+    def __init__(self, launched: LaunchedSample, states: Sequence[SamplingRow]) -> None:
+        self.token_ids_N = launched.token_ids_N
+        self.is_new = launched.is_new
         self._states = states
         self._learners = [(n, state) for n, state in enumerate(states) if state.learns]
-        self._collect = drawing.collect
+        self._collect = launched.collect
         self._result: SampleResult | None = None
 
     def result(self) -> SampleResult:
@@ -74,7 +74,7 @@ class PendingSample:
 
 
 class RowSampler(ABC):
-    """Draws tokens for rows; remembers of each row its parameters, its counts and its progress."""
+    """Sampler of rows, with the parameters, the counts and the progress of each."""
 
     def __init__(self, *, vocab_size: int, grammars: Grammars | None = None) -> None:
         """Without `grammars` no row may have one."""
@@ -110,40 +110,42 @@ class RowSampler(ABC):
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether results must be collected before `begin` is called for `rows`.
 
-        So it is where what one of them may draw depends on a token of its own that is still pending.
+        That is so if the next token of a row depends on a token of its own that is still pending.
         """
         return bool(self._learners) and any(self._rows[row].needs_history for row in rows)
 
     @torch.inference_mode()
     def begin(self, logits_NV: Tensor, rows: Sequence[int]) -> PendingSample:
-        """Draw one token for each of `rows`, each once, from its line of the logits.
+        """Sample one token for each of `rows`, which are distinct, from its line of the logits.
 
         logits_NV is [N, V] of any floating dtype on the sampler's device, and is not changed. -inf marks a
-        token that cannot occur. A row fails alone, and draws nothing, if its logits hold a NaN or +inf,
+        token that cannot occur. A row fails alone, without a token, if its logits hold a NaN or +inf,
         or if no token is left.
         """
         assert logits_NV.shape == (len(rows), self._vocab_size)
         states = [self._rows[row] for row in rows]
-        drawing = self._draw(logits_NV, rows, states)
+        launched = self._launch(logits_NV, rows, states)
         for state in states:
             state.advance()
-        return PendingSample(drawing, states)
+        return PendingSample(launched, states)
 
     def sample(self, logits_NV: Tensor, rows: Sequence[int]) -> SampleResult:
-        """`begin`, and wait for the result."""
+        """Call `begin` and wait for the result."""
         return self.begin(logits_NV, rows).result()
 
     def _begin_counting(
         self,
-        row: int,  # noqa: ARG002 - for those who count elsewhere
+        row: int,  # noqa: ARG002 - for samplers that count elsewhere
         state: SamplingRow,
         token_ids: Sequence[int],
         num_prompt_tokens: int,
     ) -> None:
         """Count the tokens of a row with penalties, from now on."""
         history = np.asarray(token_ids, np.int64)
-        state.counts = TokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
+        state.counts = RowTokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
 
     @abstractmethod
-    def _draw(self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]) -> Drawing:
-        """What a PendingSample is made of."""
+    def _launch(
+        self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
+    ) -> LaunchedSample:
+        """Sample on the device, for a PendingSample."""

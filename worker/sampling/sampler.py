@@ -1,11 +1,11 @@
-"""Logits to tokens in plain torch: one call for all sequences that draw in a step.
+"""Sampler in plain torch: one call for all sequences that sample in a step.
 
 Owns: the grouping of rows by the work they need, the check that logits are finite.
 Never: the state of rows (row_sampler.py), nor when a sequence ends (the scheduler).
 Source: the order of the steps is that of scheduler.messages.SamplingParams.
 
 A token depends on the row's own logits, parameters, seed and history alone: neither neighbours nor
-preemption change it. gpu/sampler.py draws the same tokens without ever waiting for its device.
+preemption change it. gpu/sampling/gpu_sampler.py samples the same tokens without waiting for its device.
 
 Shapes: N rows, V vocabulary, W vocabulary padded to whole blocks of draw.BLOCK.
 """
@@ -14,59 +14,49 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from worker.devices.device import Device
 from worker.sampling.draw import BLOCK, LEAST_TOP_P, Draw, draw, pick_best
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import edit_logits, report_logprobs
-from worker.sampling.row_sampler import Drawing, PendingSample, RowSampler, SampleResult
+from worker.sampling.row_sampler import LaunchedSample, PendingSample, RowSampler, SampleResult
 from worker.sampling.sampling_state import SamplingRow
 
 __all__ = ["PendingSample", "SampleResult", "Sampler"]
 
-_CPU_LOGITS_PER_THREAD = 1 << 17
-"""Half a MiB of float32: the logits at work stay in each core's own cache from pass to pass."""
-
-_DEVICE_LOGITS = 1 << 24
-"""64 MiB of float32: enough to fill an accelerator, little beside its KV cache."""
-
 
 class Sampler(RowSampler):
-    """Computes everything in `begin`; the host waits for the device, should that be another one."""
+    """RowSampler that computes everything in `begin`; the host waits for the device."""
 
-    def __init__(self, *, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
+    def __init__(self, *, vocab_size: int, device: Device, grammars: Grammars | None = None) -> None:
         """Without `grammars` no row may have one."""
         super().__init__(vocab_size=vocab_size, grammars=grammars)
         width = -(-vocab_size // BLOCK) * BLOCK
-        if device.type == "cpu":
-            # A row for each thread at least: the selection of candidates runs on one thread a row.
-            num_threads = torch.get_num_threads()
-            num_lines = max(num_threads, num_threads * _CPU_LOGITS_PER_THREAD // width)
-        else:
-            num_lines = max(1, _DEVICE_LOGITS // width)
-        self._scratch_NW = torch.empty((num_lines, width), dtype=torch.float32, device=device)
+        shape = (device.rows_at_once(width), width)
+        self._scratch_NW = torch.empty(shape, dtype=torch.float32, device=device.torch_device)
 
-    def _draw(
+    def _launch(
         self,
         logits_NV: torch.Tensor,
-        rows: Sequence[int],  # noqa: ARG002 - their states say all
+        rows: Sequence[int],  # noqa: ARG002 - `states` has all of them
         states: Sequence[SamplingRow],
-    ) -> Drawing:
+    ) -> LaunchedSample:
         result = SampleResult(token_ids=[0] * len(states), logprobs={}, failed={})
         greedy = [n for n, state in enumerate(states) if state.is_greedy]
-        drawn = [n for n, state in enumerate(states) if not state.is_greedy]
-        for lines in (*self._in_chunks(greedy), *self._in_chunks(drawn)):
+        random = [n for n, state in enumerate(states) if not state.is_greedy]
+        for lines in (*self._in_chunks(greedy), *self._in_chunks(random)):
             self._sample_lines(logits_NV, lines, states, result)
         asked = [n for n, state in enumerate(states) if state.params.num_logprobs is not None]
         for lines in self._in_chunks([n for n in asked if n not in result.failed]):
             self._report_lines(logits_NV, lines, states, result)
         token_ids_N = torch.tensor(result.token_ids, dtype=torch.int64, device=logits_NV.device)
-        return Drawing(token_ids_N, lambda: result)
+        return LaunchedSample(token_ids_N, lambda: result)
 
     def _in_chunks(self, lines: list[int]) -> Iterator[list[int]]:
         size = len(self._scratch_NW)
         return (lines[start : start + size] for start in range(0, len(lines), size))
 
     def _load(self, logits: torch.Tensor, lines: list[int]) -> torch.Tensor:
-        """`lines` of the logits as float32 in scratch memory, padded with -inf; good until the next load."""
+        """Copy `lines` of the logits to scratch memory in float32, padded with -inf, until the next load."""
         loaded_NW = self._scratch_NW[: len(lines)]
         if lines[-1] - lines[0] + 1 == len(lines):
             source = logits[lines[0] : lines[-1] + 1]
@@ -79,7 +69,7 @@ class Sampler(RowSampler):
     def _sample_lines(
         self, logits: torch.Tensor, lines: list[int], states: Sequence[SamplingRow], result: SampleResult
     ) -> None:
-        """Fill in `result` for `lines`, which are all greedy or all drawn."""
+        """Fill in `result` for `lines`, which are all greedy or all random."""
         loaded_NW = self._load(logits, lines)
         # NaN and +inf both surface in the maximum, and so does a row of nothing but -inf.
         peak_N = loaded_NW.amax(-1)

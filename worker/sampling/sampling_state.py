@@ -1,4 +1,4 @@
-"""What the sampler remembers of one row between steps.
+"""State of one row that the sampler keeps between steps.
 
 Owns: the counter-based source of uniform numbers, token counts for the penalties, and the count of
 generated tokens.
@@ -37,7 +37,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def uniforms(seeds_N: NDArray[np.uint64], indices_N: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """`uniform` of many at once."""
+    """Compute `uniform` for many seeds and indices at once."""
     value = seeds_N + (indices_N + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,7 +46,7 @@ def uniforms(seeds_N: NDArray[np.uint64], indices_N: NDArray[np.uint64]) -> NDAr
     return uniforms_N
 
 
-class TokenCounts:
+class RowTokenCounts:
     """The distinct tokens of one sequence, and how often each was generated.
 
     A list of the tokens that occur, not a row of the whole vocabulary: the penalties then touch a
@@ -94,9 +94,9 @@ class SamplingRow:
         self.params = params
         self._vocab_size = vocab_size
         self.num_generated = len(token_ids) - num_prompt_tokens
-        """With those that are being drawn."""
+        """Including tokens that are being sampled."""
         self._num_pending = 0
-        # An id outside the vocabulary can never be drawn, so it needs neither bias nor ban.
+        # An id outside the vocabulary can never be sampled, so it needs neither bias nor ban.
         bias = [entry for entry in params.logit_bias if 0 <= entry[0] < vocab_size]
         self.bias_ids: TokenIds = np.array([token_id for token_id, _ in bias], np.int64)
         self.bias_values = np.array([value for _, value in bias], np.float32)
@@ -110,19 +110,19 @@ class SamplingRow:
         self.is_penalized = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
-        self.counts: TokenCounts | None = None
-        """For the penalties, where the host counts."""
+        self.counts: RowTokenCounts | None = None
+        """Counts for the penalties, if the host keeps them."""
         self.grammar: RowGrammar | None = None
-        # Most rows edit nothing, and are asked so in each step.
+        # Computed once: most rows edit nothing, and every step asks.
         self._names_tokens = bool(
             bias or params.allowed_token_ids or self.bad_words is not None or params.min_tokens > 0
         )
-        # top_k=1 leaves one candidate, whatever the draw: the cheap way comes to the same token.
+        # top_k=1 leaves one candidate for every draw: the maximum is the same token.
         self.is_greedy = params.temperature == 0.0 or params.top_k == 1
 
     @cached_property
     def allowed_bits(self) -> NDArray[np.int32]:
-        """The tokens that are allowed as bits, the lowest of a word first: for rows that name some."""
+        """Allowed tokens as bits, the lowest of a word first, for rows that name some."""
         is_allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
         is_allowed[self.allowed_ids] = True
         return np.packbits(is_allowed, bitorder="little").view(np.int32)
@@ -130,7 +130,7 @@ class SamplingRow:
     @property
     def must_not_stop(self) -> bool:
         if self.grammar is not None and self.grammar.is_complete:
-            return False  # a complete text ends, long enough or not: there is nothing else to draw
+            return False  # a complete text ends, long enough or not: there is no other token to sample
         return self.num_generated < self.params.min_tokens and len(self.stop_ids) > 0
 
     @property
@@ -140,7 +140,7 @@ class SamplingRow:
 
     @property
     def names_tokens(self) -> bool:
-        """Whether it may ever edit tokens that it names itself: a bias, bans, a mask. Penalties do not."""
+        """Whether the row may ever edit tokens that it names: by a bias, bans, a mask, not by penalties."""
         return self._names_tokens or self.grammar is not None
 
     @property
@@ -155,37 +155,37 @@ class SamplingRow:
         )
 
     def banned_ids(self) -> list[TokenIds]:
-        """What must not be drawn now, for the sake of the minimum length and of bad words."""
+        """List the tokens that the minimum length and bad words forbid now."""
         banned = [self.stop_ids] if self.must_not_stop else []
         return banned if self.bad_words is None else [*banned, *self.bad_words.banned_ids()]
 
     def next_uniform(self) -> float:
-        """The uniform for the token to be drawn now: a function of seed and number generated alone."""
+        """Return the uniform for the next token: a function of the seed and the number generated alone."""
         return uniform(self.params.seed, self.num_generated)
 
     @property
     def needs_history(self) -> bool:
-        """Whether what may be drawn now depends on a token that is being drawn, and so is not known yet."""
+        """Whether the next token depends on one that is still being sampled."""
         return self._num_pending > 0 and self.learns
 
     @property
     def learns(self) -> bool:
-        """Whether it wants to know the tokens that are drawn: others need not be told by `record`."""
+        """Whether `record` must report sampled tokens to the row; other rows do not depend on them."""
         return self.counts is not None or self.bad_words is not None or self.grammar is not None
 
     @property
     def failure(self) -> str:
-        """Why no token could be drawn, for the log; to be asked only where that was so."""
+        """The reason why no token could be sampled, for the log. Only for a row that failed."""
         failure = self.grammar.failure if self.grammar is not None else ""
         return failure or "logits are not finite, or no token is left to draw"
 
     def advance(self) -> None:
-        """A token is being drawn: `record` or `withdraw` follows. A second one may be drawn before that."""
+        """Note that a token is being sampled: `record` or `withdraw` follows, perhaps after a second one."""
         self.num_generated += 1
         self._num_pending += 1
 
     def record(self, token_id: int) -> None:
-        """The oldest token that was being drawn is this one."""
+        """Record the oldest token that was being sampled."""
         self._num_pending -= 1
         if self.counts is not None:
             self.counts.add(token_id)
@@ -195,6 +195,6 @@ class SamplingRow:
             self.grammar.record(token_id)
 
     def withdraw(self) -> None:
-        """The oldest token that was being drawn could not be: its place in the stream is free again."""
+        """Take back the oldest token that was being sampled: its place in the stream is free again."""
         self._num_pending -= 1
         self.num_generated -= 1

@@ -1,4 +1,4 @@
-"""From a configuration to a worker that is ready: load, measure, allocate, try (engine process).
+"""Start of a worker: load the model, measure memory, allocate, try (engine process).
 
 Never: runs a plan.
 """

@@ -1,7 +1,7 @@
-"""A checkpoint folder -> a transformers model, whose attention calls reach us if it is a decoder.
+"""Loader of a checkpoint as a transformers model; a decoder's attention calls reach the worker's backend.
 
-Owns: how the class that transformers has for the family and the task is built, which checkpoints are
-refused unread and why, and that the weights are this process's own memory.
+Owns: building the class that transformers has for the family and the task, the refusal of checkpoints that
+cannot be served, and the copy of the weights to this process's own memory.
 Never: code from the checkpoint (auto_map is not followed), pickled weights, the network.
 """
 
@@ -46,7 +46,7 @@ from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
-from worker.progress import LoadStage, Stage
+from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -61,9 +61,9 @@ _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
 # Where families keep the length of their context window, besides max_position_embeddings.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LEN_WITHOUT_LIMIT = 8192
-"""For models whose configuration gives no context window, unless one is asked for."""
+"""Context window of a model whose configuration gives none, unless one is asked for."""
 
-# Encoders bring it for a training task of theirs; nothing here reads its output, and many leave it out.
+# A head for the training of encoders: its output is never read, and many checkpoints leave it out.
 _POOLER = "pooler."
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -71,24 +71,26 @@ AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """What decides how a checkpoint is built and run."""
+    """Properties of a checkpoint that decide how it is built and run."""
 
     folder: Path
     checkpoint_config: dict[str, Any]
     task: Task
     is_encoder: bool
-    """Its tokens see later ones: no KV cache, and attention stays the model's own."""
+    """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
     keeps_own_cache: bool = False
-    """No paged KV cache can be put under it: attention, or what its layers have instead, stays its own."""
+    """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
+    """Model on its device, and the facts of its checkpoint."""
+
     model: nn.Module
     dtype: torch.dtype
     model_type: str
     text_config: Any
-    """The part of the configuration that describes the language model."""
+    """Part of the configuration that describes the language model."""
     num_parameters: int
     weight_bytes: int
     vocab_size: int
@@ -96,11 +98,11 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]
     has_experts: bool = False
-    """It is a mixture: a token reads the weights of some experts only."""
+    """Mixture of experts: a token reads the weights of some experts only."""
 
 
 def find_kind(config: WorkerConfig) -> ModelKind:
-    """Read config.json and, to compare them, the other texts. Raises StartupError for what they rule out."""
+    """Read config.json, and compare all texts with their checksums. Raises StartupError to refuse them."""
     folder = find_checkpoint(config.model_path)
     if config.checksums_file is not None:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
@@ -126,7 +128,7 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
     left_bytes = device.check_weights(weights)
     _read_weights(config, folder, files, stage, left_bytes)
     with _refusing_out_of_memory(weights, device):
-        stage.enter(Stage.BUILDING)
+        stage.enter(LoadPhase.BUILDING)
         model = _build(kind, config.dtype)
         _move(model, device.torch_device, stage)
     model.eval()
@@ -151,11 +153,11 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
 def _read_weights(
     config: WorkerConfig, folder: Path, files: list[WeightFile], stage: LoadStage, left_bytes: int
 ) -> None:
-    """Bring the files into the page cache, and compare them on the way if there is a list."""
+    """Bring the files into the page cache, and compare them on the way if there is a list of checksums."""
     file_bytes = sum(file.num_bytes for file in files)
     if config.checksums_file is None and file_bytes > left_bytes:
         return  # the first pages would be gone again before they are used
-    stage.enter(Stage.READING, total_bytes=file_bytes)
+    stage.enter(LoadPhase.READING, total_bytes=file_bytes)
     if config.checksums_file is not None:
         checksums = Checksums.read(Path(config.checksums_file))
         checksums.check_weights(folder, [file.path for file in files], stage.count)
@@ -165,7 +167,7 @@ def _read_weights(
 
 
 def refuse_layers(text_config: Any) -> None:
-    """Raise StartupError for layers that attend in a way the attention call does not tell."""
+    """Raise StartupError for layers whose kind of attention the attention call does not show."""
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     unknown = sorted(layer_types - _SUPPORTED_LAYERS)
     if unknown:
@@ -241,14 +243,14 @@ def _build(kind: ModelKind, dtype: str) -> Any:
 
 
 def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> None:
-    """Bring the weights to the device, one after another; on CPU too they become memory of our own.
+    """Copy the weights to the device one after another; on CPU too, into memory of this process.
 
-    Until then they are pages of the mapped files: whatever measures free memory takes them for free, a
-    machine short of memory reads them from disk again at each step, and they change, or are gone, when
-    the file is written to. The copy costs about 0.4 s per GB and never more memory than the weights.
+    Before the copy they are pages of the mapped files. Such pages count as free memory, a machine short of
+    memory reads them from disk again at each step, and they change, or are lost, when the file is written
+    to. The copy takes about 0.4 s per GB and never more memory than the weights.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
-    stage.enter(Stage.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
+    stage.enter(LoadPhase.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
     for tensor in tensors:
         # Through .data, which keeps tied weights one and the same.
         tensor.data = tensor.data.to(torch_device, copy=True)
@@ -257,7 +259,7 @@ def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> Non
 
 @contextmanager
 def _refusing_out_of_memory(weights: WeightBytes, device: Device) -> Iterator[None]:
-    """Turn an allocation that fails into a StartupError with the size of what was to be loaded."""
+    """Turn a failed allocation into a StartupError with the size of the weights."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -276,7 +278,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
-    """Name the dtype that the weights will have; None: that of the files."""
+    """Name the dtype that the weights will have; None for that of the files."""
     if dtype != "auto":
         return dtype
     named = checkpoint_config.get("dtype") or checkpoint_config.get("torch_dtype")
@@ -284,7 +286,7 @@ def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
 
 
 def _vocab_size(model: Any) -> int:
-    """Count the tokens that can be both read and drawn: some families read more than they draw."""
+    """Count the tokens that can be both read and sampled: some families read more than they sample."""
     num_read = int(model.get_input_embeddings().weight.shape[0])
     output = model.get_output_embeddings()
     return num_read if output is None else min(num_read, int(output.weight.shape[0]))
@@ -306,7 +308,7 @@ def context_window(text_config: Any) -> int:
         raise FamilyRefused(f"the configuration of {text_config.model_type} gives no context window")
     rope = getattr(text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
-        # Yarn is often added to a configuration whose max_position_embeddings still tells the length before.
+        # Yarn is often added to a configuration whose max_position_embeddings is still the old length.
         length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
     return length
 

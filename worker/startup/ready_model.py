@@ -27,7 +27,7 @@ from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, Toolkit, put_kernels_under
 from worker.model.temperature import fix_temperatures
-from worker.progress import LoadStage, Stage
+from worker.progress import LoadPhase, LoadStage
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel
 from worker.startup.self_check import Runner, SelfCheck, refusing
 from worker.steps.host_pool import HostPool
@@ -67,7 +67,7 @@ def start_loaded(
     """All that comes after the weights; `reserve` is what comes after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
 
-    stage.enter(Stage.MEASURING)
+    stage.enter(LoadPhase.MEASURING)
     layout = _probe_layout(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
@@ -78,7 +78,7 @@ def start_loaded(
     fix_temperatures(loaded.model)
 
     toolkit = _open_toolkit(config, device, loaded, stage)
-    stage.enter(Stage.WARMING_UP)
+    stage.enter(LoadPhase.WARMING_UP)
     backend: AttentionBackend = RefAttention(cache, device)
     check = SelfCheck(
         loaded=loaded,

@@ -1,8 +1,8 @@
-"""Whether a model computes the same through our cache as by itself, tried once at load.
+"""Check at load that a model computes the same through the paged cache as by itself.
 
 Owns: one short random sequence, run in three steps (a first chunk, a later chunk, a decode), and the
-comparison with the model's own eager attention. Some families keep state that is not keys and values,
-or do not use the attention call at all; this finds them without a list of names. It is also the warm-up.
+comparison with the model's own eager attention. Some families keep state besides keys and values, or do not
+use the attention call at all: the check finds them without a list of names. It is also the warm-up.
 Never: compares texts, or corrects anything.
 """
 
@@ -41,7 +41,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 @contextmanager
 def refusing(model_type: str) -> Iterator[None]:
-    """Turn what goes wrong while a model is tried into a FamilyRefused that says what it was."""
+    """Turn an error of a model that is tried into a FamilyRefused with its reason."""
     try:
         yield
     except UnsupportedAttention as error:
@@ -59,20 +59,20 @@ def refusing(model_type: str) -> Iterator[None]:
 
 
 class Runner(Protocol):
-    """Calls the model for the logits, or for the hidden states, of some of its tokens."""
+    """Caller of the model for the logits, or for the hidden states, of some of its tokens."""
 
     def forward(
         self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, executor: LayerExecutor, /
     ) -> Tensor:
-        """With attention going to `executor`; one row for each of N tokens."""
+        """Compute with attention in `executor`; returns one row for each of N tokens."""
 
     def forward_alone(self, input_ids_1T: Tensor, /) -> Tensor:
-        """By itself; one row for each token."""
+        """Compute with the model's own attention; returns one row for each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
-    """What is tried, and on what."""
+    """Check of one model on its device and cache."""
 
     loaded: LoadedModel
     runner: Runner
@@ -82,7 +82,7 @@ class SelfCheck:
     max_model_len: int
 
     def run(self) -> Tensor:
-        """Raise StartupError if the model would answer differently than by itself; return what it answers."""
+        """Return the model's own logits. Raises StartupError if those through the cache differ."""
         with refusing(self.loaded.model_type):
             expected = self._run_eagerly(self._token_ids())
         error = self._error(expected)
@@ -97,13 +97,13 @@ class SelfCheck:
     def run_again(
         self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
     ) -> None:
-        """Raise StartupError if it answers differently since our own kernels are under it."""
-        kind, flag = ("GPU", "--gpu-kernels") if self.device.is_gpu else ("CPU", "--cpu-kernels")
-        fix = f"start with {flag} off, and report it"
+        """Raise StartupError if the logits with our own kernels differ from `expected`."""
+        kind = self.device.kind
+        fix = f"start with --{kind.lower()}-kernels off, and report it"
         try:
             error = replace(self, backend=backend)._error(expected, tolerance)
         except FamilyRefused as failure:
-            # Not of the family: it has just been computed without them.
+            # Not an error of the family, which was computed without the kernels before.
             raise StartupError(f"{failure.what}, with the {kind} kernels", fix=fix) from failure
         if error is not None:
             raise StartupError(
@@ -113,7 +113,7 @@ class SelfCheck:
             )
 
     def _error(self, expected: Tensor, tolerance: float | None = None) -> float | None:
-        """The largest error of a chunk, if it is beyond `tolerance`, or beyond what rounding explains."""
+        """Return the largest error of a chunk if it is above `tolerance`, by default that of rounding."""
         if not bool(torch.isfinite(expected).all()):
             return None  # random or damaged weights: requests will fail one by one, and say so
         with refusing(self.loaded.model_type):
@@ -144,7 +144,7 @@ class SelfCheck:
                 token_ids=tuple(token_ids),
                 num_prompt_tokens=len(token_ids),
                 params=SamplingParams(),
-                # From the end and backwards, so that block tables are seen to be followed.
+                # In descending order, to check that block tables are followed.
                 block_ids=tuple(BlockId(self.cache.num_blocks - index) for index in range(num_blocks)),
             )
         )
@@ -173,7 +173,7 @@ class SelfCheck:
         return torch.cat(logits).float()
 
     def _run_eagerly(self, token_ids: np.ndarray[Any, Any]) -> Tensor:
-        """Return what the model's own attention gives, all tokens at once."""
+        """Return the logits of all tokens with the model's own attention."""
         model: Any = self.loaded.model
         model.set_attn_implementation("eager")
         try:
@@ -189,6 +189,6 @@ def _chunks(length: int) -> list[tuple[int, int]]:
 
 
 def relative_error(ours: Tensor, expected: Tensor) -> float:
-    """Take the median over tokens: a mixture of experts may send one token elsewhere for a rounding."""
+    """Take the median over tokens: rounding may route a token of a mixture to another expert."""
     errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     return float(errors.median())

@@ -1,22 +1,20 @@
-"""From a configuration to a model that generates.
+"""Start of a model that generates.
 
-Owns: what comes before and after startup.py for it: who computes its steps, who draws its tokens, and the
-rows of its sequences.
+Owns: the load before ready_model.py, and the rows, runner and sampler after it.
 Never: runs a plan.
 """
 
 from dataclasses import replace
 
 from worker.checkpoint.checkpoint_files import find_checkpoint
-from worker.devices.device import NO_RESERVE, Device
+from worker.devices.device import Device
 from worker.progress import LoadStage
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.row_sampler import RowSampler
-from worker.sampling.sampler import Sampler
+from worker.startup.device_kernels import open_step_parts, reserved_memory
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
+from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -24,7 +22,7 @@ from worker.worker_config import ModelFacts, WorkerConfig
 def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
 ) -> tuple[ModelFacts, GenerationSteps]:
-    """Load, measure, allocate, try. Raises StartupError, with what to do, for all that cannot be served."""
+    """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
     ready = load_generator(config, kind, device, stage)
     facts = ready.facts
     grammars = Grammars(
@@ -37,18 +35,15 @@ def start_generating(
         num_blocks=facts.num_blocks,
         sliding_window=facts.sliding_window,
     )
-    steps: StepRunner
-    sampler: RowSampler
-    if device.is_gpu and ready.surgery is not None:
-        from worker.gpu.gpu_kernel_choice import open_steps  # only here: a CPU has no use for them
-
-        steps, sampler = open_steps(config, ready, device, stage, grammars)
-        facts = replace(facts, runs_ahead=True)
-    else:
-        steps = EagerSteps(ready.runner, ready.backend, device)
-        sampler = Sampler(vocab_size=facts.vocab_size, device=device.torch_device, grammars=grammars)
+    parts = open_step_parts(config, ready, device, stage, grammars)
+    facts = replace(facts, runs_ahead=parts.runs_ahead)
     generation = GenerationSteps(
-        device=device, facts=facts, rows=rows, host_pool=ready.host_pool, steps=steps, sampler=sampler
+        device=device,
+        facts=facts,
+        rows=rows,
+        host_pool=ready.host_pool,
+        steps=parts.steps,
+        sampler=parts.sampler,
     )
     return facts, generation
 
@@ -56,12 +51,8 @@ def start_generating(
 def load_generator(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
 ) -> ReadyModel[ModelRunner]:
-    """The model with its cache, before anybody draws a token. Raises StartupError."""
+    """Load the model with its cache, without a sampler. Raises StartupError."""
     loaded = load_model(config, kind, device, stage)
     runner = ModelRunner(loaded.model, loaded.vocab_size)
-    reserved = NO_RESERVE
-    if device.is_gpu:
-        from worker.gpu.gpu_kernel_choice import reserve
-
-        reserved = reserve(config, loaded)
+    reserved = reserved_memory(config, device, loaded)
     return start_loaded(config, device, stage, loaded, runner, reserve=reserved)

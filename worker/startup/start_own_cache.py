@@ -1,7 +1,7 @@
-"""From a configuration to a family that is served with caches of its own, where the paged one is no way.
+"""Start of a model whose sequences have caches of their own, because a paged KV cache does not fit.
 
-Owns: which way a family can be computed, found by trying, and what a sequence's cache takes of memory.
-Never: tries a family that the paged KV cache can serve: this one is several times slower.
+Owns: the choice of a way to compute the family, by trying, and the memory of a sequence's cache.
+Never: tries a family that the paged KV cache can serve: these steps are several times slower.
 """
 
 import logging
@@ -18,7 +18,7 @@ from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way, num_bytes
 from worker.own_cache.own_cache_steps import CacheTable, OwnCacheSteps
-from worker.progress import LoadStage, Stage
+from worker.progress import LoadPhase, LoadStage
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampler import Sampler
 from worker.startup.loader import LoadedModel, ModelKind, load_model
@@ -39,23 +39,25 @@ _CUTS = {
     Way.ALL_AGAIN: (0, *range(_FIRST_SINGLE, _NUM_TOKENS + 1)),
 }
 _MOST_OF_BUDGET = 0.5
-"""For what a cache takes whatever its length, times as many as may run at once."""
+"""Largest part of the cache for states of fixed size, summed over all sequences that may run at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBytes:
+    """Memory of one sequence's cache."""
+
     fixed: int
-    """Whatever the length: recurrent states."""
+    """Bytes for any length: recurrent states."""
     per_token: int
 
 
-class Found(NamedTuple):
-    """How a family can be computed."""
+class WayFound(NamedTuple):
+    """Way to compute a family, and its measurements."""
 
     way: Way
     sizes: CacheBytes
     error: float
-    """Of the logits, over their size: the largest of the medians of a chunk, and of the single tokens."""
+    """Error of the logits over their size: the largest median of a chunk, or of the single tokens."""
 
 
 def start_with_own_caches(
@@ -65,7 +67,7 @@ def start_with_own_caches(
     _refuse_useless_options(config, refused)
     loaded = load_model(config, replace(kind, keeps_own_cache=True), device, stage)
     model = OwnCacheModel(loaded.model, loaded.vocab_size)
-    stage.enter(Stage.MEASURING)
+    stage.enter(LoadPhase.MEASURING)
     way, sizes, _ = find_way(model, loaded, refused)
 
     def run_largest_step() -> None:
@@ -76,7 +78,7 @@ def start_with_own_caches(
 
     budget_bytes = device.kv_cache_budget_bytes(run_largest_step)
     size = _size(config, device, loaded, sizes, budget_bytes)
-    stage.enter(Stage.WARMING_UP)
+    stage.enter(LoadPhase.WARMING_UP)
     log.warning(
         "%s; transformers alone computes, one sequence after the other, %s: expect a fraction of the speed",
         refused,
@@ -86,8 +88,8 @@ def start_with_own_caches(
     return facts, _steps(config, device, model, way, facts)
 
 
-def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> Found:
-    """The cheapest way that gives what the model gives by itself. Raises FamilyRefused without any."""
+def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> WayFound:
+    """Find the cheapest way that computes the model's own logits. Raises FamilyRefused if there is none."""
     token_ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, (2, _NUM_TOKENS)).tolist()
     with refusing(loaded.model_type):
         expected = [
@@ -109,8 +111,8 @@ def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> Found:
     raise FamilyRefused(refused)
 
 
-def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: list[Tensor]) -> Found:
-    """Two sequences, whose steps take turns: nothing of one may stay in the model for the other."""
+def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: list[Tensor]) -> WayFound:
+    """Run two sequences in turns: no state of one may stay in the model for the other."""
     caches = [SequenceCache(), SequenceCache()]
     bytes_after: dict[int, int] = {}
     errors: list[float] = []
@@ -130,13 +132,13 @@ def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: l
     first, last = min(bytes_after), max(bytes_after)
     per_token = -(-max(0, bytes_after[last] - bytes_after[first]) // (last - first))
     fixed = max(0, bytes_after[first] - first * per_token)
-    return Found(way, CacheBytes(fixed=fixed, per_token=per_token), max(errors))
+    return WayFound(way, CacheBytes(fixed=fixed, per_token=per_token), max(errors))
 
 
 def _size(
     config: WorkerConfig, device: Device, loaded: LoadedModel, sizes: CacheBytes, budget_bytes: int
 ) -> CacheSize:
-    """How much may be cached at once, in blocks that stand for memory. Raises StartupError."""
+    """Size the cache, in blocks that stand for memory. Raises StartupError."""
     block_size = config.block_size or device.default_block_size
     fixed_bytes = sizes.fixed * config.max_num_seqs
     if fixed_bytes > budget_bytes * _MOST_OF_BUDGET:
@@ -148,7 +150,7 @@ def _size(
         )
     return size_cache(
         CacheRequest(
-            # A cache that does not grow takes no blocks; so many that they never are what is short.
+            # A cache that does not grow takes no blocks: 1 byte each, so that they never run out.
             block_bytes=max(1, block_size * sizes.per_token),
             block_size=block_size,
             budget_bytes=budget_bytes - fixed_bytes,
@@ -187,7 +189,7 @@ def _steps(
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
     )
-    sampler = Sampler(vocab_size=facts.vocab_size, device=device.torch_device, grammars=grammars)
+    sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
     rows = RowTable(
         max_num_seqs=config.max_num_seqs,
         max_model_len=facts.max_model_len,

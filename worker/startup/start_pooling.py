@@ -1,7 +1,6 @@
-"""From a configuration to a model that turns prompts into vectors or scores.
+"""Start of a model that pools prompts to vectors or scores.
 
-Owns: what differs from startup.py: how the model is read out, how long a prompt may be, and the nominal
-KV cache of an encoder, which has none.
+Owns: the pooling of the model, the longest prompt, and the nominal KV cache of an encoder, which has none.
 Never: runs a plan.
 """
 
@@ -18,7 +17,7 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device
 from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
 from worker.pooling.encoder_pooling import (
-    Encoder,
+    EncoderModel,
     EncoderPrompts,
     Prompt,
     check_padding,
@@ -27,7 +26,7 @@ from worker.pooling.encoder_pooling import (
 )
 from worker.pooling.pooler import LastTokenScores, Pooler, Readout, Scores
 from worker.pooling.pooling_step import PoolingSteps, PromptRunner, PromptTable
-from worker.progress import LoadStage, Stage
+from worker.progress import LoadPhase, LoadStage
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import start_loaded
 from worker.startup.self_check import refusing
@@ -43,7 +42,7 @@ _TASKS = {Task.EMBED: PoolingTask.EMBED, Task.SCORE: PoolingTask.SCORE}
 def start_pooling(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
 ) -> tuple[ModelFacts, PoolingSteps]:
-    """Load and try. Raises StartupError, with what to do, for all that cannot be served."""
+    """Load and try. Raises StartupError, with a fix, for a model that cannot be served."""
     if kind.is_encoder:
         _refuse_useless_options(config)
     loaded = load_model(config, kind, device, stage)
@@ -79,12 +78,13 @@ def _start_decoder(
         readout = Pooler(recipe, loaded.text_config.hidden_size, device.torch_device)
         body = loaded.model
         if recipe.mode is not PoolingMode.LAST:
-            # What was seen of a prompt so far would have to be kept, and swapped, with its blocks.
+            # In chunks, a partial result would have to be kept, and swapped, with the blocks.
             prompt = PromptComputation.AT_ONCE
             loaded = _fitted_into_a_step(loaded, config)
     ready = start_loaded(config, device, stage, loaded, HiddenStates(body))
     pooling = PoolingFacts(task=_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=prompt)
-    return replace(ready.facts, pooling=pooling), DecoderPrompts(ready, readout, device)
+    prompts = DecoderPrompts(ready.runner, ready.backend, ready.host_pool, readout, device)
+    return replace(ready.facts, pooling=pooling), prompts
 
 
 def _start_encoder(
@@ -98,12 +98,12 @@ def _start_encoder(
         if model_config.num_labels != 1:
             raise _no_single_score(loaded)
         readout = Scores(score_activation(kind.checkpoint_config))
-        encoder = Encoder(loaded.model, device, read_logits(readout))
+        encoder = EncoderModel(loaded.model, device, read_logits(readout))
     else:
         recipe = read_recipe(kind.folder, default=PoolingMode.MEAN)
         loaded = _shortened(loaded, recipe.max_len)
         readout = Pooler(recipe, loaded.text_config.hidden_size, device.torch_device)
-        encoder = Encoder(loaded.model, device, read_hidden_states(readout))
+        encoder = EncoderModel(loaded.model, device, read_hidden_states(readout))
     max_model_len = _encoder_len(_fitted_into_a_step(loaded, config), config)
     _try_encoder(encoder, config, device, stage, replace(loaded, checkpoint_len=max_model_len))
     pooling = PoolingFacts(
@@ -114,18 +114,18 @@ def _start_encoder(
 
 
 def _try_encoder(
-    encoder: Encoder, config: WorkerConfig, device: Device, stage: LoadStage, loaded: LoadedModel
+    encoder: EncoderModel, config: WorkerConfig, device: Device, stage: LoadStage, loaded: LoadedModel
 ) -> None:
-    """Raise StartupError if the longest prompt, padding, or on a GPU the largest step, does not go well."""
+    """Raise StartupError if the longest prompt, padding, or on a GPU the largest step, fails."""
     longest = Prompt(np.zeros(loaded.checkpoint_len, dtype=np.int32))
 
     def run_largest_step() -> None:
         encoder.run([longest] * max(1, config.max_num_batched_tokens // loaded.checkpoint_len))
 
     with refusing(loaded.model_type):
-        stage.enter(Stage.MEASURING)
+        stage.enter(LoadPhase.MEASURING)
         device.kv_cache_budget_bytes(run_largest_step)  # to see that it fits: there is no cache to size
-        stage.enter(Stage.WARMING_UP)
+        stage.enter(LoadPhase.WARMING_UP)
         encoder.run([longest])
         check_padding(encoder, loaded.dtype, vocab_size=loaded.vocab_size, max_len=loaded.checkpoint_len)
 
@@ -133,9 +133,9 @@ def _try_encoder(
 def _encoder_facts(
     config: WorkerConfig, device: Device, loaded: LoadedModel, max_model_len: int
 ) -> ModelFacts:
-    """Facts of a model that fills none of the blocks that the scheduler counts.
+    """Build the facts of a model that fills none of the blocks that the scheduler counts.
 
-    There are enough for all that may run at once, and as many again: a watermark may keep half of them free.
+    The blocks hold twice the sequences that may run at once: a watermark may keep half of them free.
     """
     block_size = config.block_size or device.default_block_size
     blocks_of_longest = -(-max_model_len // block_size)
@@ -169,7 +169,7 @@ def _refuse_useless_options(config: WorkerConfig) -> None:
 
 
 def _shortened(loaded: LoadedModel, length: int | None) -> LoadedModel:
-    """The same model, for prompts of at most `length` tokens."""
+    """Cut the context window to `length` tokens."""
     return loaded if length is None else replace(loaded, checkpoint_len=min(loaded.checkpoint_len, length))
 
 
@@ -195,7 +195,7 @@ def _encoder_len(loaded: LoadedModel, config: WorkerConfig) -> int:
 
 
 def _num_positions(model: nn.Module) -> int | None:
-    """How many of a learned table's positions a prompt can use: RoBERTa's begins behind its padding."""
+    """Count the positions of a learned table that a prompt can use: RoBERTa's begins behind its padding."""
     table: Any
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding):

@@ -1,9 +1,9 @@
-"""The device and the model as the worker would see them, without loading the model.
+"""Survey of the device and the model, as the worker would find them, without loading the model.
 
     echo '{"model_path": "..."}' | python -m worker.startup.survey
 
-Owns: the part of `tokenyard doctor` that needs torch and transformers, in a process of its own: one finding
-as a line of JSON each, so that whoever asked has the first ones when a later one takes the process down.
+Owns: the part of `tokenyard doctor` that needs torch and transformers, in a process of its own: each finding
+is one line of JSON, so that earlier findings are reported even if a later one takes the process down.
 Never: computes how memory is divided (forecast.py).
 """
 
@@ -17,24 +17,23 @@ import transformers
 
 from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.task import Task
-from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.devices.device import Device, open_device
-from worker.findings import Finding, Verdict
-from worker.gpu.gpu_kernel_choice import foresee_kernels as foresee_gpu_kernels
-from worker.machine import available_memory_bytes
-from worker.startup.forecast import CannotTell, Forecast, forecast, weight_bytes
+from worker.doctor_findings import Finding, Verdict
+from worker.memory_sizes import format_gib
+from worker.startup.device_kernels import foresee_kernels
+from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
 from worker.startup.loader import ModelKind, dtype_name, find_kind
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 
 def survey(config: WorkerConfig) -> Iterator[Finding]:
-    """Up to the first fault: what comes after it would not be reached at load either."""
+    """Yield findings up to the first fault: a load would not get further either."""
     yield _fine("libraries", f"torch {torch.__version__}, transformers {transformers.__version__}")
     topic = "device"
     try:
         device = open_device(config)
-        yield _fine(topic, _describe(device))
+        yield _fine(topic, f"{device.describe()}, {device.describe_memory()}")
         topic = "model"
         kind = find_kind(config)
         yield _fine(topic, f"{kind.checkpoint_config['model_type']}, made to {kind.task.value}")
@@ -43,32 +42,18 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         yield _fine(topic, _describe_files(files))
         if not kind.is_encoder:
             topic = "kernels"
-            yield _foresee_kernels(config, kind, device)
+            yield foresee_kernels(config, device, _dtype(config, kind))
         topic = "memory"
         yield _look_at_memory(config, kind, device)
     except StartupError as error:
         yield Finding(topic=topic, verdict=Verdict.FAULT, what=error.what, fix=error.fix)
 
 
-def _foresee_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
-    if device.is_gpu:
-        return foresee_gpu_kernels(config)
-    return foresee_kernels(config, device, _dtype(config, kind))
-
-
-def _describe(device: Device) -> str:
-    if device.torch_device.type == "cpu":
-        return f"{device.describe()}, {_gib(available_memory_bytes())} of memory available"
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
-    return f"{device.describe()}, {_gib(free_bytes)} of {_gib(total_bytes)} free"
-
-
 def _describe_files(files: list[WeightFile]) -> str:
     dtypes = sorted({name for file in files for name in file.bytes_of_dtype})
     num_bytes = sum(file.num_bytes for file in files)
-    return (
-        f"{_gib(num_bytes)} of {', '.join(dtypes)} in {len(files)} safetensors, each as long as it promises"
-    )
+    size = f"{format_gib(num_bytes)} of {', '.join(dtypes)}"
+    return f"{size} in {len(files)} safetensors, each as long as it promises"
 
 
 def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
@@ -78,16 +63,16 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
 
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
     num_weight_bytes = weight_bytes(config, kind, device)
-    weights = f"weights {_gib(num_weight_bytes)}"
+    weights = f"weights {format_gib(num_weight_bytes)}"
     if kind.task is not Task.GENERATE or kind.is_encoder:
         return _fine("memory", f"{weights}; not looked at: what a step takes")
     try:
         found = forecast(config, kind, device, num_weight_bytes)
-    except CannotTell:
+    except CannotForesee:
         return Finding(
             topic="memory",
             verdict=Verdict.WARNING,
-            what=f"{weights}; how much KV cache fits cannot be told without loading this family",
+            what=f"{weights}; how much KV cache fits is not known without loading this family",
             fix="start the server: it measures, and says what does not fit",
         )
     except FamilyRefused as refused:
@@ -106,7 +91,7 @@ def _judge(weights: str, found: Forecast) -> Finding:
     num_tokens = found.size.num_blocks * found.layout.block_size
     max_model_len = found.size.max_model_len
     what = (
-        f"{weights}, KV cache up to {_gib(found.size.num_blocks * found.layout.block_bytes)} for "
+        f"{weights}, KV cache up to {format_gib(found.size.num_blocks * found.layout.block_bytes)} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "
         f"{num_tokens // max_model_len:,} requests of full length at once"
     )
@@ -122,10 +107,6 @@ def _judge(weights: str, found: Forecast) -> Finding:
 
 def _fine(topic: str, what: str) -> Finding:
     return Finding(topic=topic, verdict=Verdict.OK, what=what)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 if __name__ == "__main__":

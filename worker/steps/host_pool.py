@@ -1,7 +1,7 @@
 """The host's pool of KV blocks, for preempted sequences and cached prefixes; all copies of a plan.
 
-Owns: its memory, in the device pool's format; the check of a plan's copies; how fast a copy is.
-Never: whose block is where, or who is swapped (scheduler/); when a copy is made (block_copies.py).
+Owns: its memory, in the device pool's format; the check of a plan's copies; the measured time of a copy.
+Never: which sequence has a block, or is swapped (scheduler/); when a copy is made (block_copies.py).
 
 Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padding, so block n is row n - 1.
 """
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 _MEASURED_BLOCKS = 64
 _MEASURED_ROUNDS = 3
 _MEASURED_MOST_S = 0.05
-# Both pools are mapped lazily: what is copied to measure is memory taken before anybody needs it.
+# Both pools are mapped lazily: copying to measure takes memory before it is needed.
 _MEASURED_MOST_BYTES = 32 << 20
 
 
 CopyRows = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies rows of a pool [N, E]: P sources to P targets, which differ, and of which none is a source."""
+"""Copies rows of a pool [N, E]: P sources to P targets. Targets differ, and none is a source."""
 
 
 class HostPool:
-    """The pool of one worker. With no swap space it has no blocks, and every copy is a plan's fault."""
+    """Host pool of one worker. Without swap space it has no blocks, and refuses every swap."""
 
     def __init__(self, swap_bytes: int, cache: KVCache, device: Device) -> None:
         """Allocate. Raises StartupError, with numbers, for a swap space that is too large or too small."""
@@ -72,11 +72,11 @@ class HostPool:
     ) -> dict[BlockId, str]:
         """Carry out a plan's copies: all of `out` before any of `back`, and all of these before `within`.
 
-        A device that works by itself makes them later, beside its steps: see `step`.
+        A device that works ahead makes them later, beside its steps: see `step`.
 
-        Returns the device blocks whose content could not be brought, with the reason: whoever has one of
-        them in its table must fail. A copy is left out if it names a block that is not in the pools, or
-        would bring what is not there.
+        Returns the device blocks whose content did not arrive, with the reason: a sequence with one of them
+        in its table must fail. A copy is left out if it names a block outside of the pools, or a host block
+        that was never filled.
         """
         lost = self._swap(out, back) if out or back else {}
         if within:
@@ -85,7 +85,7 @@ class HostPool:
 
     def _swap(self, out: Sequence[BlockCopy], back: Sequence[BlockCopy]) -> dict[BlockId, str]:
         leaving = [copy for copy in out if self._can_leave(copy)]
-        # Forgotten first: should the copies raise half-way, nobody gets what an earlier owner left there.
+        # Forgotten first: if the copies raise half-way, no sequence reads what an earlier owner left there.
         self._filled.difference_update(copy.target for copy in out)
         arrived = {copy.target for copy in leaving}
         lost = {
@@ -96,12 +96,12 @@ class HostPool:
             [RowCopy(copy.source, copy.target - 1) for copy in leaving],
             [RowCopy(copy.source - 1, copy.target) for copy in returning],
         )
-        # Not there yet, perhaps; but whoever reads it from here on waits for it.
+        # Perhaps not there yet; but later reads wait for it.
         self._filled |= arrived
         return lost
 
     def step(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
-        """For what computes a step: within, the copies asked before are as good as done."""
+        """Enter while a step is computed: it sees the copies asked before as done."""
         read_blocks_R = -(-metadata.seq_lens // self._block_size)
         return self._among_copies(TouchedRows(metadata.token_blocks, metadata.block_tables, read_blocks_R))
 
@@ -109,7 +109,7 @@ class HostPool:
         return self._copier.step(touched) if self.num_blocks else nullcontext()
 
     def _copy_within(self, copies: Sequence[BlockCopy], lost: dict[BlockId, str]) -> None:
-        """In the order of the device's computations; all sources are read before any target is written."""
+        """Copy in the order of the device's work; all sources are read before any target is written."""
         known = range(1, self._num_device_blocks + 1)
         sound = []
         for copy in copies:
@@ -130,24 +130,24 @@ class HostPool:
     def copy_with(self, copy_rows: CopyRows) -> None:
         """Let a kernel make the copies within the device's pool from now on.
 
-        It takes a source of -1 for none: asked so, it is compiled now and not in the middle of service.
+        The kernel takes a source of -1 for none: this call compiles it now, not in the middle of service.
         """
         self._copy_rows = copy_rows
         source, target = self._device.tensor(np.array([[-1], [0]]))
         copy_rows(self._pool_NE, source, target)
 
     def measure_copy_s(self) -> float:
-        """Seconds to copy one block, one way; 0 without blocks. To be called before anybody swaps."""
+        """Measure the seconds to copy one block, one way; 0 without blocks. Call before the first swap."""
         if not self.num_blocks:
             return 0.0
         affordable = max(1, _MEASURED_MOST_BYTES // self.block_bytes)
         num_blocks = min(self.num_blocks, self._num_device_blocks, affordable, _MEASURED_BLOCKS)
         ids = [BlockId(block_id) for block_id in range(1, num_blocks + 1)]
-        # One descends where the other ascends: after some hours of service few blocks are neighbours.
+        # One range descends while the other ascends: after hours of service few blocks are neighbours.
         out = [BlockCopy(*pair) for pair in zip(ids, reversed(ids), strict=True)]
         back = [BlockCopy(copy.target, copy.source) for copy in out]
         self._device.wait()
-        # Once without the clock: the first round takes the pages from the system.
+        # One round untimed: it takes the pages from the system.
         self._time_round(out, back)
         seconds = [self._time_round(out, back)]
         while len(seconds) < _MEASURED_ROUNDS and sum(seconds) < _MEASURED_MOST_S:
@@ -165,7 +165,7 @@ class HostPool:
     def _can_leave(self, copy: BlockCopy) -> bool:
         if 1 <= copy.source <= self._num_device_blocks and 1 <= copy.target <= self.num_blocks:
             return True
-        # Nobody in this plan needs it: the sequence fails when it is to come back.
+        # No sequence of this plan needs it: the sequence fails when it is swapped in.
         log.error(
             "%s not swapped out: the pools have %d and %d", copy, self._num_device_blocks, self.num_blocks
         )

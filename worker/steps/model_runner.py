@@ -1,8 +1,8 @@
 """One forward pass over a flattened batch.
 
-Owns: how a transformers model is called, and which executor its attention calls reach; what a step asks of
-whoever computes it, and the plain way to do that.
-Never: builds the batch (inputs.py) or draws tokens (sampler.py).
+Owns: the call of a transformers model, and the executor that its attention calls reach; the StepRunner
+protocol, and the plain runner.
+Never: builds the batch (step_inputs.py) or samples tokens (sampling/).
 """
 
 import copy
@@ -20,7 +20,7 @@ from worker.steps.step_inputs import StepInputs
 
 
 class BodyOutputs:
-    """What the body of the model (all but its head) made of one step: hidden states [1, T, H], mainly."""
+    """Outputs of the model's body (all but its head) in one step: hidden states [1, T, H], mainly."""
 
     def __init__(self, input_ids_1T: Tensor, position_ids_1T: Tensor) -> None:
         self.input_ids_1T = input_ids_1T
@@ -28,18 +28,18 @@ class BodyOutputs:
         self._outputs: Any = None
 
     def keep(self, _body: nn.Module, _arguments: Any, outputs: Any) -> None:
-        """A forward hook."""
+        """Keep the outputs: a forward hook."""
         self._outputs = outputs
 
     def only(self, indices_N: Tensor) -> Any:
-        """The same for these tokens alone."""
+        """Select the outputs of some tokens."""
         outputs = copy.copy(self._outputs)
         outputs.last_hidden_state = self._outputs.last_hidden_state[:, indices_N]
         return outputs
 
 
 class _Recorded(nn.Module):
-    """Stands in for the body: gives what it gave before."""
+    """Stand-in for the body that returns recorded outputs."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Recorded(nn.Module):
 
 
 class ModelRunner:
-    """Calls the model. Shapes: T tokens, N logits wanted, V tokens of the vocabulary."""
+    """Caller of the model. Shapes: T tokens, N logits wanted, V tokens of the vocabulary."""
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         self._model = model
@@ -62,7 +62,7 @@ class ModelRunner:
     def forward(
         self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
     ) -> Tensor:
-        """Run the model with its attention going to `executor`; returns logits [N, V]."""
+        """Run the model, its attention calls executed by `executor`; returns logits [N, V]."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         # The output layer is the largest product of a step: only wanted tokens go through it.
         if self._can_choose_logits:
@@ -74,14 +74,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
-        """The model by itself, with whatever attention it is set to; returns logits [T, V]."""
+        """Run the model by itself, with the attention that it is set to; returns logits [T, V]."""
         logits_1TV: Tensor = self._model(input_ids=input_ids_1T, use_cache=False).logits
         return logits_1TV[0, :, : self._vocab_size]
 
     def forward_keeping_body(
         self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
     ) -> tuple[Tensor, BodyOutputs]:
-        """As `forward`, for a step of which `head` is to be asked for the logits of further tokens."""
+        """Run `forward` and keep the body's outputs, from which `head` computes logits of further tokens."""
         body = BodyOutputs(input_ids_1T, position_ids_1T)
         hook = self._model.get_submodule(self._body_name).register_forward_hook(body.keep)
         try:
@@ -91,11 +91,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def head(self, body: BodyOutputs, indices_N: Tensor) -> Tensor:
-        """Logits [N, V] of any tokens of a step that has just been computed, without computing it again.
+        """Compute logits [N, V] of any tokens of the last step from its body's outputs.
 
-        The model's own forward makes them, with its body replaced by what that gave: several families
-        scale or cap their logits after the output layer.
+        The model's own forward computes them, because several families scale or cap their logits after the
+        output layer.
         """
+        # The body is replaced for this call: a hook can change a module's outputs, but not skip its forward,
+        # which would compute the tokens again and write their keys and values.
         computed = self._model.get_submodule(self._body_name)
         setattr(self._model, self._body_name, _Recorded(body.only(indices_N)))
         try:
@@ -117,26 +119,26 @@ class ModelRunner:
 
 
 class StepRunner(Protocol):
-    """Computes steps, one after another."""
+    """Computation of steps, one after another."""
 
     def compute(self, inputs: StepInputs) -> Tensor:
-        """The logits [N, V] of the tokens that sample; good until the next step is computed."""
+        """Compute the logits [N, V] of the tokens that sample; valid until the next step is computed."""
 
     def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
-        """As `compute`; `head` may be asked for further tokens of the step."""
+        """Run `compute` and keep the body's outputs, from which `head` computes further logits."""
 
     def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
-        """Logits [S, V] of any tokens of the step that was computed last."""
+        """Compute logits [S, V] of any tokens of the step that was computed last."""
 
     def remember(self, token_ids_N: Tensor) -> None:
-        """Keep what was drawn from the logits of the last step, for a next one that does not know it."""
+        """Keep the tokens sampled from the last step, for a next step that was built without them."""
 
     def describe(self) -> str:
-        """What was done so far, in one line for a person; empty where there is nothing to tell."""
+        """See Steps.describe."""
 
 
 class EagerSteps:
-    """A StepRunner that calls the model for each step, with all tokens known on the host."""
+    """StepRunner that calls the model for each step, with all tokens known on the host."""
 
     def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
         self._runner, self._backend, self._device = runner, backend, device
@@ -156,7 +158,7 @@ class EagerSteps:
         return self._runner.head(body, self._device.tensor(indices_S))
 
     def remember(self, token_ids_N: Tensor) -> None:
-        """Nothing: the host reads every token before it builds the next step."""
+        """Do nothing: the host reads every token before it builds the next step."""
 
     def describe(self) -> str:
         """See StepRunner."""

@@ -1,10 +1,10 @@
 """Log-probabilities of the tokens of prompts, for sequences that ask for them.
 
-Owns: who asks, and which tokens of a step are wanted for it.
-Never: their arithmetic (logits.py), or which of them were told before (the scheduler).
+Owns: the sequences that ask, and the tokens of a step that are scored for them.
+Never: the arithmetic (logits.py), or which tokens were reported before (the scheduler).
 
-The logits of a whole prompt would be the largest tensor of all (2,048 tokens of 150,000 logits are 1.2 GB),
-so that they are made, reported and dropped a slice at a time.
+The logits of a whole prompt would be the largest tensor of all: 2,048 tokens of 150,000 logits are 1.2 GB.
+They are computed, reported and dropped a slice at a time.
 
 Shapes: T tokens of the step, S tokens of a slice, V vocabulary.
 """
@@ -31,13 +31,13 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """Tokens of one share, each of which tells the probability of the token that follows it in the prompt."""
+    """Tokens of one share whose logits score the token that follows each in the prompt."""
 
     sequence_id: SequenceId
     start: int
     """Index into T of the first."""
     next_ids: list[int]
-    """What follows each."""
+    """The token that follows each."""
     num_top: int
 
     def cut(self, size: int) -> "Iterator[_Wanted]":
@@ -52,14 +52,14 @@ class _Wanted:
 
 @dataclass(slots=True)
 class PromptReport:
-    """What was found in one step."""
+    """Log-probabilities and failures of one step."""
 
     logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failures: dict[SequenceId, str] = field(default_factory=dict)
 
 
-class PromptLogprobs:
-    """Remembers who asks, from admission to release."""
+class PromptScorer:
+    """Scores of prompts, for sequences that ask for them at admission."""
 
     def __init__(self, vocab_size: int) -> None:
         self._slice_tokens = max(1, _SLICE_LOGITS // vocab_size)
@@ -71,15 +71,15 @@ class PromptLogprobs:
             self._asked[new.sequence_id] = _Asked(num_top=num_top, num_prompt_tokens=new.num_prompt_tokens)
 
     def remove(self, sequence_id: SequenceId) -> None:
-        """Nothing happens if it never asked."""
+        """Forget a sequence; one that never asked is ignored."""
         self._asked.pop(sequence_id, None)
 
     def wanted(self, shares: list[ScheduledSequence], rows: RowTable) -> list[_Wanted]:
-        """What this step can tell; empty for nearly every step."""
+        """List the tokens of this step to score; empty for nearly every step."""
         return [] if not self._asked else list(self._find(shares, rows))
 
     def report(self, wanted: list[_Wanted], body: BodyOutputs, steps: StepRunner) -> PromptReport:
-        """One entry for each prompt token after a computed one, in order. Waits for the device.
+        """Report each prompt token that follows a computed one, in order. Waits for the device.
 
         A sequence whose logits are not finite fails alone.
         """
@@ -99,7 +99,7 @@ class PromptLogprobs:
         for share in shares:
             asked, row = self._asked.get(share.sequence_id), rows.row_of(share.sequence_id)
             if asked is not None and row is not None:
-                # The last token of the prompt tells of the first generated one, which the sampler reports.
+                # The last token of the prompt scores the first generated one, which the sampler reports.
                 end = min(share.start + share.num_tokens, asked.num_prompt_tokens - 1)
                 next_ids = rows.token_ids_CL[row, share.start + 1 : end + 1].tolist()
                 if share.start < end:

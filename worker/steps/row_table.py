@@ -1,8 +1,8 @@
-"""What the worker remembers of each sequence between steps: its tokens and its block table.
+"""Rows of the running sequences: the tokens and the block table of each, kept between steps.
 
 Owns: the row of a sequence, a fixed place below max_num_seqs for as long as the sequence is running.
-Plans bring only what changed; the tokens drawn are appended here and are not sent again. A device that
-works ahead draws them later than the next step is built: until they are read, their places are kept.
+Plans bring changes only; sampled tokens are appended here and are not sent again. A device that works ahead
+samples them after the next step is built: until they are read, their places are kept.
 Never: the scheduler's view of a sequence (scheduler/sequence.py), or sampling state (sampling_state.py).
 
 Arrays are indexed by row, so that a step is built from them without a loop over tokens.
@@ -18,11 +18,11 @@ from scheduler.messages import BlockId, NewSequence, SequenceId
 from worker.worker_errors import SequenceRefused
 
 UNKNOWN_TOKEN = -1
-"""Stands for a token that the device draws, or has drawn, and that the host has not read yet."""
+"""Stands for a token that the device samples, or has sampled, and that the host has not read yet."""
 
 
 class ExpectedTokens(NamedTuple):
-    """Places that are kept for the tokens that a step draws. Aligned, one entry for each of N rows."""
+    """Places kept for the tokens that a step samples. Aligned, one entry for each of N rows."""
 
     rows_N: NDArray[np.int64]
     positions_N: NDArray[np.int64]
@@ -42,7 +42,7 @@ class RowTable:
         num_blocks: int,
         sliding_window: int | None = None,
     ) -> None:
-        # One more than the longest: the last token of a full sequence is drawn, but never computed.
+        # One more than the longest: the last token of a full sequence is sampled, but never computed.
         self._capacity_tokens = max_model_len + 1
         self._num_pool_blocks = num_blocks
         self._sliding_window = sliding_window
@@ -54,7 +54,7 @@ class RowTable:
         # Positions below are behind a window: 0 stands in the block table.
         self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[SequenceId, int] = {}
-        self._owner_C = np.zeros(max_num_seqs, dtype=np.int64)  # who had it last, once it is free
+        self._owner_C = np.zeros(max_num_seqs, dtype=np.int64)  # the last owner, once a row is free
         # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
@@ -62,11 +62,11 @@ class RowTable:
         return len(self._row_of)
 
     def row_of(self, sequence_id: SequenceId) -> int | None:
-        """None for a sequence that has no row: never sent, released, or refused."""
+        """Look up a row; None for a sequence that was never sent, or was released or refused."""
         return self._row_of.get(sequence_id)
 
     def rows_of(self, sequence_ids: Iterable[SequenceId]) -> NDArray[np.int64]:
-        """`row_of` of many; -1 for none."""
+        """Look up many rows; -1 for a sequence that has none."""
         row_of = self._row_of
         return np.array([row_of.get(each, -1) for each in sequence_ids], dtype=np.int64)
 
@@ -99,11 +99,11 @@ class RowTable:
         self._append_blocks(row, block_ids)
 
     def first_read(self, start: int) -> int:
-        """The first position that a share from `start` on attends to."""
+        """Return the first position that a share from `start` on attends to."""
         return 0 if self._sliding_window is None else max(start - self._sliding_window + 1, 0)
 
     def first_reads(self, starts_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`first_read` of R shares."""
+        """Return `first_read` of R shares."""
         window = self._sliding_window
         return np.zeros_like(starts_R) if window is None else np.maximum(starts_R - window + 1, 0)
 
@@ -121,9 +121,9 @@ class RowTable:
         return ExpectedTokens(rows_N, positions_N, self._owner_C[rows_N])
 
     def learn_tokens(self, expected: ExpectedTokens, token_ids: Sequence[int]) -> None:
-        """Put tokens in their places, where the sequence has its row still, or again.
+        """Put tokens in their places, if the sequence still has its row, or has it again.
 
-        What it brought when it came again stays.
+        A sequence that was admitted again keeps the tokens that it brought.
         """
         rows_N, positions_N, owners_N = expected
         is_open_N = self._owner_C[rows_N] == owners_N
@@ -138,7 +138,7 @@ class RowTable:
         return row
 
     def _num_passed(self, block_ids: Sequence[BlockId]) -> int:
-        """How many entries a window has passed. Without one, 0 is a wrong block like others."""
+        """Count the entries that a window has passed. Without a window, 0 is a wrong block like others."""
         if self._sliding_window is None or not block_ids or block_ids[0]:
             return 0
         return next((place for place, block in enumerate(block_ids) if block), len(block_ids))

@@ -1,4 +1,4 @@
-"""A plan and the rows -> the arrays of one step, on the host. The only place that builds them.
+"""Arrays of one step on the host, built from a plan and the rows, here and nowhere else.
 
 Owns: the flattened batch (one token after another, sequences side by side, decodes first), and the
 checks that keep a wrong plan from writing outside of its blocks or reading outside of the vocabulary.
@@ -23,22 +23,22 @@ from worker.worker_errors import SequenceRefused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What one forward pass takes, and whom its logits belong to."""
+    """Inputs of one forward pass, and the sequences that its logits belong to."""
 
     input_ids_T: NDArray[np.int64]
-    """UNKNOWN_TOKEN stands for the token that the step before draws for the same row."""
+    """Tokens to compute; UNKNOWN_TOKEN stands for the token that the step before samples for the same row."""
     position_ids_T: NDArray[np.int64]
     rows_T: NDArray[np.int64]
-    """Whose token each is."""
+    """The row of each token."""
     logits_indices_N: NDArray[np.int64]
-    """Which tokens' logits are wanted: the last one of each share that samples."""
+    """Tokens whose logits are wanted: the last one of each share that samples."""
     metadata: AttentionMetadata
     sequence_ids: list[SequenceId]
-    """[N], aligned with logits_indices_N."""
+    """Sequences that sample [N], aligned with logits_indices_N."""
     rows: list[int]
-    """[N], aligned with logits_indices_N."""
+    """Rows that sample [N], aligned with logits_indices_N."""
     shares: list[ScheduledSequence]
-    """In the order of the batch: the first num_tokens of T belong to the first share, and so on."""
+    """Shares in the order of the batch: the first num_tokens of T belong to the first share, and so on."""
 
 
 def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
@@ -50,10 +50,10 @@ def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
 
 
 class _Shares(NamedTuple):
-    """The shares of a step as arrays, one number for each of R."""
+    """Shares of a step as arrays, one number for each of R."""
 
     rows_R: NDArray[np.int64]
-    """-1 where the worker does not know the sequence."""
+    """Row of each share; -1 if the worker does not know the sequence."""
     starts_R: NDArray[np.int64]
     counts_R: NDArray[np.int64]
     samples_R: NDArray[np.bool_]
@@ -68,7 +68,7 @@ class _Shares(NamedTuple):
         return cls(rows_R, starts_R, counts_R, samples_R.astype(np.bool_))
 
     def are_sound(self, rows: RowTable) -> bool:
-        """Whether `is_sound` would say so of each."""
+        """Whether `is_sound` holds for each share."""
         rows_R, starts_R, counts_R, samples_R = self
         if rows_R.min() < 0:
             return False
@@ -82,9 +82,9 @@ class _Shares(NamedTuple):
 
 
 def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceId, str]) -> StepInputs | None:
-    """Build the step; None if nothing is left of it.
+    """Build the step; None if no share is left.
 
-    A share that the rows do not bear out is left out and explained in `failures`, alone.
+    A share that does not fit its row is left out and explained in `failures`; the others are computed.
     """
     shares: Sequence[ScheduledSequence] = plan.scheduled
     if not shares:

@@ -1,4 +1,4 @@
-"""What the worker asks of torch and the driver, each once: memory, copies, events, streams, graphs.
+"""Operations of torch and the driver of the worker, each once: memory, copies, events, streams, graphs.
 
 Owns: tries of worker/devices/device.py on small memory, and of what it takes for granted.
 Never: kernels of ours (the other trials).

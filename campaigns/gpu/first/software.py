@@ -1,4 +1,4 @@
-"""What a report of a fault should say of the machine.
+"""Versions of the software, for reports of faults.
 
 Owns: versions, and what the device may be asked for.
 Never: fails for want of one of them: it is told as unknown.

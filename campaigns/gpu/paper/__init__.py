@@ -1,1 +1,1 @@
-"""What the GPU's kernels will do on an H100, told from their machine code: no GPU is asked."""
+"""Estimates for the GPU's kernels on an H100, from their machine code: no GPU is needed."""

@@ -1,4 +1,4 @@
-"""What bounds a kernel on an H100, by its counts: estimates, of which none was measured.
+"""The bound of a kernel on an H100, by its counts: estimates, of which none was measured.
 
 Owns: the rates of an H100, and the arithmetic.
 Never: compiles.

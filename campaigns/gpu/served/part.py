@@ -1,10 +1,9 @@
-"""What requests get of the scheduler and the worker, HTTP left out: tokens per second, and the wait for them.
+"""Throughput and latency of requests on the scheduler and the worker, without HTTP.
 
 Owns: the loads: closed ones of some requests in flight, and an open one at a share of what the device can do.
 Never: the statistics: they are the load client's (bench/load/load_report.py).
 """
 
-import importlib
 import random
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.load.load_report import Summary, summarize
 from bench.load.request_record import RequestRecord
+from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.driving import Drive, open_worker, scheduler_config
 from campaigns.gpu.results import Record, Table
 from campaigns.gpu.served.loads import Load, Request
@@ -53,8 +53,7 @@ def run(record: Record, settings: "Settings") -> None:
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Of the size that real ones have, with a text for each token."""
     folder.mkdir()
-    write: Any = importlib.import_module("scripts.make_shapes").write_full_tokenizer
-    write(folder, max(vocab_size, _SMALLEST_TOKENIZER))
+    write_full_tokenizer(folder, max(vocab_size, _SMALLEST_TOKENIZER))
 
 
 class _Served:

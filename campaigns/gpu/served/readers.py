@@ -1,4 +1,4 @@
-"""Those who wait for the tokens: a process that turns them to text and notes when it came.
+"""Readers of the tokens: a process that turns them to text and notes when it came.
 
     the part's process                       this one
     scheduler and worker  -- tokens -->  text of each sequence, and the time

@@ -1,4 +1,4 @@
-"""What the tuner tries: for each kernel the choice that serves, and some around it.
+"""Candidates of the tuner: for each kernel the choice that serves, and some around it.
 
 Owns: the grids. They are small: each line of them is compiled, once for each shape.
 Never: choices that change what a kernel computes.

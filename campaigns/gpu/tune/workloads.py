@@ -1,4 +1,4 @@
-"""What the tuner gives the kernels: the inputs of one layer, several times over, in shapes of models.
+"""Inputs of the tuned kernels: those of one layer, several times over, in shapes of models.
 
 Owns: tensors on the device. There are as many layers as no cache of the device holds, since in a model each
 layer finds its own keys and values in memory.

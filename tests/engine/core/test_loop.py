@@ -219,6 +219,5 @@ def test_the_wire_form_keeps_every_field() -> None:
         prompt_token_ids=(0, 2**31),
         params=SamplingParams(seed=2**64 - 1, logit_bias=((3, -1.5),), num_logprobs=0),
         terms=ServiceTerms(priority=-5, cache_salt="é", time_limits=TimeLimits(queue_s=1.5)),
-        client_index=3,
     )
     assert decode_to_engine(encode(asked)) == asked

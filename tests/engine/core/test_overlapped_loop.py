@@ -313,4 +313,4 @@ def test_two_plans_are_in_flight_where_the_device_works_by_itself_and_nobody_ask
 ) -> None:
     given = {"model": str(tiny_model), "async_scheduling": asked}
     config, _ = resolve(read_options(given, {}), environment={})
-    assert scheduler_config(config, facts(runs_ahead=runs_ahead)).max_plans_in_flight == depth
+    assert scheduler_config(config.scheduler, facts(runs_ahead=runs_ahead)).max_plans_in_flight == depth

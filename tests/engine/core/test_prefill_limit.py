@@ -19,7 +19,7 @@ def test_prompts_get_what_saturates_the_device_unless_the_operator_says_otherwis
 ) -> None:
     given = {"model": str(tiny_model)} | ({"max_prefill_tokens": asked} if asked else {})
     config, _ = resolve(read_options(given, {}), environment={})
-    found = scheduler_config(config, facts(saturating_tokens=saturating_tokens))
+    found = scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens))
     assert found.max_prefill_tokens == expected
 
 
@@ -32,4 +32,7 @@ def test_one_prompt_leaves_some_to_shorter_ones_where_all_together_get_less_than
 ) -> None:
     given = {"model": str(tiny_model), "long_prefill_token_threshold": threshold}
     config, _ = resolve(read_options(given, {}), environment={})
-    assert scheduler_config(config, facts(saturating_tokens=saturating_tokens)).max_chunk_tokens == expected
+    assert (
+        scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens)).max_chunk_tokens
+        == expected
+    )

@@ -23,7 +23,7 @@ def request(name: str, *, max_tokens: int = 400, n: int = 1) -> GenerationReques
 
 
 async def finish_reasons(engine: AsyncEngine, name: str, **changes: int) -> list[FinishReason]:
-    outputs = [output async for output in engine.generate(request(name, **changes))]
+    outputs = [output async for _, output in engine.generate_all([request(name, **changes)])]
     return [output.finish_reason for output in outputs if output.finish_reason is not None]
 
 
@@ -46,7 +46,7 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
     await engine.abort("abort me")
     assert await aborted == [FinishReason.ABORTED]
 
-    left = engine.generate(request("left alone"))
+    left = engine.generate_all([request("left alone")])
     await anext(left)
     await left.aclose()
     assert await engine.explain() == []

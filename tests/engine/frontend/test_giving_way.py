@@ -11,27 +11,30 @@ import httpx
 import pytest
 
 from engine.errors import Overloaded
-from engine.frontend.active_requests import InFlight
+from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.waiting_calls import WaitingCalls
+from engine.frontend.waiting_calls import CallTerms, WaitingCalls
 from engine.options.engine_config import resolve
 from engine.options.options import Options
 from engine.process_messages import AddRequest, EndSequences
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, SamplingParams, ServiceTerms
+from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
+from scheduler.config import Displacement, Fairness, OrderAmongEquals, SchedulerOptions, SchedulingPolicy
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
 from tests.e2e.serving import running_server
+from tests.fakes import make_sequence
+from tests.world import World, small_config
 
 
 class Door:
-    """InFlight with a queue of four sequences, and everything that it sends."""
+    """ActiveRequests with a queue of four sequences, and everything that it sends."""
 
     def __init__(self, folder: Path, **options) -> None:
         asked = replace(Options(), model=str(folder), max_queued_requests=4, **options)
         config, _ = resolve(asked, environment={})
         self.metrics = EngineMetrics("tiny")
         self.sent: list = []
-        self.in_flight = InFlight(config, Tokenizer.load(folder), self.metrics, self.sent.append)
+        self.in_flight = ActiveRequests(config, Tokenizer.load(folder), self.metrics, self.sent.append)
 
     def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
         """Raises Overloaded."""
@@ -175,18 +178,81 @@ class Item:
         self.first_id, self.num_unstarted, self.num_prompt_tokens = first_id, 1, 10
 
 
+def queue_of(*calls: tuple[int, CallTerms], **options: object) -> WaitingCalls[Item]:
+    """A queue of calls of one request each, by number; added in the order given."""
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "policy": SchedulingPolicy.PRIORITY} | options
+    waiting: WaitingCalls[Item] = WaitingCalls(SchedulerOptions(**settings))
+    for number, terms in calls:
+        waiting.add([Item(number)], terms)
+    return waiting
+
+
+def terms_of(
+    priority: int, *, arrived_s: float = 0.0, time_limit_s: float = inf, tenant: str = "a"
+) -> CallTerms:
+    return CallTerms(priority=priority, tenant=tenant, arrived_s=arrived_s, time_limit_s=time_limit_s)
+
+
+def leaving(calls: WaitingCalls[Item], newcomer: CallTerms | None = None) -> list[int]:
+    return [call.lives[0].first_id for call in calls.giving_way(newcomer, next_id=100)]
+
+
 def test_waiting_makes_up_for_priority_as_it_does_in_the_scheduler() -> None:
-    calls: WaitingCalls[Item] = WaitingCalls(aging_s=10.0)
-    items = [Item(number) for number in range(3)]
-    for item, (priority, arrived_s) in zip(items, [(3, 0.0), (1, 25.0), (3, 6.0)], strict=True):
-        calls.add([item], priority, arrived_s=arrived_s)  # ranks 30, 35, 36
-    assert [call.lives[0] for call in calls.worse_than(-inf)] == [items[2], items[1], items[0]]
-    newcomer = calls.rank(0, arrived_s=35.5)
-    assert [call.lives[0] for call in calls.worse_than(newcomer)] == [items[2]]
-    for item in items:
-        calls.discard(item)
-        calls.discard(item)
+    arrivals = [(3, 0.0), (1, 25.0), (3, 6.0)]  # ranks 30, 35, 36
+    calls = queue_of(
+        *((n, terms_of(priority, arrived_s=at_s)) for n, (priority, at_s) in enumerate(arrivals)),
+        priority_aging_s=10.0,
+    )
+    assert leaving(calls) == [2, 1, 0]
+    assert leaving(calls, terms_of(0, arrived_s=35.5)) == [2]
+    for number in range(3):
+        calls.discard(Item(number))
+        calls.discard(Item(number))
     assert len(calls) == 0
+
+
+def test_among_equals_the_furthest_deadline_gives_way_first_if_deadlines_order_them() -> None:
+    limits = [(1, 5.0), (2, inf), (3, 60.0), (4, 1.0)]
+    calls = [(number, terms_of(9, time_limit_s=limit_s)) for number, limit_s in limits]
+    assert leaving(queue_of(*calls, order_among_equals=OrderAmongEquals.DEADLINE)) == [2, 3, 1, 4]
+    assert leaving(queue_of(*calls)) == [4, 3, 2, 1]
+
+
+def test_a_near_deadline_displaces_no_equal() -> None:
+    calls = queue_of((1, terms_of(3)), order_among_equals=OrderAmongEquals.DEADLINE)
+    assert leaving(calls, terms_of(3, time_limit_s=1.0)) == []
+    assert leaving(calls, terms_of(2)) == [1]
+
+
+def test_under_fairness_the_tenant_with_most_to_be_served_gives_way_first() -> None:
+    tenants = ["small", "large", "large", "large", "small"]
+    calls = [(number, terms_of(9, tenant=tenant)) for number, tenant in enumerate(tenants)]
+    calls.append((5, terms_of(4, tenant="large")))
+    assert leaving(queue_of(*calls)) == [4, 3, 2, 1, 0, 5]
+    assert leaving(queue_of(*calls, fairness=Fairness.TENANT)) == [3, 4, 2, 1, 0, 5]
+    weighed = queue_of(*calls, fairness=Fairness.TENANT, tenant_weights=(("large", 9.0),))
+    assert leaving(weighed) == [4, 0, 3, 2, 1, 5]
+
+
+@pytest.mark.parametrize("order", OrderAmongEquals)
+@pytest.mark.parametrize("aging_s", [inf, 10.0])
+def test_the_queue_gives_way_in_the_reverse_of_the_order_in_which_the_scheduler_serves(
+    order: OrderAmongEquals, aging_s: float
+) -> None:
+    if order is OrderAmongEquals.DEADLINE:
+        aging_s = inf
+    options = {"policy": SchedulingPolicy.PRIORITY, "order_among_equals": order, "priority_aging_s": aging_s}
+    asked = [(priority, 7.0 * (5 * number % 11)) for number, priority in enumerate([3, 1, 3, 0, 1, 3, 0, 2])]
+    world = World(small_config(max_num_seqs=1, displacement=Displacement.OFF, num_blocks=64, **options))
+    calls = []
+    for number, (priority, limit_s) in enumerate(asked, start=1):
+        limits = TimeLimits(total_s=1000 + limit_s)
+        world.add(make_sequence(number, [1], max_tokens=1, priority=priority, time_limits=limits))
+        terms = terms_of(priority, arrived_s=world.now_s, time_limit_s=limits.nearest_s)
+        calls.append((number, terms))
+        world.now_s += 30.0
+    world.run()
+    assert leaving(queue_of(*calls, **options)) == list(reversed(world.ended))
 
 
 async def test_over_http_the_displaced_gets_its_own_429_and_the_urgent_is_served(

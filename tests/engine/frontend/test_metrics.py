@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import Overloaded, OverloadReason, RequestRejected
 from engine.frontend.metrics import AbortCause, EngineMetrics, PriorityBand, band_of
-from engine.frontend.queue_limits import Admission
+from engine.frontend.queue_limits import QueueLimits
 from engine.process_messages import Beat, StepTimes
 from engine.types import EngineState, Health
 from scheduler.config import SchedulerConfig
@@ -43,7 +43,7 @@ def value(metrics: EngineMetrics, name: str, **labels: str) -> float:
     ],
 )
 def test_a_refusal_is_counted_under_what_there_was_too_much_of(metrics, limits, reason) -> None:
-    admission = Admission(**limits)
+    admission = QueueLimits(**limits)
     admission.admit(2, 4, now_s=0.0)
     with pytest.raises(Overloaded), metrics.counting_refusals():
         admission.admit(1, 4, now_s=0.0)

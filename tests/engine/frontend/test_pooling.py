@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import DeadlineExceeded, EngineError, RequestFailed, RequestRejected
-from engine.frontend.active_pooling import LivePooling
+from engine.frontend.active_pooling import ActivePooling
 from engine.text.tokenizer import Tokenizer
 from engine.types import PoolingParams, PoolingRequest, PoolingTask, TextCut
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, SequenceStart
@@ -66,14 +66,14 @@ def test_a_text_that_is_no_unicode_is_refused_by_its_field(tokenizer: Tokenizer)
 
 
 @pytest.fixture
-def live() -> LivePooling:
+def live() -> ActivePooling:
     request = PoolingRequest(
         request_id="r", prompt_token_ids=(1, 2), params=PoolingParams(task=PoolingTask.EMBED)
     )
-    return LivePooling(request, SEQUENCE, asyncio.Event())
+    return ActivePooling(request, SEQUENCE, asyncio.Event())
 
 
-def test_a_vector_is_read_once_and_only_when_it_is_there(live: LivePooling) -> None:
+def test_a_vector_is_read_once_and_only_when_it_is_there(live: ActivePooling) -> None:
     start = SequenceStart(queue_s=0.0, num_cached_tokens=1)
     assert live.take() == []
     live.push(
@@ -94,7 +94,7 @@ def test_a_vector_is_read_once_and_only_when_it_is_there(live: LivePooling) -> N
     ],
 )
 def test_whatever_else_ends_it_is_raised(
-    live: LivePooling, reason: FinishReason, error: type[EngineError]
+    live: ActivePooling, reason: FinishReason, error: type[EngineError]
 ) -> None:
     live.push(SequenceOutput(SEQUENCE, (), reason, message="so it is"), eos_token_ids=())
     assert live.is_over
@@ -102,7 +102,7 @@ def test_whatever_else_ends_it_is_raised(
         live.take()
 
 
-def test_an_abort_ends_it_without_a_vector(live: LivePooling) -> None:
+def test_an_abort_ends_it_without_a_vector(live: ActivePooling) -> None:
     live.push(SequenceOutput(SEQUENCE, (), FinishReason.ABORTED), eos_token_ids=())
     (output,) = live.take()
     assert (output.finish_reason, output.vector) == (FinishReason.ABORTED, b"")

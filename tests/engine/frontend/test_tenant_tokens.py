@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import TenantOverloaded
-from engine.frontend.active_requests import InFlight
+from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.metrics import EngineMetrics
 from engine.options.engine_config import resolve
 from engine.options.options import Options
@@ -19,12 +19,12 @@ LIMIT = 10
 
 
 class Queue:
-    """InFlight, asked by several tenants with the same limit."""
+    """ActiveRequests, asked by several tenants with the same limit."""
 
     def __init__(self, folder: Path) -> None:
         config, _ = resolve(replace(Options(), model=str(folder)), environment={})
         self.metrics = EngineMetrics("tiny")
-        self.in_flight = InFlight(config, Tokenizer.load(folder), self.metrics, lambda message: None)
+        self.in_flight = ActiveRequests(config, Tokenizer.load(folder), self.metrics, lambda message: None)
         self.num_requests = 0
 
     def ask(self, tenant: str, *lengths: int, n: int = 1, limit: int | None = LIMIT):

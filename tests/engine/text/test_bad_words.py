@@ -3,7 +3,6 @@
 import pytest
 
 from engine.errors import RequestRejected
-from engine.text.bad_words import token_sequences
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from tests.engine import small_tokenizers
 
@@ -11,7 +10,7 @@ from tests.engine import small_tokenizers
 def texts(words: list[str], tokenizer: Tokenizer) -> list[str]:
     return [
         tokenizer.decode(sequence, special=SpecialTokens.KEEP)
-        for sequence in token_sequences(words, tokenizer)
+        for sequence in tokenizer.encode_bad_words(words)
     ]
 
 
@@ -29,10 +28,10 @@ def test_spellings_that_come_to_the_same_tokens_are_listed_once() -> None:
 @pytest.mark.parametrize("word", ["", " ", "\t\n"])
 def test_a_word_of_blanks_is_refused_by_its_place(word: str) -> None:
     with pytest.raises(RequestRejected) as caught:
-        token_sequences(["ok", word], small_tokenizers.byte_level())
+        small_tokenizers.byte_level().encode_bad_words(["ok", word])
     assert caught.value.param == "bad_words[1]"
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(RequestRejected, match="surrogate"):
-        token_sequences(["\ud800"], small_tokenizers.byte_level())
+        small_tokenizers.byte_level().encode_bad_words(["\ud800"])

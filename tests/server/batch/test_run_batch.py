@@ -19,7 +19,7 @@ from server.batch.batch_files import BatchFileError, check_input, open_output
 from server.batch.batch_run import BatchRun, ServerLost
 from server.batch.local_engine import CannotLoad, while_it_lives
 from server.commands.command_line import OptionParser
-from server.http.http_client import NoReply, Reply, Target, fetch, request
+from server.http.http_client import ExchangeFailed, Reply
 from tests.server.conftest import Settings, eventually, serving
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,7 +161,7 @@ async def test_a_server_that_is_not_there_is_told_before_anything_is_written(fil
 async def test_a_server_that_is_lost_ends_the_run_without_lines_for_what_is_open(files):
     class Lost:
         async def post(self, path: str, body: bytes) -> Reply:
-            raise NoReply("gone")
+            raise ExchangeFailed("no reply", "gone")
 
     lines: list[bytes] = []
     source = check_input(files[0])
@@ -268,39 +268,3 @@ async def test_a_run_ends_when_its_engine_is_gone_for_good():
         async with while_it_lives(Engine()):
             await asyncio.sleep(10)
     assert caught.value.code == 70
-
-
-# The client under it.
-
-
-async def test_a_reply_that_breaks_off_is_told_and_not_taken_for_a_whole_one():
-    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(reply, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        target = Target.parse(f"http://127.0.0.1:{port}", api_key="")
-        with pytest.raises(NoReply, match="broke off"):
-            await fetch(target, "GET", "/", silence_s=5.0)
-
-
-async def test_silence_is_an_end_too(engine, url):
-    engine.stall_after = 0
-    target = Target.parse(url, api_key="")
-    body = json.dumps({"prompt": "hi"}).encode()
-    with pytest.raises(NoReply, match="silent"):
-        await fetch(target, "POST", "/v1/completions", body, silence_s=0.2)
-    await eventually(lambda: engine.num_running == 0)
-
-
-async def test_events_are_read_whole_whatever_their_text_holds(engine, url):
-    engine.texts = ("a\u2028b", "\x85", "data: [DONE]", "\n\n", "é")
-    target = Target.parse(f"{url}/v1/", api_key="")
-    body = json.dumps({"prompt": "hi", "max_tokens": 5, "stream": True}).encode()
-    async with request(target, "POST", "/v1/completions", body, silence_s=5.0) as reply:
-        texts = [event["choices"][0]["text"] async for event in reply.events()]
-    assert tuple(texts) == engine.texts

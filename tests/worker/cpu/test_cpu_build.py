@@ -9,7 +9,7 @@ from worker.cpu import kernel_build as build
 from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.devices.device import open_device
-from worker.findings import Finding, Verdict
+from worker.doctor_findings import Finding, Verdict
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 

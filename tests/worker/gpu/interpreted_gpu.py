@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from tests.worker.gpu.interpreter import mend_interpreter
-from worker.devices.device import CpuDevice, Device, Event, Graph, open_device
+from worker.devices.device import CpuDevice, Device, DeviceEvent, Graph, open_device
 from worker.worker_config import WorkerConfig
 
 mend_interpreter()
@@ -50,6 +50,7 @@ class InterpretedGpu(CpuDevice):
     """See Device."""
 
     default_block_size = 16
+    kind = "GPU"
     is_gpu = True
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -60,7 +61,7 @@ class InterpretedGpu(CpuDevice):
     def describe(self) -> str:
         return "interpreted GPU"
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         self.num_events += 1
         return super().record()
 

@@ -8,7 +8,7 @@ from scheduler.invariants import check_invariants
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
-from worker.steps.generation_step import LaunchedStep
+from worker.steps.step_protocol import LaunchedStep
 from worker.worker import Worker
 
 

@@ -28,7 +28,8 @@ from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu
 from worker.gpu import graphs
-from worker.steps.generation_step import GenerationSteps, LaunchedStep
+from worker.steps.generation_step import GenerationSteps
+from worker.steps.step_protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 from worker.worker_errors import StepOutOfMemory
@@ -144,7 +145,7 @@ class Run:
         while self._under_way:
             plan, launched = self._under_way.popleft()
             if launched is None:
-                self._take(self._scheduler.take_back("too little memory"))
+                self._take(self._scheduler.roll_back("too little memory"))
                 return
             self._take(self._scheduler.update_from_output(plan, launched.result()))
             if is_last_launched:

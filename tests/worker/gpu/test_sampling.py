@@ -15,6 +15,7 @@ from scheduler.messages import Grammar, GrammarKind, SamplingParams, TokenLogpro
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu, WaitsForDevice
 from tests.worker.sampling.test_sampler import GREEDY, VOCAB, histories, rows_of_logits, sampling_params
 from tests.worker.sampling_oracle import choose
+from worker.devices.device import CpuDevice
 from worker.gpu.sampling import logit_edits as edits
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.sampling.gpu_sampler import GpuSampler
@@ -24,7 +25,7 @@ from worker.sampling.sampler import Sampler
 from worker.worker_config import WorkerConfig
 
 Rows = list[tuple[SamplingParams, list[int], list[int]]]
-CPU = torch.device("cpu")
+CPU = CpuDevice(WorkerConfig(model_path="", num_threads=torch.get_num_threads()))
 MOST = 48
 """Rows of a GPU's sampler."""
 
@@ -389,7 +390,7 @@ def test_what_a_step_draws_and_what_it_leaves_are_the_tokens_of_the_cpu(gpu):
         draw_in_step(found, logits, order)
         drawn = [sample.result() for sample in pending]
         pending = [found.begin(logits, order)]
-        assert pending[0].is_news
+        assert pending[0].is_new
         assert [numbered(result) for result in drawn] == expected_before
         expected_before = [numbered(expected.sample(logits, order))]
     assert [numbered(sample.result()) for sample in pending] == expected_before
@@ -411,7 +412,7 @@ def test_a_step_in_which_nobody_edits_leaves_nothing_to_be_drawn(gpu, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(GridExecutor, "__call__", None)  # no kernel any more
             pending = found.begin(logits, [2, 0, 1])
-        assert not pending.is_news
+        assert not pending.is_new
         assert pending.result() == expected.sample(logits, [2, 0, 1])
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scheduler.messages import SequenceId
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
 from worker.attention.interface import AttentionMetadata
-from worker.devices.device import Event
+from worker.devices.device import DeviceEvent
 from worker.gpu.kernels.input_fill import spread_tables
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
@@ -33,12 +33,12 @@ class TransferLog(InterpretedGpu):
         self.pinned_memory.append(super().pinned(numel, dtype))
         return self.pinned_memory[-1]
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return _Recorded(self, super().record())
 
 
 class _Recorded:
-    def __init__(self, log: TransferLog, event: Event) -> None:
+    def __init__(self, log: TransferLog, event: DeviceEvent) -> None:
         self._log, self._event = log, event
         self._number = log.num_events
 

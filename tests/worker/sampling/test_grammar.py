@@ -16,11 +16,13 @@ from scheduler.messages import Grammar, GrammarKind, SamplingParams
 from tests.checkpoints import write_tokenizer
 from tests.engine import small_tokenizers
 from tests.worker.plan_driver import PlanDriver
+from worker.devices.device import CpuDevice
 from worker.sampling.grammar_library import GrammarRefused, as_lark, new_matcher, open_tokenizer
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampler import Sampler
+from worker.worker_config import WorkerConfig
 
-CPU = torch.device("cpu")
+CPU = CpuDevice(WorkerConfig(model_path="", num_threads=torch.get_num_threads()))
 GREEDY = SamplingParams(temperature=0.0)
 NUM_PADDING = 37
 DEMO = Path(__file__).parents[3] / "engine" / "demo_model" / "tokenizer.json"

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from scheduler.messages import SamplingParams
 from tests.worker.sampling_oracle import choose
+from worker.devices.device import CpuDevice
 from worker.sampling.draw import BLOCK, Draw, draw
 from worker.sampling.logits import report_logprobs
 from worker.sampling.sampler import Sampler
 from worker.sampling.sampling_state import SamplingRow
+from worker.worker_config import WorkerConfig
 
-CPU = torch.device("cpu")
+CPU = CpuDevice(WorkerConfig(model_path="", num_threads=torch.get_num_threads()))
 VOCAB = 12
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoints import FAMILIES, make_checkpoint
 from worker.devices.device import CpuDevice
-from worker.findings import Verdict
+from worker.doctor_findings import Verdict
 from worker.startup.forecast import forecast, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey

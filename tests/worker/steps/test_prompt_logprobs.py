@@ -53,7 +53,7 @@ def test_every_family_scores_a_prompt_as_it_does_by_itself(family: str, checkpoi
 def test_chunks_beside_others_in_small_slices_tell_the_same(
     llama: PlanDriver, checkpoints: MakeCheckpoint, llama_worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_small_slices = prompt_logprobs.PromptLogprobs(vocab_size=2**22)
+    in_small_slices = prompt_logprobs.PromptScorer(vocab_size=2**22)
     monkeypatch.setattr(llama_worker._steps, "_prompt_logprobs", in_small_slices)
     decoding, asking = llama.add(OTHER), llama.add(PROMPT, ASKING)
     llama.step({decoding: None})

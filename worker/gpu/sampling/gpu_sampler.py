@@ -31,7 +31,7 @@ from worker.gpu.sampling_kernels.token_draw import Lines, Workspace, draw, pick_
 from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import measure_logprobs, write_reports
-from worker.sampling.row_sampler import Drawing, RowSampler, SampleResult
+from worker.sampling.row_sampler import LaunchedSample, RowSampler, SampleResult
 from worker.sampling.sampling_state import SamplingRow, uniforms
 
 _NUM_REPORTED = 64
@@ -138,7 +138,9 @@ class GpuSampler(RowSampler):
         )
         return draws_NF
 
-    def _draw(self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]) -> Drawing:
+    def _launch(
+        self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
+    ) -> LaunchedSample:
         not_drawn, has_step = self._not_drawn, self._has_step
         self._has_step = False
         if not has_step:
@@ -169,7 +171,9 @@ class GpuSampler(RowSampler):
             self._free_results.append(outcome)
             return SampleResult(token_ids=token_ids, logprobs=logprobs, failed=failed)
 
-        return Drawing(self._outcome_2C[0, : len(rows)], collect, is_news=bool(not_drawn) or bool(edited))
+        return LaunchedSample(
+            self._outcome_2C[0, : len(rows)], collect, is_new=bool(not_drawn) or bool(edited)
+        )
 
     def _draw_plain(self, logits_NV: Tensor, places: list[int]) -> None:
         if places:

@@ -1,0 +1,72 @@
+"""Our own server as a measurement sees it from outside: its two processes, what they hold, its counters.
+
+Owns: the start with given options, and what /proc and /metrics tell.
+Never: requests that compute.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from campaigns.servers.processes import engine_of
+from campaigns.servers.running import ROOT, Launch, PeerFailed, free_port, running
+from server.http.http_client import Target, Timeouts, exchange
+
+SERVED_NAME = "tiny"
+_READY_WITHIN_S = 120.0
+_METRICS_WITHIN_S = 30.0
+
+Metrics = dict[str, float]
+"""By name and labels, as they stand on the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnServer:
+    """A server that is ready."""
+
+    pid: int
+    """Of the API process."""
+    target: Target
+    log: Path
+
+    @property
+    def engine_pid(self) -> int | None:
+        """None while there is no engine process."""
+        return engine_of(self.pid)
+
+    async def metrics(self) -> Metrics:
+        """Raises ExchangeFailed."""
+        reply = await exchange(
+            self.target, self.target.request("GET", "/metrics"), timeouts=Timeouts(whole_s=_METRICS_WITHIN_S)
+        )
+        lines = (line for line in reply.body.decode().splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def total(metrics: Metrics, name: str) -> float:
+    """Over all labels."""
+    return sum(value for key, value in metrics.items() if key.partition("{")[0] == name)
+
+
+@contextlib.contextmanager
+def own_server(words: Sequence[str]) -> Iterator[OwnServer]:
+    """`tokenyard serve` with these words, ended when this is left. Raises PeerFailed."""
+    port = free_port()
+    command = (
+        *(sys.executable, "-m", "server", "serve", "--port", str(port)),
+        *("--served-model-name", SERVED_NAME, *words),
+    )
+    launch = Launch(command=command, variables={}, folder=ROOT, served_name=SERVED_NAME)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        try:
+            with running(
+                launch, port=port, ready_path="/v1/models", log=log, ready_within_s=_READY_WITHIN_S
+            ) as server:
+                target = Target.parse(f"http://127.0.0.1:{port}")
+                yield OwnServer(pid=server.pid, target=target, log=log)
+        except PeerFailed as failure:
+            raise SystemExit(f"the server {failure}") from None

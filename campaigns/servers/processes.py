@@ -1,0 +1,50 @@
+"""Processes of a server in /proc: the time and the memory that they use.
+
+Owns: the reading, in seconds and bytes.
+Never: starts or ends a process (running.py).
+Source: proc(5).
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENGINE_PROCESS = b"engine.core.process"
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Memory, files and threads of one process."""
+
+    memory_bytes: int
+    """Resident and its own: memory that it shares with files is not counted."""
+    num_files: int
+    num_threads: int
+
+
+def processor_s(pid: int) -> float:
+    """Read the user and system time that a process has used, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def held_by(pid: int) -> Held:
+    """Read what a process holds. Raises OSError for a process that is gone."""
+    process = Path(f"/proc/{pid}")
+    _, resident, shared = (int(field) for field in (process / "statm").read_text().split()[:3])
+    return Held(
+        memory_bytes=(resident - shared) * _PAGE_BYTES,
+        num_files=sum(1 for _ in (process / "fd").iterdir()),
+        num_threads=sum(1 for _ in (process / "task").iterdir()),
+    )
+
+
+def engine_of(pid: int) -> int | None:
+    """Find the engine process among the children of an API process; None while there is none."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if _ENGINE_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return None

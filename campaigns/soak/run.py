@@ -1,0 +1,265 @@
+"""Everything at once, for as long as is asked: does the server keep anything that it should have let go?
+
+    python -m campaigns.soak --minutes 60
+    python -m campaigns.soak --streams 256 --minutes 3
+
+Starts `tokenyard serve` on the built-in model with everything small, so that queues, KV cache and swap space
+are full most of the time, sends it a random mix of all that clients do, kills its engine process once, and
+looks afterwards: every request has had exactly one end; nothing runs, waits or holds a block; memory, files
+and threads of both processes are as they were. With `--streams`, only streams, whose every piece is compared
+(streams.py). Exit status 1 if anything was wrong.
+
+Owns: the run, the samples of what the processes hold, and the verdict.
+Never: what clients do (acts.py).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from campaigns.servers.own_server import OwnServer, own_server, total
+from campaigns.servers.processes import Held, held_by
+from campaigns.soak.acts import Acts, Ends, Known, ask_alone, keep_acting
+from campaigns.soak.streams import ManyStreams
+from server.http.http_client import ExchangeFailed, Timeouts, exchange
+
+MAX_MODEL_LEN = 256
+SMALL = (
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
+    *("--block-size", "8", "--num-gpu-blocks-override", "64", "--swap-space", "256KiB"),
+    *("--scheduling-policy", "priority", "--priority-aging", "1s", "--fairness", "tenant"),
+    *("--max-queued-requests", "24", "--num-threads", "1", "--enable-admin", "--log-level", "warning"),
+    # Full within a minute, so that what it fills with is not taken for growth.
+    *("--responses-store-size", "50"),
+)
+"""Room for a few sequences only, and a queue that is full at once."""
+CROWDED = ("--num-gpu-blocks-override", "400", "--block-size", "8", "--max-model-len", "512")
+"""For the streams: so few blocks that some of 256 have to be preempted."""
+_NUM_CLIENTS, _NUM_KNOWN = 48, 12
+_KILLED_AT = 0.15
+"""After this share of the time the engine process is killed: the next one has the rest to show a leak."""
+_ENGINE_GONE_S = 3.0
+"""How long after the next engine process is ready its predecessor's death may still be told."""
+_SAMPLE_EVERY_S = 0.5
+_IDLE_WITHIN_S = 20.0
+_SETTLED_AFTER_H = 0.05
+_GROWTH_WHILE_SETTLING_BYTES, _GROWTH_BYTES = 16 * 2**20, 4 * 2**20
+"""Between the second quarter of a process's life under load and the last: heaps settle within minutes, and a
+run that is shorter can only tell a large leak."""
+_SPARE_FILES, _SPARE_THREADS = 4, 2
+IDLE_GAUGES = (
+    "tokenyard:num_requests_running",
+    "tokenyard:num_requests_waiting",
+    "tokenyard:num_requests_swapped",
+    "tokenyard:kv_cache_usage_perc",
+    "tokenyard:swap_space_usage_perc",
+)
+
+
+class Sample(NamedTuple):
+    at_s: float
+    pid: int
+    held: Held
+
+
+@dataclass(slots=True)
+class Life:
+    """What one process held, from sample to sample under load, and at the end when nothing was asked."""
+
+    name: str
+    samples: list[Sample]
+    at_rest_before: Held
+    at_rest_after: Held
+
+    @property
+    def growth_bytes(self) -> float:
+        """From the second quarter of the samples to the last."""
+        size = len(self.samples) // 4
+        sizes = [sample.held.memory_bytes for sample in self.samples]
+        return median(sizes[-size:]) - median(sizes[size : 2 * size]) if size else 0.0
+
+    @property
+    def hours(self) -> float:
+        """Between the middles of those quarters."""
+        return (self.samples[-1].at_s - self.samples[0].at_s) * 0.5 / 3600 if self.samples else 0.0
+
+    def faults(self) -> list[str]:
+        before, after = self.at_rest_before, self.at_rest_after
+        faults = []
+        allowed_bytes = _GROWTH_BYTES if self.hours > _SETTLED_AFTER_H else _GROWTH_WHILE_SETTLING_BYTES
+        if self.growth_bytes > allowed_bytes:
+            faults.append(f"the {self.name} has grown by {self.growth_bytes / 2**20:.1f} MiB")
+        if after.num_files > before.num_files + _SPARE_FILES:
+            faults.append(f"the {self.name} has {after.num_files} files open, not {before.num_files}")
+        if after.num_threads > before.num_threads + _SPARE_THREADS:
+            faults.append(f"the {self.name} has {after.num_threads} threads, not {before.num_threads}")
+        return faults
+
+    def __str__(self) -> str:
+        before, after = self.at_rest_before, self.at_rest_after
+        growth = self.growth_bytes / 2**20
+        slope = f" ({growth / self.hours:+.1f} MiB/h)" if self.hours > 0.1 else ""
+        return (
+            f"{self.name}: memory {before.memory_bytes / 2**20:.1f} MiB at first, "
+            f"{after.memory_bytes / 2**20:.1f} MiB at the end, under load {growth:+.1f} MiB{slope}; "
+            f"files {before.num_files} and {after.num_files}; threads {before.num_threads} and "
+            f"{after.num_threads}"
+        )
+
+
+class Soak:
+    """One run against one server."""
+
+    def __init__(self, server: OwnServer, *, seed: int) -> None:
+        self._server = server
+        self._seed = seed
+        self._dice = random.Random(seed)
+        self._known: list[Known] = []
+        self.ends = Ends()
+        self.faults: list[str] = []
+        self.lives: list[Life] = []
+        self._samples: list[Sample] = []
+        self._over = asyncio.Event()
+
+    async def run(self, seconds: float) -> None:
+        """Raises ExchangeFailed if the server cannot be asked at all."""
+        self._known = await ask_alone(self._server.target, num=_NUM_KNOWN, seed=self._seed)
+        await self._act_for(min(5.0, seconds / 10))  # the first of everything
+        api_before = held_by(self._server.pid)
+        sampler = asyncio.create_task(self._sample())
+        await self._act_for(seconds * _KILLED_AT)
+        await self._replace_engine()
+        engine_before, engine_ready_s = held_by(self._server.engine_pid or 0), time.monotonic()
+        await self._act_for(seconds * (1 - _KILLED_AT))
+        self._over.set()
+        await sampler
+        await self._rest()
+        engine_pid = self._server.engine_pid or 0
+        self._add_life("API process", self._server.pid, api_before, since_s=0.0)
+        self._add_life("engine process", engine_pid, engine_before, since_s=engine_ready_s)
+        await self._check_counters()
+
+    async def _act_for(self, seconds: float) -> None:
+        until = asyncio.Event()
+        clients = []
+        for _ in range(_NUM_CLIENTS):
+            acts = Acts(random.Random(self._dice.random()), self._known, max_model_len=MAX_MODEL_LEN)
+            clients.append(asyncio.create_task(keep_acting(self._server.target, acts, self.ends, until)))
+        await asyncio.sleep(seconds)
+        until.set()
+        await asyncio.gather(*clients)
+
+    async def _replace_engine(self) -> None:
+        """Kill the engine process with requests in flight; return when the next one has found its stride."""
+        pid = self._server.engine_pid
+        self.ends.is_engine_gone = True
+        busy = asyncio.create_task(self._act_for(_ENGINE_GONE_S))
+        await asyncio.sleep(_ENGINE_GONE_S / 3)
+        os.kill(pid or 0, signal.SIGKILL)
+        await busy
+        async with asyncio.timeout(60):
+            while not await self._is_ready():
+                await asyncio.sleep(0.1)
+        await self._act_for(_ENGINE_GONE_S)
+        self.ends.is_engine_gone = False
+
+    async def _is_ready(self) -> bool:
+        target = self._server.target
+        reply = await exchange(target, target.request("GET", "/health/ready"), timeouts=Timeouts(whole_s=30))
+        return reply.status == 200
+
+    async def _sample(self) -> None:
+        while not self._over.is_set():
+            for pid in (self._server.pid, self._server.engine_pid):
+                with contextlib.suppress(OSError):  # killed meanwhile
+                    if pid is not None:
+                        self._samples.append(Sample(time.monotonic(), pid, held_by(pid)))
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    def _add_life(self, name: str, pid: int, before: Held, *, since_s: float) -> None:
+        own = [sample for sample in self._samples if sample.pid == pid and sample.at_s >= since_s]
+        self.lives.append(Life(name, own, before, held_by(pid)))
+
+    async def _rest(self) -> None:
+        """Nobody asks for anything: what is still in use now is lost."""
+        ends_s = time.monotonic() + _IDLE_WITHIN_S
+        while busy := {
+            name: used for name in IDLE_GAUGES if (used := total(await self._server.metrics(), name))
+        }:
+            if time.monotonic() > ends_s:
+                self.faults += [f"{name} is still {used:g}" for name, used in busy.items()]
+                return
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)  # sockets and threads are closed a little later
+
+    async def _check_counters(self) -> None:
+        metrics = await self._server.metrics()
+        if total(metrics, "tokenyard:engine_restarts_total") != 1:
+            self.faults.append("the engine process was replaced by itself")
+        if not total(metrics, "tokenyard:num_preemptions_total"):
+            self.faults.append("nothing was preempted: the KV cache is too large to prove anything")
+        log = self._server.log.read_text(errors="replace")
+        self.faults += [f"the log has {log.count(word)} times {word!r}" for word in _ALARMS if word in log]
+
+    def all_faults(self) -> list[str]:
+        acts = [f"{num} times {kind}" for kind, num in self.ends.faults.items()]
+        return [*self.faults, *acts, *(fault for life in self.lives for fault in life.faults())]
+
+    def report(self) -> str:
+        lines = [f"{self.ends.num_acts} acts of {_NUM_CLIENTS} clients; how they ended:"]
+        for name, ends in sorted(self.ends.ends.items()):
+            lines.append(f"  {name:16}" + ", ".join(f"{num} {end}" for end, num in ends.most_common()))
+        lines += [str(life) for life in self.lives]
+        lines += [f"FAULT: {fault}" for fault in self.all_faults()]
+        return "\n".join([*lines, *(f"  {example}" for example in self.ends.examples)])
+
+
+_ALARMS = ("Traceback", "never awaited", "was never retrieved", "Exception in callback")
+
+
+def soak(minutes: float, *, seed: int, words: Sequence[str] = ()) -> Soak:
+    """Start a server, soak it, and return what was seen."""
+    with own_server((*SMALL, *words)) as server:
+        run = Soak(server, seed=seed)
+        asyncio.run(run.run(minutes * 60))
+    return run
+
+
+def many_streams(num_streams: int, minutes: float, *, seed: int, words: Sequence[str] = ()) -> int:
+    """Only streams, each compared; the exit status."""
+    seats = ("--max-num-seqs", str(num_streams), "--num-threads", "1")
+    with own_server((*seats, *CROWDED, *words)) as server:
+        streams = ManyStreams(server.target, num_streams=num_streams, seed=seed)
+        tally = asyncio.run(streams.run(minutes * 60))
+        preempted = total(asyncio.run(server.metrics()), "tokenyard:num_preemptions_total")
+    print(f"{tally}\n{preempted:g} preemptions")
+    return 1 if tally.faults or tally.most_open < num_streams else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.soak", allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default %(default)g")
+    parser.add_argument("--streams", type=int, metavar="N", help="only streams, so many at a time")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
+    options = parser.parse_args(list(argv))
+    words = options.args.split()
+    try:
+        if options.streams:
+            return many_streams(options.streams, options.minutes, seed=options.seed, words=words)
+        run = soak(options.minutes, seed=options.seed, words=words)
+    except ExchangeFailed as failure:
+        print(f"campaigns.soak: {failure.kind}: {failure}", file=sys.stderr)
+        return 1
+    print(run.report())
+    return 1 if run.all_faults() else 0

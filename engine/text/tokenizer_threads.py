@@ -1,0 +1,115 @@
+"""Threads that render and tokenize text beside the event loop, which takes seconds for megabytes of text.
+
+Owns: the threads and the bounds on waiting texts. Long texts have a thread of their own, so short ones
+never wait for them.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from engine.errors import Overloaded, OverloadReason
+from engine.text.chat_template import ChatTemplate, FinalMessage
+from engine.text.infill import encode_infill
+from engine.text.tokenizer import SpecialTokens, Tokenizer
+from engine.types import ChatOptions, TextCut, TokenizedText
+
+ResultT = TypeVar("ResultT")
+
+_LONG_CHARS = 64 * 1024
+"""About a tenth of a second of tokenizing."""
+
+
+class _Lane:
+    """A pool of threads with a bound on the texts that run and wait."""
+
+    def __init__(self, name: str, *, num_threads: int, max_under_way: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._max_under_way = max_under_way
+        self._num_under_way = 0
+
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        """Run `work` in a thread. Raises Overloaded, and the errors of `work`."""
+        if self._num_under_way >= self._max_under_way:
+            raise Overloaded(
+                "too many prompts are being tokenized; try again later",
+                retry_after_s=1.0,
+                reason=OverloadReason.TEXTS,
+            )
+        self._num_under_way += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_under_way -= 1
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class TokenizerThreads:
+    """Tokenizer and chat template, run in threads.
+
+    Methods raise RequestRejected for text that has no tokens, Overloaded if too many texts wait.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._short = _Lane("encoder", num_threads=2, max_under_way=256)
+        self._long = _Lane("encoder-long", num_threads=1, max_under_way=32)
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
+
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
+        rendered = await self._short.run(lambda: self._render(messages, options))
+        return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
+
+    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
+        lane = self._lane(sum(map(len, texts)))
+        return await lane.run(lambda: [self._tokenizer.encode_text(text, cut) for text in texts])
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
+        lane = self._lane(sum(len(text) + len(second) for text, second in pairs))
+        return await lane.run(
+            lambda: [self._tokenizer.encode_text(text, cut, second=second) for text, second in pairs]
+        )
+
+    async def encode_plain(self, text: str) -> tuple[int, ...]:
+        return await self._lane(len(text)).run(lambda: self._tokenizer.encode_plain(text, param="prompt"))
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return await self._short.run(lambda: self._tokenizer.encode_bad_words(words))
+
+    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        lane = self._lane(len(prefix) + len(suffix))
+        return await lane.run(lambda: encode_infill(prefix, suffix, self._tokenizer))
+
+    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
+        lane = self._lane(len(token_ids))
+        return await lane.run(lambda: self._tokenizer.decode(token_ids, special=special))
+
+    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
+        lane = self._lane(len(token_ids))
+        return await lane.run(lambda: [self._tokenizer.vocabulary_string(each) for each in token_ids])
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+    def _lane(self, num_chars: int) -> _Lane:
+        return self._long if num_chars > _LONG_CHARS else self._short
+
+    def _render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+        if options.continue_final_message:
+            final = FinalMessage.CONTINUE
+        else:
+            final = FinalMessage.ANSWER if options.add_generation_prompt else FinalMessage.NOTHING
+        return self._template.render(
+            messages,
+            tools=options.tools,
+            final=final,
+            template_kwargs=options.template_kwargs,
+            template_hints=options.template_hints,
+        )

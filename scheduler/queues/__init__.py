@@ -1,0 +1,4 @@
+"""Running and waiting requests: their order, fairness between tenants, deadlines (engine process).
+
+Never: counts blocks.
+"""

@@ -1,0 +1,225 @@
+"""Fairness: equal service for tenants that wait at the same time, whatever each of them sends.
+
+Owns: the service that each tenant had (virtual token counters), and a waiting queue that serves the tenant
+with the least.
+Never: defines levels of priority (policy.py).
+Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024). Work-conserving; for two tenants that
+both wait all the time, the difference of their service stays below 2 * max(prompt cost, cost of all tokens
+that run at once). A prompt token costs 1, a generated one 2, both divided by the tenant's weight.
+
+Fairness holds inside a priority: more urgent requests come first, whatever their tenant. Within a tenant the
+rank decides.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from operator import attrgetter
+
+from scheduler.policy import OrderOfService, Rank
+from scheduler.queues.waiting_queue import WaitingQueue
+from scheduler.sequence import Sequence
+
+PROMPT_TOKEN_COST = 1.0
+GENERATED_TOKEN_COST = 2.0
+_MAX_IDLE_COUNTERS = 1000
+
+_rank_of, _best_rank_of = attrgetter("rank"), attrgetter("best_rank")
+
+
+class TenantLedger:
+    """Counters of service. Only tenants with unfinished sequences are active; the idle save up no claim."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self._weights = weights
+        self._service: dict[str, float] = {}
+        self._num_unfinished: dict[str, int] = {}
+        self._least: list[tuple[float, str]] = []  # a heap; entries may be out of date, as in _PriorityLevel
+
+    def service(self, tenant: str) -> float:
+        """Service so far, by cost and weight. It never falls while the tenant is active."""
+        return self._service[tenant]
+
+    def join(self, tenant: str) -> None:
+        """Count one more unfinished sequence.
+
+        A tenant that was idle is lifted to the least served active one.
+        """
+        if tenant not in self._num_unfinished:
+            self._service[tenant] = max(self._service.get(tenant, 0.0), self._least_of_the_active())
+            heappush(self._least, (self._service[tenant], tenant))
+        self._num_unfinished[tenant] = self._num_unfinished.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """Count one sequence less.
+
+        A lead over others is kept while they are active, so that a moment's pause does not reset it.
+        """
+        self._num_unfinished[tenant] -= 1
+        if self._num_unfinished[tenant] == 0:
+            del self._num_unfinished[tenant]
+            if not self._num_unfinished:
+                self._service.clear()
+                self._least.clear()
+            elif len(self._service) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+                self._forget_the_idle()
+
+    def charge(self, tenant: str, cost: float) -> None:
+        self._service[tenant] += cost / self._weights.get(tenant, 1.0)
+
+    def _least_of_the_active(self) -> float:
+        """Least service of an active tenant, 0 without one. O(log tenants).
+
+        An active tenant has an entry in the heap that is not above its counter.
+        """
+        if len(self._least) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+            self._least = [(self._service[tenant], tenant) for tenant in self._num_unfinished]
+            heapify(self._least)
+        while self._least:
+            noted, tenant = self._least[0]
+            if tenant not in self._num_unfinished:
+                heappop(self._least)
+            elif noted != (service := self._service[tenant]):
+                heapreplace(self._least, (service, tenant))
+            else:
+                return noted
+        return 0.0
+
+    def _forget_the_idle(self) -> None:
+        """Drop idle tenants that `join` would lift anyway.
+
+        All idle ones are dropped, should there still be too many.
+        """
+        floor = self._least_of_the_active()
+        kept = {
+            name: had for name, had in self._service.items() if name in self._num_unfinished or had > floor
+        }
+        if len(kept) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+            kept = {name: self._service[name] for name in self._num_unfinished}
+        self._service = kept
+
+    @property
+    def tenants(self) -> dict[str, float]:
+        """Copy of the service by tenant."""
+        return dict(self._service)
+
+
+class _PriorityLevel:
+    """Waiting tenants of one level of priority, least served first.
+
+    The heap is lazy: counters only grow, so an entry that is out of date is found at the top and put
+    back with what it is now.
+    """
+
+    def __init__(self, ledger: TenantLedger) -> None:
+        self._ledger = ledger
+        self._queues: dict[str, WaitingQueue] = {}
+        self._order: list[tuple[float, str]] = []
+        self.num_waiting = 0
+        self.best_rank: Rank = (inf,)
+        """Lower bound of the ranks here: best rank that any sequence here ever had."""
+
+    def push(self, seq: Sequence) -> None:
+        self.best_rank = min(self.best_rank, seq.rank)
+        queue = self._queues.get(seq.tenant)
+        if queue is None:
+            queue = self._queues[seq.tenant] = WaitingQueue()
+            heappush(self._order, (self._ledger.service(seq.tenant), seq.tenant))
+        queue.push(seq)
+        self.num_waiting += 1
+
+    def peek(self) -> Sequence:
+        tenant = self._least_served()
+        assert tenant is not None, "a sequence waits here"
+        return self._queues[tenant].peek()
+
+    def after_first(self, num: int) -> list[Sequence]:
+        """First sequence of each later tenant, then the next of the first tenant. O(num * log(tenants))."""
+        entries: list[tuple[float, str]] = []
+        while len(entries) <= num and self._least_served() is not None:
+            entries.append(heappop(self._order))
+        for entry in entries:
+            heappush(self._order, entry)
+        first, *others = (self._queues[tenant] for _, tenant in entries)
+        return [*(queue.peek() for queue in others), *first.after_first(num)][:num]
+
+    def _least_served(self) -> str | None:
+        """Tenant that had least; its entry is then on top of the heap. None if the heap is empty."""
+        while self._order:
+            noted, tenant = self._order[0]
+            if not len(self._queues[tenant]):
+                heappop(self._order)
+                del self._queues[tenant]
+            elif noted != (service := self._ledger.service(tenant)):
+                heapreplace(self._order, (service, tenant))
+            else:
+                return tenant
+        return None
+
+    def take(self, seq: Sequence) -> None:
+        self._queues[seq.tenant].take(seq)
+        self.num_waiting -= 1
+
+    def discard(self, seq: Sequence) -> None:
+        self._queues[seq.tenant].discard(seq)
+        self.num_waiting -= 1
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for queue in self._queues.values() for seq in queue)
+
+
+class FairWaitingQueue:
+    """Waiting queue by levels of priority, inside them the least served tenant first.
+
+    Its interface is WaitingQueue's.
+    """
+
+    def __init__(self, order: OrderOfService, ledger: TenantLedger) -> None:
+        self._order = order
+        self._ledger = ledger
+        self._levels: dict[int, _PriorityLevel] = {}
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (seq for level in self._levels.values() for seq in level)
+
+    def push(self, seq: Sequence) -> None:
+        key = self._order.level(seq.priority)
+        level = self._levels.get(key)
+        if level is None:
+            level = self._levels[key] = _PriorityLevel(self._ledger)
+        level.push(seq)
+        self._num_waiting += 1
+
+    def peek(self) -> Sequence:
+        """Best rank among the choices of the levels; so aging works across them.
+
+        O(levels), but only levels that could have the best are asked for their choice.
+        """
+        best = min(self._levels.values(), key=_best_rank_of).peek()
+        for level in self._levels.values():
+            if level.best_rank < best.rank:
+                best = min(best, level.peek(), key=_rank_of)
+        return best
+
+    def after_first(self, num: int) -> list[Sequence]:
+        return self._level_of(self.peek()).after_first(num)
+
+    def take(self, seq: Sequence) -> None:
+        self._level_of(seq).take(seq)
+        self._note_removal(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        self._level_of(seq).discard(seq)
+        self._note_removal(seq)
+
+    def _note_removal(self, seq: Sequence) -> None:
+        self._num_waiting -= 1
+        if not self._level_of(seq).num_waiting:
+            del self._levels[self._order.level(seq.priority)]
+
+    def _level_of(self, seq: Sequence) -> _PriorityLevel:
+        return self._levels[self._order.level(seq.priority)]

@@ -1,0 +1,124 @@
+"""Unfinished sequences: the running queue and the waiting queue.
+
+Owns: in which queue a sequence is and at which place, and the tenants' counters, which follow from it.
+Never: decides that a sequence moves; planner.py, admission.py and scheduler.py do.
+"""
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from scheduler.config import Fairness, SchedulerConfig
+from scheduler.messages import RequestCounts, SequenceReport, WaitReason
+from scheduler.policy import OrderOfService
+from scheduler.queues.fairness import FairWaitingQueue, TenantLedger
+from scheduler.queues.waiting_queue import WaitingQueue
+from scheduler.sequence import Sequence, Status
+
+_rank_of = attrgetter("rank")
+
+
+class RequestQueues:
+    """The running queue is kept in order of rank; the waiting queue knows its first."""
+
+    def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
+        self.running: list[Sequence] = []
+        self.waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
+        self._ledger: TenantLedger | None = None
+        self._num_swapped = 0
+        if config.fairness is Fairness.TENANT:
+            self._ledger = TenantLedger(dict(config.tenant_weights))
+            self.waiting = FairWaitingQueue(order, self._ledger)
+
+    def counts(self) -> RequestCounts:
+        return RequestCounts(
+            running=len(self.running),
+            waiting=len(self.waiting) - self._num_swapped,
+            swapped=self._num_swapped,
+        )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        if self._ledger is not None:
+            self._ledger.join(seq.tenant)
+        self.waiting.push(seq)
+
+    def admit(self, seq: Sequence) -> None:
+        """Move a sequence from the waiting queue to the running one."""
+        self.waiting.take(seq)
+        self._num_swapped -= seq.status is Status.SWAPPED
+        seq.become(Status.RUNNING)
+        insort(self.running, seq, key=_rank_of)
+
+    def requeue(self, seq: Sequence, status: Status) -> None:
+        """Move a running sequence to the waiting queue: WAITING, or SWAPPED with a copy on the host."""
+        self._leave_running(seq)
+        self._num_swapped += status is Status.SWAPPED
+        seq.become(status)
+        self.waiting.push(seq)
+
+    def lose_copy(self, seq: Sequence) -> None:
+        """Note that the copy on the host is gone: the sequence waits as one that recomputes."""
+        seq.become(Status.WAITING)
+        self._num_swapped -= 1
+
+    def finish(self, seq: Sequence) -> None:
+        """Remove a sequence from the queue that it is in."""
+        before = seq.status
+        seq.become(Status.FINISHED)
+        if before is Status.RUNNING:
+            self._leave_running(seq)
+        else:
+            self.waiting.discard(seq)
+            self._num_swapped -= before is Status.SWAPPED
+        if self._ledger is not None:
+            self._ledger.leave(seq.tenant)
+
+    def behind(self, seq: Sequence) -> list[Sequence]:
+        """Running sequences that are served after `seq`."""
+        return self.running[self._place(seq) + 1 :]
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Put service on a tenant's account, if there are accounts."""
+        if self._ledger is not None:
+            self._ledger.charge(tenant, cost)
+
+    def tenant_service(self) -> dict[str, float]:
+        """Service of each tenant so far, by cost; empty without fairness."""
+        return {} if self._ledger is None else self._ledger.tenants
+
+    def report(self, wait_reason: WaitReason, *, now_s: float) -> list[SequenceReport]:
+        """The running queue, then the waiting queue by rank. Built on request only; O(n log n)."""
+        waiting = sorted(self.waiting, key=_rank_of)
+        return [
+            _report(seq, place, "" if seq.status is Status.RUNNING else wait_reason.value, now_s)
+            for queue in (self.running, waiting)
+            for place, seq in enumerate(queue)
+        ]
+
+    def _leave_running(self, seq: Sequence) -> None:
+        place = self._place(seq)
+        assert self.running[place] is seq
+        del self.running[place]
+
+    def _place(self, seq: Sequence) -> int:
+        return bisect_left(self.running, seq.rank, key=_rank_of)
+
+
+def _report(seq: Sequence, place: int, wait_reason: str, now_s: float) -> SequenceReport:
+    return SequenceReport(
+        sequence_id=seq.sequence_id,
+        state=seq.status.value,
+        place=place,
+        priority=seq.priority,
+        rank=seq.rank,
+        tenant=seq.tenant,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_output_tokens=seq.num_output_tokens,
+        num_computed_tokens=seq.num_computed_tokens,
+        num_blocks=len(seq.block_ids) - seq.num_passed_blocks,
+        num_host_blocks=sum(1 for block in seq.host_block_ids if block),
+        num_preemptions=seq.num_preemptions,
+        num_bypasses=seq.num_bypasses,
+        age_s=now_s - seq.admitted_s,
+        wait_reason=wait_reason,
+    )

