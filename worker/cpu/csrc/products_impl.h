@@ -216,8 +216,11 @@ inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t b
   }
 }
 
+#include "grouped_impl.h"
+
 template <typename T>
 void multiply(const Product<T>& product, int64_t begin, int64_t end) {
+  if (product.weight.grouped.data != nullptr) return multiply_grouped(product, begin, end);
   if (product.num_rows < kTileRows) return multiply_last_rows<kTileRows - 1>(product, 0, begin, end);
   // Block by block: it stays in a near cache until the last row has read it.
   for (int64_t block = begin; block < end; ++block) {
