@@ -107,13 +107,15 @@ def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
             low, high = codes.permute(0, 3, 2, 4, 1).unbind(-1)
             return (low | high << 4).contiguous()
         # [B, K / 4, lane, input of a pair, pair]
-        low, high = codes.unflatten(-1, (2, 2)).permute(0, 3, 2, 5, 4, 1).unbind(-1)
+        low, high = codes.view(*codes.shape[:-1], 2, 2).permute(0, 3, 2, 5, 4, 1).unbind(-1)
         return (low | high << 4).contiguous()
     codes = pad(weight.codes.view(torch.uint8), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs)
     if takes_bytes:  # [B, K / 4, half, lane, input of four], without a sign
-        return (codes.unflatten(-1, (-1, 4)).permute(0, 3, 1, 2, 4) ^ _ZERO_OF_INT8).contiguous()
+        return (
+            codes.view(-1, 2, _HALF, weight.num_inputs // 4, 4).permute(0, 3, 1, 2, 4) ^ _ZERO_OF_INT8
+        ).contiguous()
     # [B, K / 2, four lanes of a half, half, lane of four, input of a pair]: what unpacking bytes undoes
-    by_four = codes.unflatten(-1, (-1, 2)).unflatten(2, (-1, 4))
+    by_four = codes.view(-1, 2, _HALF // 4, 4, weight.num_inputs // 2, 2)
     return by_four.permute(0, 4, 2, 1, 3, 5).contiguous()
 
 
