@@ -13,6 +13,7 @@ struct FloatColumns {
   using Input = T;
   using Vector = Floats;
   static constexpr int kSteps = 4;
+  static constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
   static void add(Floats& total, const T* x, int step, Vector columns) { total += splat(load_one(x + step)) * columns; }
 };
 
@@ -98,6 +99,7 @@ struct PairColumns {
   using Input = Bf16;
   using Vector = __m512bh;
   static constexpr int kSteps = 2;
+  static constexpr int kDirectRows = kTileRows;
   static void add(Floats& total, const Bf16* x, int step, Vector columns) {
     int32_t pair;
     __builtin_memcpy(&pair, x + 2 * step, sizeof pair);
@@ -294,7 +296,9 @@ inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& c
 template <class Codes, class Decoded, typename T>
 inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end) {
   const Codes codes(product.weight.grouped);
-  if (product.num_rows <= kTileRows) return multiply_few_grouped_rows<kTileRows>(product, codes, begin, end);
+  // More rows than that share decoded columns: it costs less than decoding them for each tile.
+  constexpr int kDirect = Codes::kDirectRows;
+  if (product.num_rows <= kDirect) return multiply_few_grouped_rows<kDirect>(product, codes, begin, end);
   for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded>(product, codes, begin);
 }
 
