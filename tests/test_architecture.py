@@ -32,6 +32,7 @@ FOLDER_DOORS = {
     ("campaigns/gpu/paper/", "worker"),
     ("campaigns/gpu/tune/", "worker"),
     # The host's part of a step is the engine's loop over a worker without a model.
+    ("campaigns/products.py", "worker"),  # the products of the CPU, alone
     ("campaigns/gpu/host_step.py", "engine"),
     ("campaigns/gpu/host_step.py", "worker"),
     ("campaigns/gpu/null_device.py", "worker"),
