@@ -9,7 +9,7 @@ Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H
 
 import ctypes
 import weakref
-from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,21 @@ _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
 
 
+class CGroupedCodes(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("kind", c_int),
+        ("takes_bytes", c_bool),
+        ("group_size", c_int64),
+        ("table", c_void_p),
+        ("lookup", c_void_p),
+        ("shift", c_int32),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("permutation", c_void_p),
+    )
+
+
 class CPackedWeight(Structure):
     _fields_ = (
         ("data", c_void_p),
@@ -39,6 +54,7 @@ class CPackedWeight(Structure):
         ("bytes", c_void_p),
         ("scales", c_void_p),
         ("offsets", c_void_p),
+        ("grouped", CGroupedCodes),
     )
 
 
@@ -53,6 +69,7 @@ class CProduct(Structure):
         ("bytes", c_void_p),
         ("scales", c_void_p),
         ("multiplier", c_float),
+        ("run_sums", c_void_p),
     )
 
 
@@ -157,7 +174,8 @@ class PackedWeight:
     """A weight in the order in which the kernels read it, and its struct, whose pointers it keeps alive."""
 
     data: Tensor
-    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32, [B, K / 4, 32, 4] for int8."""
+    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32, [B, K / 4, 32, 4] for int8; uint8 for codes
+    with scales of groups (grouped_packing.py)."""
     c: CPackedWeight
     kept: tuple[Tensor | None, ...]
     """Bias, scales and the like, for each of B * 32 outputs."""
@@ -170,6 +188,7 @@ class PackedWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Look up rows of the weight as it was before, like an embedding: indices [...] to [..., K]."""
+        assert self.data.dtype in DTYPES, "numbers in codes are no embedding"
         flat = indices.reshape(-1)
         found = self.data[flat // COLUMNS, :, flat % COLUMNS]
         return found.reshape(*indices.shape, int(self.c.num_inputs))
@@ -267,7 +286,7 @@ class Kernels:
     def _multiply(
         self, x_TK: Tensor, weight: PackedWeight, *, output: int | None, float_output: int | None
     ) -> None:
-        assert weight.data.dtype in (x_TK.dtype, torch.int8)
+        assert weight.data.dtype in (x_TK.dtype, torch.int8, torch.uint8)
         assert x_TK.shape[1] == weight.c.num_inputs
         product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output, multiplier=1.0)
         self._call("multiply", x_TK.dtype, byref(product))
