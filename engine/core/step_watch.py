@@ -30,7 +30,7 @@ _MAX_STEPS = 64
 _MAX_PREEMPTING_STEPS = 32
 """Room beyond, for steps that preempted a sequence."""
 _MAX_SEQUENCES = 128
-"""Of each line, running and waiting: the first ones."""
+"""Limit of each line, running and waiting, from its front."""
 _MAX_RUNS = 8192
 
 

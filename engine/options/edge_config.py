@@ -62,7 +62,7 @@ class TlsFiles:
 
 
 class Page(Enum):
-    """How much of the web page is served on the main port."""
+    """Extent of the web page on the main port."""
 
     OFF = "off"
     CHAT = "chat"  # without the live view, which names the requests and tenants of all clients
