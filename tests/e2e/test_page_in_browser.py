@@ -217,12 +217,9 @@ def test_the_text_of_a_model_stays_text(page: Any) -> None:
     assert "<script>alert(1)</script>" in made["text"]
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_the_window(page: Any, width: int, scheme: str) -> None:
-    page.emulate_media(color_scheme=scheme)
-    page.set_viewport_size({"width": width, "height": 800})
+def test_nothing_is_wider_than_a_phone(page: Any) -> None:
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 360, "height": 800})
     for tab in ("chat", "yard", "server"):
         page.click(f"#tab-{tab}")
-        wide = page.evaluate("(tab) => document.getElementById(tab).scrollWidth", tab)
-        assert wide <= width, tab
+        assert page.evaluate("(tab) => document.getElementById(tab).scrollWidth", tab) <= 360, tab
