@@ -164,10 +164,12 @@ def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer
         page.wait_for_selector("#running li[data-id]")
         page.wait_for_selector("#waiting li[data-id] .why")
         page.wait_for_selector("#events li:not(.empty)")
+        if IMAGES:
+            page.wait_for_timeout(1500)  # a picture with more steps in it
         page.click("#pause")
+        picture(page, "page-yard.png")
         page.locator("#running li[data-id]").first.click()
         assert "prompt tokens" in page.inner_text("#life")
-        picture(page, "page-yard.png")
         assert [each.result() for each in others] == [200] * 14
     assert "gave" in page.inner_text("#events li:not(.empty) >> nth=0")
     shown = page.inner_text("#scrub-value")
