@@ -90,7 +90,9 @@ class Scheduler:
         seq.admission = self._counters.num_added
         seq.admitted_s = now_s
         deadline_s = now_s + seq.time_limits.nearest_s
-        seq.rank = self._order.rank(Standing(seq.priority, now_s, deadline_s, seq.admission))
+        standing = Standing(seq.priority, now_s, deadline_s, seq.admission)
+        seq.rank = self._order.rank(standing)
+        seq.running_rank = self._order.running_rank(standing)
         self._sequences[seq.sequence_id] = seq
         self._queues.add(seq)
         self._deadlines.add(seq)

@@ -156,12 +156,8 @@ class _PriorityLevel:
                 return tenant
         return None
 
-    def take(self, seq: Sequence) -> None:
-        self._queues[seq.tenant].take(seq)
-        self.num_waiting -= 1
-
-    def discard(self, seq: Sequence) -> None:
-        self._queues[seq.tenant].discard(seq)
+    def remove(self, seq: Sequence) -> None:
+        self._queues[seq.tenant].remove(seq)
         self.num_waiting -= 1
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -205,20 +201,18 @@ class FairWaitingQueue:
                 best = min(best, level.peek(), key=_rank_of)
         return best
 
+    def most_urgent(self) -> Sequence:
+        """Choice of the most urgent level, whatever the age of others. O(levels)."""
+        return self._levels[min(self._levels)].peek()
+
     def after_first(self, num: int) -> list[Sequence]:
         return self._level_of(self.peek()).after_first(num)
 
-    def take(self, seq: Sequence) -> None:
-        self._level_of(seq).take(seq)
-        self._note_removal(seq)
-
-    def discard(self, seq: Sequence) -> None:
-        self._level_of(seq).discard(seq)
-        self._note_removal(seq)
-
-    def _note_removal(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
+        level = self._level_of(seq)
+        level.remove(seq)
         self._num_waiting -= 1
-        if not self._level_of(seq).num_waiting:
+        if not level.num_waiting:
             del self._levels[self._order.level(seq.priority)]
 
     def _level_of(self, seq: Sequence) -> _PriorityLevel:

@@ -11,14 +11,16 @@ from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import RequestCounts, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.fairness import FairWaitingQueue, TenantLedger
+from scheduler.queues.lazy_heap import LazyHeap
+from scheduler.queues.need_index import NeedIndex
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence, Status
 
-_rank_of = attrgetter("rank")
+_rank_of, _running_rank_of = attrgetter("rank"), attrgetter("running_rank")
 
 
 class RequestQueues:
-    """The running queue is kept in order of rank; the waiting queue knows its first."""
+    """The running queue is kept in order of `running_rank`; the waiting queue knows its first."""
 
     def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
         self.running: list[Sequence] = []
@@ -28,6 +30,9 @@ class RequestQueues:
         if config.fairness is Fairness.TENANT:
             self._ledger = TenantLedger(dict(config.tenant_weights))
             self.waiting = FairWaitingQueue(order, self._ledger)
+        self._by_urgency = LazyHeap() if order.ages and self._ledger is None else None
+        """The same sequences by urgency, where an older one may stand before a more urgent one."""
+        self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
 
     def counts(self) -> RequestCounts:
         return RequestCounts(
@@ -40,21 +45,21 @@ class RequestQueues:
         """Queue a new sequence."""
         if self._ledger is not None:
             self._ledger.join(seq.tenant)
-        self.waiting.push(seq)
+        self._wait(seq)
 
     def admit(self, seq: Sequence) -> None:
         """Move a sequence from the waiting queue to the running one."""
-        self.waiting.take(seq)
+        self._wait_no_more(seq)
         self._num_swapped -= seq.status is Status.SWAPPED
         seq.become(Status.RUNNING)
-        insort(self.running, seq, key=_rank_of)
+        insort(self.running, seq, key=_running_rank_of)
 
     def requeue(self, seq: Sequence, status: Status) -> None:
         """Move a running sequence to the waiting queue: WAITING, or SWAPPED with a copy on the host."""
         self._leave_running(seq)
         self._num_swapped += status is Status.SWAPPED
         seq.become(status)
-        self.waiting.push(seq)
+        self._wait(seq)
 
     def lose_copy(self, seq: Sequence) -> None:
         """Note that the copy on the host is gone: the sequence waits as one that recomputes."""
@@ -68,10 +73,22 @@ class RequestQueues:
         if before is Status.RUNNING:
             self._leave_running(seq)
         else:
-            self.waiting.discard(seq)
+            self._wait_no_more(seq)
             self._num_swapped -= before is Status.SWAPPED
         if self._ledger is not None:
             self._ledger.leave(seq.tenant)
+
+    def most_urgent(self) -> Sequence:
+        """First waiting sequence, whatever the age of others. There must be one."""
+        if self._by_urgency is None:
+            return self.waiting.most_urgent()
+        first = self._by_urgency.peek()
+        assert first is not None, "the queue is empty"
+        return first
+
+    def candidates(self, num_free: int) -> list[Sequence]:
+        """Waiting sequences that may fit into `num_free` blocks, wherever they stand; a few, by rank."""
+        return [] if self._by_need is None else self._by_need.candidates(num_free)
 
     def behind(self, seq: Sequence) -> list[Sequence]:
         """Running sequences that are served after `seq`."""
@@ -95,13 +112,29 @@ class RequestQueues:
             for place, seq in enumerate(queue)
         ]
 
+    def _wait(self, seq: Sequence) -> None:
+        seq.turn += 1
+        self.waiting.push(seq)
+        if self._by_urgency is not None:
+            self._by_urgency.push(seq.running_rank, seq)
+        if self._by_need is not None:
+            self._by_need.push(seq)
+
+    def _wait_no_more(self, seq: Sequence) -> None:
+        seq.turn += 1
+        self.waiting.remove(seq)
+        if self._by_urgency is not None:
+            self._by_urgency.note_removal()
+        if self._by_need is not None:
+            self._by_need.remove(seq)
+
     def _leave_running(self, seq: Sequence) -> None:
         place = self._place(seq)
         assert self.running[place] is seq
         del self.running[place]
 
     def _place(self, seq: Sequence) -> int:
-        return bisect_left(self.running, seq.rank, key=_rank_of)
+        return bisect_left(self.running, seq.running_rank, key=_running_rank_of)
 
 
 def _report(seq: Sequence, place: int, wait_reason: str, now_s: float) -> SequenceReport:

@@ -16,17 +16,20 @@ sequence keeps its rank, and returns from the waiting queue by recompute, or fro
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from scheduler.config import Batching, Displacement
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerOutput, WaitReason
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
-from scheduler.step.budget import StepLimit, StepLimits, budget_for_step
+from scheduler.step.budget import SchedulingBudget, StepLimit, StepLimits, budget_for_step
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
 from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
+
+_rank_of = attrgetter("rank")
 
 
 class Planner:
@@ -67,6 +70,8 @@ class Planner:
         running = self._queues.running
         budget = budget_for_step(self._config, running, self._step_time, self._limits())
         plan = PlanDraft(budget, now_s)
+        if self._state.order.ages:
+            self._reserve_for_oldest(budget)
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._config.batching is Batching.SEPARATE:
@@ -77,6 +82,14 @@ class Planner:
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
+
+    def _reserve_for_oldest(self, budget: SchedulingBudget) -> None:
+        """Let the running prompt that came first by age go on behind more urgent ones."""
+        running = self._queues.running
+        if budget.num_decodes_ahead < len(running):
+            prefills = [seq for seq in running if seq.num_uncomputed_tokens > 1]
+            if prefills:
+                budget.reserve(min(prefills, key=_rank_of))
 
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """Learn how long a plan took."""
