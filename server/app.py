@@ -1,4 +1,4 @@
-"""The application: routes, and the layers that every request passes.
+"""The application: the endpoints, and the layers that every request passes.
 
 Owns: the order of the layers.
 Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
@@ -19,51 +19,23 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from engine.options.api_keys import given_keys
-from server.access.auth import METRICS_PATH, OPEN_PATHS, Auth
+from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
-from server.chat import chat
-from server.completions import completions
+from server.endpoints import ADMIN, OPEN_PATHS, OPENAPI_PATH, PUBLIC, ROUTES
 from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
 from server.http.body_limit import BodyLimit
 from server.http.connections import LastReplies, ReservedPlaces
 from server.http.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
+from server.http.endpoint import Endpoint
 from server.http.request_log import RequestLog
 from server.observe.http_metrics import HttpMetrics
 from server.observe.request_ids import RequestIds
 from server.observe.spans import NoSpans, Spans
 from server.openapi import document
-from server.operations import admin, models, ops, tokenization
-from server.pooling import embeddings, scoring
-from server.responses import responses
-from server.responses.response_store import ResponseStore
-
-_ROUTES = (
-    *OPEN_PATHS,
-    "/admin/requests",
-    "/admin/reset_prefix_cache",
-    "/openapi.json",
-    "/version",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/score",
-    "/rerank",
-    "/v2/rerank",
-    "/v1/chat/completions",
-    "/v1/models",
-    "/v1/models/{model}",
-    "/v1/responses",
-    "/v1/responses/{response_id}",
-    "/v1/responses/{response_id}/input_items",
-    "/v1/responses/{response_id}/cancel",
-    "/tokenize",
-    "/detokenize",
-)
-"""Labels of the request counter, and words of the log; a test holds them against the router."""
+from server.operations.ops import METRICS_PATH
 
 
 def build_app(
@@ -88,22 +60,16 @@ def build_app(
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
     keys = keys or KeyRing(given_keys(settings.api_keys))
-    app = _layered(edge, settings, keys, openapi_url="/openapi.json")
-    app.state.response_store = ResponseStore(
-        max_responses=settings.responses_store_size,
-        max_bytes=settings.responses_store_bytes,
-        ttl_s=settings.responses_store_ttl_s,
-    )
-    app.state.metrics_page = ops.MetricsPage(engine.metrics.registry)
+    app = _layered(edge, settings, keys, openapi_url=OPENAPI_PATH)
     is_admin_here = settings.enable_admin and settings.edge.admin_port is None
-    always = (chat, completions, models, ops, responses, tokenization, embeddings, scoring)
-    for part in (*always, *((admin,) if is_admin_here else ())):
-        app.include_router(part.router)
+    endpoints = (*PUBLIC, *ADMIN) if is_admin_here else PUBLIC
+    _include(app, endpoints, settings)
     page: list[dict[str, Any]] = []
 
     def openapi() -> dict[str, Any]:
         if not page:
-            page.append(document(app, needs_key=keys.is_locked, open_paths=_open_paths(settings)))
+            without_key = _open_paths(settings) if keys.is_locked else None
+            page.append(document(app, endpoints, without_key=without_key))
         return page[0]
 
     # FastAPI's documented way to extend the document.
@@ -112,11 +78,17 @@ def build_app(
 
 
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
-    """The admin routes alone, for a port of their own, beside what `build_app` made."""
+    """Build an application of the admin routes alone, for a port of their own, beside that of `build_app`."""
     edge: Edge = app.state.edge
     admin_app = _layered(edge, settings, app.state.keys, openapi_url=None)
-    admin_app.include_router(admin.router)
+    _include(admin_app, ADMIN, settings)
     return admin_app
+
+
+def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
+    for each in endpoints:
+        each.add_state(app, settings)
+        app.include_router(each.router)
 
 
 def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: str | None) -> FastAPI:
@@ -131,11 +103,11 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
         redirect_slashes=False,
         middleware=[
             Middleware(RequestIds),
-            Middleware(RequestLog, routes=_ROUTES, spans=edge.spans, metrics=edge.metrics),
+            Middleware(RequestLog, routes=ROUTES, probes=OPEN_PATHS, spans=edge.spans, metrics=edge.metrics),
             *_cors(settings.edge.cors_origins),
             Middleware(LastReplies, health=edge.engine.health),
-            Middleware(ErrorBoundary, count=edge.metrics.error_told),
-            Middleware(ReservedPlaces),
+            Middleware(ErrorBoundary, count=edge.metrics.count_error),
+            Middleware(ReservedPlaces, open_paths=OPEN_PATHS),
             Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),
             Middleware(Auth, keys=keys, open_paths=_open_paths(settings)),
             Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
@@ -153,7 +125,7 @@ def _open_paths(settings: EdgeSettings) -> frozenset[str]:
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Outside of the keys: a browser asks for permission without one."""
+    """CORS, outside of the keys: a browser asks for permission without one."""
     if not origins:
         return []
     return [
@@ -168,5 +140,5 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def _to_boundary(request: Request, error: Exception) -> NoReturn:  # noqa: ARG001 -- Starlette's signature
-    """Hand on what the framework would answer in its own shape."""
+    """Hand errors on that the framework would answer in its own shape."""
     raise error

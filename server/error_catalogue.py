@@ -1,8 +1,8 @@
-"""The catalogue of errors: everything that a client can be told went wrong, by its code.
+"""The catalogue of errors that clients receive, by code.
 
-Owns: for each code its HTTP status, OpenAI type, and what the client is told about trying again.
-Never: which error has which code (error_replies.py). docs/errors.md is written from here.
-Source: OpenAI's error object; x-should-retry and retry-after-ms are what its SDKs obey.
+Owns: for each code its HTTP status, OpenAI type, and the advice about trying again.
+Never: the code of an error (error_replies.py). docs/errors.md is written from here.
+Source: OpenAI's error object; x-should-retry and retry-after-ms, which its SDKs obey.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Final
 
 
 class Retry(Enum):
-    """What a client is told about trying the same request again."""
+    """Advice to the client about sending the same request again."""
 
     NEVER = "no"
     """It would end the same way."""
@@ -28,14 +28,14 @@ class Entry:
     type: str
     retry: Retry
     meaning: str
-    """For docs/errors.md."""
+    """Text for docs/errors.md."""
     header: tuple[str, str] | None = None
     fixed_text: str = ""
-    """What is said instead of the error's own text: details of a fault of ours are for the log."""
+    """Text in place of the error's own: details of a fault of ours are for the log."""
 
 
 HANG_UP: Final = ("connection", "close")
-"""What else the client may have sent is never read, or should go elsewhere."""
+"""Close the connection: its further bytes are never read, or should go to another server."""
 _WHO_ARE_YOU: Final = ("www-authenticate", 'Bearer realm="tokenyard"')
 
 _CALLER = "invalid_request_error"

@@ -1,9 +1,9 @@
-"""The one place where what went wrong becomes what the client is told.
+"""Errors to replies, in one place.
 
 Owns: the errors that are found at the edge itself, and the code of every error; all else follows from its
 row of the catalogue.
-Never: the decision that something is wrong (translate.py, json_body.py, auth.py, the engine), or what a
-code means (error_catalogue.py).
+Never: the decision that something is wrong (json_body.py, auth.py, endpoints, the engine), or the
+meaning of a code (error_catalogue.py).
 """
 
 import logging
@@ -55,7 +55,7 @@ class RouteNotFound(EdgeError):
 
 
 class ResponseNotFound(EdgeError):
-    """Never stored, or no longer, or by another key: nobody is told which."""
+    """The response was never stored, or no longer is, or another key's: the reply does not say which."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(f"there is no stored response {response_id[:128]!r}")
@@ -93,7 +93,7 @@ class TooManyConnections(EdgeError):
 
 
 class HeadTooLarge(EdgeError):
-    """The request line and the headers exceed what is read before anybody is known."""
+    """The request line and the headers exceed the bytes that are read before a key is known."""
 
 
 class LowMemory(EdgeError):
@@ -155,7 +155,7 @@ _CODES: dict[type[Exception], str | None] = {
     UnsupportedMediaType: "unsupported_media_type",
     Overloaded: "server_overloaded",
     TenantOverloaded: "rate_limit_exceeded",
-    ClientDisconnect: "client_closed",  # nobody reads it: it gives the counters and the log a status
+    ClientDisconnect: "client_closed",  # read by no client: it gives the counters and the log a status
     RequestFailed: "model_error",
     EngineDied: "engine_restarted",
     EngineDiedTwice: "engine_died_twice",
@@ -206,7 +206,7 @@ def describe(error: Exception, request_id: str) -> ErrorReply:
 
 
 def _code_of(error: Exception) -> str:
-    """Every code is in the catalogue (a test holds us to it); whoever asks is answered even if not."""
+    """Every code is in the catalogue (a test checks it); a reply is made even if not."""
     code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
     code = code or str(getattr(error, "code", ""))
     if code in CATALOGUE:
@@ -249,7 +249,7 @@ def _shortened(message: str) -> str:
 
 
 def log_failure(error: Exception, reply: ErrorReply, request_id: str) -> None:
-    """Keep what a 500 hides from the client. Everything milder is only counted."""
+    """Log the details that a 500 hides from the client. Milder errors are only counted."""
     if reply.status != 500:
         return
     # An engine error was raised on purpose and explains itself; anything else needs its stack.
@@ -266,7 +266,7 @@ class ErrorBoundary:
     """The outermost handler: below it anything may raise, above it there are only replies."""
 
     def __init__(self, app: ASGIApp, *, count: Callable[[str], None] | None = None) -> None:
-        """`count` is told the code of every error."""
+        """`count` is called with the code of every error."""
         self._app = app
         self._count = count
 
@@ -290,7 +290,7 @@ class ErrorBoundary:
             if self._count is not None:
                 self._count(reply.code)
             if has_started:
-                # Half a reply is on its way: only cutting the connection tells the client so.
+                # Half a reply is on its way: only cutting the connection can show that to the client.
                 raise
             await error_response(reply)(scope, receive, send)
 

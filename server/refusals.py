@@ -1,6 +1,6 @@
-"""What other servers do and this one does not: each such field is refused by name, never ignored.
+"""Fields of other servers that are not supported: each is refused by name, never ignored.
 
-Owns: the list of these fields, and the values of theirs that ask for nothing.
+Owns: the lists that endpoints share, and the check. A field may have values that ask for nothing.
 Never: the fields that have an effect (protocol.py).
 """
 
@@ -9,32 +9,17 @@ from typing import Any, Final
 
 from engine.errors import RequestRejected
 
-ACCEPTED_WITHOUT_EFFECT: Final = frozenset(
-    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-)
-"""Declared in protocol.py with their bounds. They speak to a provider's billing, storage and routing."""
+OFF: Final = (False,)
+EMPTY: Final[tuple[Any, ...]] = ([],)
 
-_OFF: Final = (False,)
-_EMPTY: Final[tuple[Any, ...]] = ([],)
-_NO_TOOL_CHOICE: Final = ("none", "auto")
-
-_OPENAI: Final[dict[str, tuple[Any, ...]]] = {
+REFUSED_OF_OPENAI: Final[dict[str, tuple[Any, ...]]] = {
     "moderation": (),
     "prompt_cache_options": (),
-    "store": _OFF,
+    "store": OFF,
 }
-_OPENAI_CHAT: Final[dict[str, tuple[Any, ...]]] = {
-    "audio": (),
-    "function_call": _NO_TOOL_CHOICE,
-    "functions": _EMPTY,
-    "modalities": (["text"],),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
+REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),  # a template is a program; it comes with the checkpoint only
-    "documents": _EMPTY,
+    "documents": EMPTY,
     "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
@@ -42,15 +27,15 @@ _OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "guided_regex": (),
     "json_schema": (),
     "length_penalty": (1, 1.0),
-    "logits_processors": _EMPTY,
-    "logprob_token_ids": _EMPTY,
+    "logits_processors": EMPTY,
+    "logprob_token_ids": EMPTY,
     "prompt_embeds": (),  # tensors from outside are never read
     "repetition_detection": (),
-    "return_token_offsets": _OFF,
-    "spaces_between_special_tokens": _OFF,  # special tokens stand in the text as they are
+    "return_token_offsets": OFF,
+    "spaces_between_special_tokens": OFF,  # special tokens stand in the text as they are
     "stream_interval": (1,),
     "truncation_side": ("left",),
-    "use_beam_search": _OFF,
+    "use_beam_search": OFF,
 }
 
 _INSTEAD: Final = {
@@ -63,26 +48,11 @@ _INSTEAD: Final = {
     "guided_regex": "structured_outputs.regex",
     "json_schema": "response_format",
 }
-"""What does the same here."""
-
-COMPLETION_REFUSALS: Final = {
-    **_OPENAI,
-    **_OTHER_SERVERS,
-}
-CHAT_REFUSALS: Final = {
-    **_OPENAI,
-    **_OPENAI_CHAT,
-    **_OTHER_SERVERS,
-    "add_special_tokens": _OFF,
-    "best_of": (1,),
-    "echo": _OFF,
-}
-TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields that do the same here."""
 
 
 def refuse_unsupported(body: Mapping[str, Any], refusals: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise RequestRejected for the first field that asks for what we do not have."""
+    """Raise RequestRejected for the first field that asks for a feature that is not there."""
     for name in body.keys() & refusals.keys():
         value = body[name]
         if value is not None and not any(_is_same(value, harmless) for harmless in refusals[name]):

@@ -1,4 +1,4 @@
-"""What all JSON objects from outside have in common."""
+"""The base class of all JSON objects from outside."""
 
 from pydantic import BaseModel, ConfigDict
 

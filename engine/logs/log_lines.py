@@ -70,7 +70,7 @@ class LineFormatter(logging.Formatter):
 
 
 class TextLines(LineFormatter):
-    """Text such as `2026-11-21 19:06:51.123 INFO api[17] server.launch: words field=value`, then a stack."""
+    """Text: `2026-11-21 19:06:51.123 INFO api[17] server.app: words field=value`, then a stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
         """Make the line; see the base class."""

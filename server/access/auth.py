@@ -1,7 +1,7 @@
-"""Who may ask: a bearer key on every path except those that probes and scrapers read.
+"""Authentication: a bearer key on every path except those that probes and scrapers read.
 
-Owns: which paths are open, what a key may not do, and how a refusal says so.
-Never: compares keys (key_ring.py), or where they come from (engine/options/api_keys.py).
+Owns: the key of a request, the paths that need a special one, and the words of a refusal.
+Never: compares keys (key_ring.py), or reads them (engine/options/api_keys.py).
 """
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -10,20 +10,17 @@ from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
 from server.error_replies import InvalidApiKey, NotPermitted
 
-METRICS_PATH = "/metrics"
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH})
-"""Kubelets, load balancers and Prometheus carry no key; neither page says anything about a request."""
 ADMIN_PATHS = "/admin/"
 
 KEY_NAME = "tokenyard.key"
-"""Where the scope tells which key opened the door, by its name."""
+"""The scope's entry with the name of the key that was sent."""
 _KEY = "tokenyard.api_key"
 
 
 class Auth:
     """ASGI middleware. Without keys everything is open; with keys, nothing but the open paths."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
@@ -53,6 +50,6 @@ class Auth:
 
 
 def key_of(scope: Scope) -> ApiKey | None:
-    """The key that opened the door; None where none is needed."""
+    """The key that was sent; None where none is needed."""
     key: ApiKey | None = scope.get(_KEY)
     return key

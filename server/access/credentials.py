@@ -1,4 +1,4 @@
-"""Who may come in and what the server shows for itself: keys and certificate, as their files have them now.
+"""Keys and certificate of the server, as their files have them now.
 
 Owns: that both follow their files while the server runs.
 Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), or a comparison (key_ring.py).
@@ -21,7 +21,7 @@ _FOR_ALL_EYES = "everybody on this machine can read %s: chmod o-r %s"
 
 
 class Credentials:
-    """Of one server. `keep_current` must run for changes to be seen."""
+    """Keys and certificate of one server. `keep_current` must run for changes to be seen."""
 
     def __init__(self, api_keys: Sequence[str], edge: EdgeConfig) -> None:
         """Raises OptionError."""
@@ -35,7 +35,7 @@ class Credentials:
             log.warning(_FOR_ALL_EYES, *[edge.tls.key or edge.tls.cert] * 2)
 
     async def keep_current(self) -> None:
-        """Until cancelled."""
+        """Follow the files until cancelled."""
         watches: list[Coroutine[Any, Any, None]] = []
         if self._file is not None:
             watches.append(

@@ -1,7 +1,7 @@
 """Files that are read again when they have changed.
 
 Owns: when to look, and that a broken file changes nothing.
-Never: what is in the files (credentials.py says how to read them).
+Never: the contents of the files (credentials.py reads them).
 """
 
 import asyncio

@@ -25,11 +25,11 @@ class KeyRing:
 
     @property
     def is_locked(self) -> bool:
-        """Whether a key is needed."""
+        """True if a key is needed."""
         return self._is_locked
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """From now on these; what is under way goes on."""
+        """Replace the keys. Requests under way go on."""
         self._keys = tuple(keys)
         self._is_locked = self._is_locked or bool(self._keys)
 
@@ -37,13 +37,13 @@ class KeyRing:
         """The key that the client sent, if it is one of ours."""
         digest = digest_of(given)
         keys = self._keys  # a reload, in a thread of its own, must not shift them between here and the end
-        # All keys are compared, whether or not one has matched: the time must not tell which.
+        # All keys are compared, whether or not one has matched: the time must not reveal which.
         matches = [secrets.compare_digest(digest, key.digest) for key in keys]
         return keys[matches.index(True)] if any(matches) else None
 
     @contextmanager
     def under_way(self, key: ApiKey) -> Iterator[None]:
-        """One more request of this key, until the end of the block. Raises TooManyOfOneKey."""
+        """Count one more request of this key, until the end of the block. Raises TooManyOfOneKey."""
         limit = key.max_concurrent_requests
         if limit is not None and self._under_way[key.name] >= limit:
             raise TooManyOfOneKey(limit=limit, retry_after_s=_RETRY_AFTER_S)

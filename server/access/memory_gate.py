@@ -1,7 +1,7 @@
-"""No new work while the memory is nearly used up: a refusal is better than an end by the kernel.
+"""Refusal of new work while memory is nearly used up, since otherwise the kernel would end the process.
 
-Owns: which requests are new work.
-Never: measures (engine/frontend/memory_use.py), or ends what runs.
+Owns: the requests that count as new work.
+Never: measures (engine/frontend/memory_use.py), or ends running requests.
 """
 
 from starlette.types import ASGIApp, Receive, Scope, Send

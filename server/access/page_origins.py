@@ -1,7 +1,7 @@
-"""Without keys, whoever reaches the port may ask; but not every web page that somebody here opens.
+"""Origins of web pages that may use a server without keys, which any client on this machine may use.
 
-Owns: whose pages may ask a server that needs no key.
-Never: what pages of other origins may read: that is for the browser to decide, by CORS (app.py).
+Owns: the check of the header `origin`.
+Never: the replies that pages of other origins may read: the browser decides that, by CORS (app.py).
 
 A page can make a browser send requests to this machine without asking first (a body without a type), and a
 name that its author lets point to 127.0.0.1 makes this server a part of that page's own origin. Programs send
@@ -24,7 +24,7 @@ class PageOrigins:
     """ASGI middleware. With keys it does nothing: no page has one that it was not given."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, origins: tuple[str, ...]) -> None:
-        """`origins` are those of --cors-origin."""
+        """`origins` come from --cors-origin."""
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
@@ -46,9 +46,9 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 def _is_ours(origin: str, host: str) -> bool:
-    """Whether a page came from this machine, or by the very way that its request came.
+    """True if the page came from this machine, or from the address that its request was sent to.
 
-    Of the latter, a plain name proves nothing: its owner may have lent it to this machine. An address cannot
+    A plain name as that address proves nothing: its owner may let it point to this machine. An address cannot
     be lent, nor a name that a certificate stands for.
     """
     try:

@@ -1,6 +1,6 @@
 """HTTPS: the certificate as its files have it now, and a server whose connections begin with a handshake.
 
-Owns: the time limits of the handshake and of its counterpart at the end, and what a reload changes.
+Owns: the time limits of the handshake and of its counterpart at the end, and the effect of a reload.
 Never: HTTP (connections.py), or the checks of the files (engine/options/edge_config.py).
 """
 
@@ -13,11 +13,11 @@ from engine.options.edge_config import TlsFiles
 
 HANDSHAKE_TIMEOUT_S = 10.0
 _GOODBYE_S = 5.0
-"""How long a client may take to confirm the end of an encrypted connection."""
+"""Seconds in which a client may confirm the end of an encrypted connection."""
 
 
 class LiveTls:
-    """One context for all connections; each new one uses what was loaded into it last."""
+    """The TLS context of all connections; each new one uses the certificate that was loaded last."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OptionError."""
@@ -27,14 +27,14 @@ class LiveTls:
     def reload(self) -> None:
         """Take over certificate and key. The authorities stay: a context cannot forget any.
 
-        Raises OptionError, and keeps what there is then.
+        Raises OptionError, and keeps the present ones then.
         """
         self.files.load()  # elsewhere first: a context that gets a certificate without its key has neither
         self.files.show_by(self.context)
 
 
 class TlsServer(uvicorn.Server):
-    """uvicorn waits a minute for a handshake and cannot be told otherwise."""
+    """A server with its own limit for the handshake: uvicorn waits a minute, and has no option for it."""
 
     def __init__(self, config: uvicorn.Config, tls: LiveTls) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class TlsServer(uvicorn.Server):
         self.handshake_timeout_s = HANDSHAKE_TIMEOUT_S
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As the base class does it for sockets that are given."""
+        """Start serving the given sockets, as the base class does without TLS."""
         await self.lifespan.startup()
         loop = asyncio.get_running_loop()
         self.servers = [
@@ -59,7 +59,7 @@ class TlsServer(uvicorn.Server):
         self.started = True
 
     def _new_connection(self) -> asyncio.Protocol:
-        # uvicorn's type is that of protocols in general; those that it knows are all called so.
+        # uvicorn declares the type of protocols in general.
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )

@@ -1,7 +1,7 @@
-"""Requests to an application in this very process: the whole edge, and no port.
+"""A client of an application in the same process: the whole edge, and no port.
 
 Owns: one ASGI call for each request.
-Never: what is asked; fits where batch_run.py expects a client.
+Never: the contents of requests; fits where batch_run.py expects a client.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from server.http.http_client import ExchangeFailed, Reply
 
 
 class AppClient:
-    """Sends to `app` what others send over a socket."""
+    """Sends requests to `app` without a socket."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -47,7 +47,7 @@ _ABOUT_THE_PORT = (
 
 
 class _CannotRun(Exception):
-    """There is no model to ask. One line for the operator, and the code to end with."""
+    """No model is there to answer. One line for the operator, and the code to end with."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(what)
@@ -56,7 +56,7 @@ class _CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What the command line says."""
+    """The parsed command line."""
 
     input: Path
     output: Path
@@ -132,7 +132,7 @@ class _RemoteClient:
 
 @asynccontextmanager
 async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
-    """Who answers, and how many requests keep it busy. Raises _CannotRun."""
+    """Open the client, and say how many requests keep its server busy. Raises _CannotRun."""
     if asked.target is None:
         async with _local_client(asked) as found:
             yield found
@@ -187,7 +187,7 @@ def _read(words: Sequence[str]) -> _Asked:
 
 
 def _configs(serve_flags: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    """Of the model that is loaded here. Raises OptionError."""
+    """Configuration of the model that is loaded here. Raises OptionError."""
     sources = read_sources(serve_flags, os.environ)
     options = merge(sources)
     if source_of("request_timeout", sources) is Source.DEFAULT:

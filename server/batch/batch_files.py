@@ -1,6 +1,6 @@
 """The two files of a batch: requests in, a line for each answered request out.
 
-Owns: OpenAI's batch format, what makes an input file unusable, and an output file that can be gone on with
+Owns: OpenAI's batch format, the faults of an input file, and an output file that can be continued
 after anything, a power cut included: lines are appended whole, and half a line at its end is removed.
 Never: sends anything (batch_run.py).
 Source: OpenAI's reference of the batch API: request input and output objects.
@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from server.endpoints import BATCH_PATHS
 from server.http.http_client import Reply
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LINE_BYTES = 256 * 1024 * 1024
 MAX_ID_CHARS = 512
 _TAIL_BYTES = 64 * 1024
@@ -31,20 +31,20 @@ class BatchFileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One line of the input."""
+    """A line of the input."""
 
     custom_id: str
     method: Any
     url: Any
     body: Any
-    """All three as they stand there: what is wrong with them is told in the request's own line."""
+    """All three unchecked: their faults are reported in the request's own line."""
 
     def fault(self) -> str | None:
-        """Why it cannot be sent; None where it can."""
+        """The reason why it cannot be sent; None if it can."""
         if self.method != "POST":
             return 'method must be "POST"'
-        if self.url not in ENDPOINTS:
-            return f"url must be one of {', '.join(ENDPOINTS)}"
+        if self.url not in BATCH_PATHS:
+            return f"url must be one of {', '.join(sorted(BATCH_PATHS))}"
         if not isinstance(self.body, dict):
             return "body must be a JSON object"
         if self.body.get("stream"):
@@ -60,14 +60,14 @@ class InputFile:
     num_requests: int
 
     def requests(self) -> Iterator[BatchRequest]:
-        """In the order of the file; read as they are wanted, since the file may be large."""
+        """Requests in the order of the file, read one by one, since the file may be large."""
         with self.path.open("rb") as file:
             for number, line in _numbered_lines(file):
                 yield _request(line, f"{self.path} line {number}")
 
 
 def check_input(path: Path) -> InputFile:
-    """Read the whole file. Raises BatchFileError for what would make the output ambiguous."""
+    """Read the whole file. Raises BatchFileError if the output would be ambiguous."""
     seen: dict[str, int] = {}
     try:
         with path.open("rb") as file:
@@ -143,17 +143,17 @@ class OutputFile:
     def __init__(self, descriptor: int, answered_ids: frozenset[str]) -> None:
         self._descriptor = descriptor
         self.answered_ids = answered_ids
-        """Of the lines that were there before."""
+        """Ids of the lines that were there before."""
 
     def append(self, line: bytes) -> None:
-        """Raises OSError: a disk may be full. What was begun of the line is removed by the next run."""
+        """Append a line. Raises OSError: a disk may be full. The next run removes a half-written line."""
         while line:
             line = line[os.write(self._descriptor, line) :]
 
 
 @contextlib.contextmanager
 def open_output(path: Path) -> Generator[OutputFile, None, None]:
-    """For this process alone, repaired, and searched for what was answered before. Raises BatchFileError."""
+    """Open the output for this process alone, repair it, and find the answered ids. Raises BatchFileError."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -171,7 +171,7 @@ def open_output(path: Path) -> Generator[OutputFile, None, None]:
 
 
 def _remove_half_line(descriptor: int) -> None:
-    """Cut the file behind its last line break. Whoever was interrupted there is simply asked again."""
+    """Cut the file behind its last line break. The request of that line is sent again."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - _TAIL_BYTES)

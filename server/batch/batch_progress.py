@@ -1,6 +1,6 @@
-"""How far a batch has come: a bar on a terminal, a line now and then elsewhere.
+"""Progress of a batch: a bar on a terminal, a line now and then elsewhere.
 
-Owns: what is shown on standard error while it runs, and the summary after it.
+Owns: the text on standard error while it runs, and the summary after it.
 Never: counts (batch_run.py).
 """
 
@@ -16,13 +16,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def progress(num_requests: int) -> Iterator[Callable[[Counts], None]]:
-    """Show the counts that are handed to what this yields."""
+    """Yield a function that shows the counts it is called with."""
     with _bar(num_requests) if sys.stderr.isatty() else _lines(num_requests) as show:
         yield show
 
 
 def summary(counts: Counts, *, num_skipped: int, elapsed_s: float) -> str:
-    """One line for the end."""
+    """The line for the end."""
     words = [f"{counts.num_done:,} answered", f"{counts.num_failed:,} of them with an error"]
     if counts.num_cut_off:
         words.append(f"{counts.num_cut_off:,} cut off by a time limit")

@@ -1,7 +1,7 @@
-"""All requests of a batch, so many at a time, each sent again while that can help.
+"""The requests of a batch, some at a time, each sent again while that can help.
 
-Owns: concurrency, waiting and sending again, what is counted.
-Never: files (batch_files.py), the bar (batch_progress.py), or whether a server runs here or elsewhere
+Owns: concurrency, waiting and sending again, the counts.
+Never: files (batch_files.py), the bar (batch_progress.py), or the choice of a server here or elsewhere
 (cli.py).
 """
 
@@ -28,18 +28,18 @@ class Client(Protocol):
 
 
 class ServerLost(Exception):
-    """No reply came for as long as the operator was ready to try. What was answered is in the output."""
+    """No reply came within --retry-s. The answers so far are in the output."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has become of the requests so far."""
+    """Counts of the requests so far."""
 
     num_done: int = 0
     num_failed: int = 0
-    """Of those done: their line has an error."""
+    """Requests done whose line has an error."""
     num_cut_off: int = 0
-    """Of those done: a time limit ended the answer, and their line has what there was."""
+    """Requests done whose answer was ended by a time limit; their line has the text so far."""
     num_retries: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -65,7 +65,7 @@ def _json_object(reply: Reply) -> dict[str, Any]:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """Empty where it is something else: the server may be anybody's."""
+    """The value if it is an object, else an empty one: the server may be of any make."""
     return value if isinstance(value, dict) else {}
 
 
@@ -78,14 +78,14 @@ def _is_cut_off(body: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRun:
-    """How the requests of a batch are sent."""
+    """The sending of the requests of a batch."""
 
     client: Client
     write: Callable[[bytes], None]
     """Takes the line of a request that is done."""
     concurrency: int
     retry_s: float
-    """How long a request is sent again that met 429, 503 or a lost connection."""
+    """Seconds in which a request is sent again that met 429, 503 or a lost connection."""
     counts: Counts = field(default_factory=Counts)
     show: Callable[[Counts], None] = lambda _: None
     """Called when a request is done."""
@@ -142,7 +142,7 @@ def _helps_to_retry(reply: Reply) -> bool:
 
 
 def _wait_s(reply: Reply, num_tries: int) -> float:
-    """What the server asks for, and a little more: all who were refused together must not return together."""
+    """The wait that the server asks for, and some more, so that refused requests do not return together."""
     for header, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         text = reply.headers.get(header, "")
         if text.isascii() and text.isdigit():

@@ -1,6 +1,6 @@
 """The application with its engine, in this process and without a port.
 
-Owns: loading the model, told on standard error, and its end.
+Owns: loading the model, with progress on standard error, and its end.
 Never: requests (app_client.py).
 """
 
@@ -17,7 +17,7 @@ from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
-from server.commands.banner import LoadingDisplay
+from server.startup.banner import LoadingDisplay
 
 _BAD_MODEL = 78
 _PROGRESS_EVERY_S = 0.25
@@ -42,8 +42,8 @@ async def local_app(engine_config: EngineConfig, server_config: ServerConfig) ->
     try:
         await _load(engine)
         async with while_it_lives(engine):
-            # Nobody else can reach it, so that there is nobody to keep out.
-            # A batch brings its own pace, and has nobody to come back later.
+            # No other client can reach it, so that no key is needed.
+            # A batch has a pace of its own: refusing its requests would only slow it down.
             edge = replace(server_config.edge, max_memory_use=1.0)
             yield build_app(engine, replace(server_config, api_keys=(), edge=edge))
     finally:
@@ -52,7 +52,7 @@ async def local_app(engine_config: EngineConfig, server_config: ServerConfig) ->
 
 @asynccontextmanager
 async def while_it_lives(engine: AsyncEngine) -> AsyncIterator[None]:
-    """Cancel what happens inside when there is no engine any more, and raise CannotLoad instead."""
+    """Cancel the body of the `with` when the engine is gone for good, and raise CannotLoad instead."""
     owner = asyncio.current_task()
     assert owner is not None
     watching = asyncio.create_task(engine.gave_up())

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the turn of a conversation, tools and reasoning in its reply (API process).
+"""POST /v1/chat/completions: conversations, with tools and reasoning in their replies (API process).
 
 Never: waits for tokens by itself.
 """

@@ -1,43 +1,54 @@
 """POST /v1/chat/completions.
 
-Owns: the order of the steps. Each step lives elsewhere.
+Owns: the way from body to reply. Each step is in a module of its own.
 """
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.chat.chat_models import ChatCompletion, ChatCompletionChunk
+from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.chat.chat_replies import ChatReply, ChatStream
 from server.chat.chat_turn import prepare_turn
-from server.generate.answering import new_head, new_origin, start, stream, token_names, usage_report, whole
-from server.generate.early_refusal import read_if_room
-from server.generate.protocol import ChatCompletionRequest
+from server.generate.answering import new_head, new_reply_id, token_names, usage_report, whole
+from server.generate.calls import read_call
 from server.generate.replies import ReplyPlan
+from server.generate.sse import EventStream
 from server.http.edge import edge_of
-from server.openapi import CHAT_DOCUMENTATION
-from server.refusals import CHAT_REFUSALS
+from server.http.endpoint import Endpoint, documentation
+
+_PATH = "/v1/chat/completions"
+_DOCUMENTATION = documentation(ChatCompletion, request=ChatCompletionRequest, chunk=ChatCompletionChunk)
 
 router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    requests={ChatCompletionRequest: CHAT_REFUSALS},
+    events=(ChatCompletionChunk,),
+    batch_paths=frozenset({_PATH}),
+    operations={_PATH: "chat"},
+)
 
 
-@router.post("/v1/chat/completions", **CHAT_DOCUMENTATION)
+@router.post(_PATH, **_DOCUMENTATION)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     edge = edge_of(request)
-    body = await read_if_room(request, ChatCompletionRequest, CHAT_REFUSALS)
-    origin = new_origin("chatcmpl", request)
+    reply_id = new_reply_id("chatcmpl")
+    body, origin = await read_call(request, ChatCompletionRequest, CHAT_REFUSALS, reply_id=reply_id)
     turn = await prepare_turn(edge, body, origin)
     plan = ReplyPlan(
         head=new_head(origin, edge.engine.info),
         num_prompt_tokens=(len(turn.prompt_ids),),
-        n=body.n or 1,
+        n=turn.request.n,
         has_logprobs=bool(body.logprobs),
         usage=usage_report(body),
         token_names=token_names(body),
         prompts=(turn.prompt_ids,) if body.return_token_ids else (),
         num_prompt_logprobs=body.prompt_logprobs,
     )
-    outputs = start(edge, [turn.request])
+    outputs = edge.engine.generate_all([turn.request])
     if body.stream:
-        return stream(request, outputs, ChatStream(plan, turn.reading))
+        return EventStream(outputs, ChatStream(plan, turn.reading), edge)
     return await whole(request, outputs, ChatReply(plan, turn.reading))

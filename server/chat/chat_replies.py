@@ -78,7 +78,7 @@ class ChatStream:
         # A reply that calls tools may have no content at all.
         self._first_content = "" if reading.is_plain else None
         self._has_begun = [False] * plan.num_choices
-        self._has_told_prompt = False
+        self._has_shown_prompt = False
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         writer = self._writer
@@ -95,11 +95,11 @@ class ChatStream:
             choice["stop_reason"] = output.stop_reason
             chunks.append(writer.chunk(choice))
         if self._plan.has_token_ids:
-            self._tell_token_ids(chunks, output)
+            self._add_token_ids(chunks, output)
         return chunks
 
     def _delta_chunks(self, number: int, output: TokenOutput) -> list[dict[str, Any]]:
-        """One for each piece; the first has the logprobs of all tokens of the output."""
+        """Chunks of an output's pieces; the first has the logprobs of all its tokens."""
         writer = self._writer
         deltas = [_delta(piece) for piece in self._readers.read(output)]
         if not deltas and (output.logprobs or (writer.is_wordy and output.finish_reason is None)):
@@ -109,10 +109,10 @@ class ChatStream:
             choices[0]["logprobs"] = chat_logprobs(output.logprobs, self._plan.token_names)
         return [writer.chunk(choice) for choice in choices]
 
-    def _tell_token_ids(self, chunks: list[dict[str, Any]], output: TokenOutput) -> None:
-        """Into the last chunk of an output: those of its tokens. Into the first of all: the prompt's."""
-        if not self._has_told_prompt:
-            self._has_told_prompt = True
+    def _add_token_ids(self, chunks: list[dict[str, Any]], output: TokenOutput) -> None:
+        """Add the output's token ids to its last chunk, and the prompt's to the first chunk of all."""
+        if not self._has_shown_prompt:
+            self._has_shown_prompt = True
             chunks[0]["prompt_token_ids"] = list(self._plan.prompts[0])
         chunks[-1]["choices"][0]["token_ids"] = list(output.token_ids)
 
@@ -121,7 +121,7 @@ class ChatStream:
 
 
 class _Readers:
-    """One for each choice; what they find of reasoning is counted together."""
+    """Readers of the choices; their reasoning tokens are counted together."""
 
     def __init__(self, plan: ReplyPlan, reading: Reading, tally: Tally) -> None:
         self._readers = [MessageReader(reading) for _ in range(plan.num_choices)]
@@ -140,7 +140,7 @@ class _Readers:
         return pieces
 
     def finish_reason(self, number: int, reason: str | None, stop_reason: int | str | None) -> str | None:
-        """None as long as the choice goes on."""
+        """The reason as the reader sees it; None as long as the choice goes on."""
         return None if reason is None else self._readers[number].finish_reason(reason, stop_reason)
 
 

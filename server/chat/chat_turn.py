@@ -1,4 +1,4 @@
-"""A conversation, made ready to be answered: what the engine is to generate, and how the reply is read.
+"""A conversation made ready to be answered: the engine request, and how its reply is read.
 
 Owns: how tools, reasoning and grammars go together.
 Never: the shape of a reply (chat_replies.py, responses_replies.py), or HTTP.
@@ -11,67 +11,62 @@ from dataclasses import dataclass, replace
 
 from engine.errors import RequestRejected
 from engine.types import ChatOptions, GenerationRequest, ModelInfo
+from server.chat.chat_protocol import ChatCompletionRequest
 from server.chat.message_reader import Reading, ShownReasoning
 from server.chat.reasoning import BEGIN, END, ReasoningStart
+from server.chat.template_input import chat_messages, chat_options, turns_reasoning_off
 from server.chat.tool_use import ToolUse, tool_use_of
-from server.generate.prompts import encode_bad_words
-from server.generate.protocol import ChatCompletionRequest
-from server.generate.structured_output import WantedGrammar, check_can_end, wanted_grammar, with_grammar
-from server.generate.translate import (
-    Origin,
-    chat_messages,
-    chat_options,
-    chat_request,
+from server.generate.calls import Origin
+from server.generate.engine_requests import (
+    FieldNames,
+    TokenIds,
+    Wanted,
+    check_num_prompt_logprobs,
+    engine_requests,
     kept_prompt,
-    turns_reasoning_off,
 )
+from server.generate.structured_output import WantedGrammar, check_can_end, wanted_grammar
 from server.http.edge import Edge, Engine
 from server.tool_calls.dialects import find_dialect
 
 _NUM_TAIL_TOKENS = 12
 """Enough for a mark that is no single token, and the white space behind it."""
+_NAMES = FieldNames("messages", "max_completion_tokens")
+_OLDER_NAMES = FieldNames("messages", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
-    """What is known before the first token."""
+    """Everything that is known before the first token."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: TokenIds
     request: GenerationRequest
     reading: Reading
 
 
 async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
-    """Render, tokenize, and settle what the reply may be. Raises RequestRejected, Overloaded."""
+    """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded."""
     engine, info = edge.engine, edge.engine.info
     tool_use = tool_use_of(body, find_dialect(edge.parsers.tool_calls, info.chat_template))
-    wanted = _wanted_grammar(body, tool_use)
-    if wanted is not None:
-        check_can_end(body, info, param=wanted.param)
-    options = replace(chat_options(body), tools=tool_use.definitions)
+    grammar = _wanted_grammar(body, tool_use, info)
+    options = chat_options(body, tools=tool_use.definitions)
     rendered = await engine.encode_chat(chat_messages(body, info), options)
     limit = body.max_completion_tokens or body.max_tokens or 1
     prompt_ids = kept_prompt(body, rendered, info, max_tokens=limit)
     start = _reasoning_start(edge, body, prompt_ids)
-    end_id = info.added_tokens.get(END)
-    if wanted is not None:
+    if grammar is not None:
         prompt_ids, start = _before_grammar(options, info, prompt_ids, start)
-    bad_words = await encode_bad_words(engine, body)
-    request = chat_request(body, prompt_ids, info, origin, bad_words=bad_words)
-    if wanted is not None:
-        begins_after = end_id if start is ReasoningStart.OPEN else None
-        grammar = replace(wanted.grammar, begins_after=begins_after)
-        compiled = await engine.compile_grammar(grammar, param=wanted.param, num_choices=request.n)
-        request = with_grammar(request, compiled)
-    marks = (*tool_use.marks, *((BEGIN, END) if start is not ReasoningStart.NONE else ()))
-    shown = frozenset(info.added_tokens[mark] for mark in marks if mark in info.added_tokens)
+        grammar = _after_reasoning(grammar, info, start)
+    check_num_prompt_logprobs(body.prompt_logprobs, len(prompt_ids), param="prompt_logprobs")
+    wanted = _wanted(body, grammar, _shown_special_ids(tool_use, info, start))
+    (request,) = await engine_requests(engine, body, {origin.reply_id: prompt_ids}, wanted, origin)
     return ChatTurn(
         prompt_ids=prompt_ids,
-        request=replace(request, shown_special_ids=shown),
+        request=request,
         reading=Reading(
             reasoning=start,
             shown_reasoning=ShownReasoning.COUNT if body.include_reasoning is False else ShownReasoning.ALL,
-            reasoning_end_id=end_id,
+            reasoning_end_id=info.added_tokens.get(END),
             reports_reasoning=reasons(edge.parsers.reasoning, info),
             new_parser=tool_use.new_parser,
             max_calls=tool_use.max_calls,
@@ -81,14 +76,40 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     )
 
 
+def _wanted(
+    body: ChatCompletionRequest, grammar: WantedGrammar | None, shown_special_ids: frozenset[int]
+) -> Wanted:
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.max_tokens is not None and body.max_tokens != asked:
+        raise RequestRejected(
+            "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
+        )
+    return Wanted(
+        names=_NAMES if body.max_tokens is None else _OLDER_NAMES,
+        max_tokens=asked,
+        num_choices=body.n or 1,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
+        shown_special_ids=shown_special_ids,
+    )
+
+
+def _shown_special_ids(tool_use: ToolUse, info: ModelInfo, start: ReasoningStart) -> frozenset[int]:
+    """Marks that the readers of the reply must see in its text, as far as they are tokens."""
+    marks = (*tool_use.marks, *((BEGIN, END) if start is not ReasoningStart.NONE else ()))
+    return frozenset(info.added_tokens[mark] for mark in marks if mark in info.added_tokens)
+
+
 def reasons(option: str, info: ModelInfo) -> bool:
-    """What --reasoning-parser says, for this model: whether its reasoning is told apart."""
+    """True if replies of this model have reasoning apart from the answer, by --reasoning-parser."""
     if option == "auto":
         return END in info.chat_template or END in info.added_tokens
     return option == "think"
 
 
-def _wanted_grammar(body: ChatCompletionRequest, tool_use: ToolUse) -> WantedGrammar | None:
+def _wanted_grammar(body: ChatCompletionRequest, tool_use: ToolUse, info: ModelInfo) -> WantedGrammar | None:
+    """The grammar of the reply, whether fields or tools ask for it. Raises RequestRejected."""
     wanted = wanted_grammar(body)
     of_calls = tool_use.grammar
     if wanted is not None and tool_use.offered:
@@ -97,10 +118,14 @@ def _wanted_grammar(body: ChatCompletionRequest, tool_use: ToolUse) -> WantedGra
             " use tool_choice none",
             param=wanted.param,
         )
-    return wanted if of_calls is None else WantedGrammar(grammar=of_calls, param="tools")
+    if of_calls is not None:
+        wanted = WantedGrammar(grammar=of_calls, param="tools")
+    if wanted is not None:
+        check_can_end(body, info, param=wanted.param)
+    return wanted
 
 
-def _reasoning_start(edge: Edge, body: ChatCompletionRequest, prompt_ids: tuple[int, ...]) -> ReasoningStart:
+def _reasoning_start(edge: Edge, body: ChatCompletionRequest, prompt_ids: TokenIds) -> ReasoningStart:
     if not reasons(edge.parsers.reasoning, edge.engine.info):
         return ReasoningStart.NONE
     if body.continue_final_message:
@@ -114,9 +139,9 @@ def _reasoning_start(edge: Edge, body: ChatCompletionRequest, prompt_ids: tuple[
 
 
 def _before_grammar(
-    options: ChatOptions, info: ModelInfo, prompt_ids: tuple[int, ...], start: ReasoningStart
-) -> tuple[tuple[int, ...], ReasoningStart]:
-    """Settle whether the model reasons before its answer: a grammar cannot leave that open."""
+    options: ChatOptions, info: ModelInfo, prompt_ids: TokenIds, start: ReasoningStart
+) -> tuple[TokenIds, ReasoningStart]:
+    """Open the block of reasoning in the prompt, or leave it out: a grammar cannot leave that open."""
     begin_id, end_id = info.added_tokens.get(BEGIN), info.added_tokens.get(END)
     if end_id is None:
         return prompt_ids, ReasoningStart.NONE
@@ -126,11 +151,19 @@ def _before_grammar(
     return prompt_ids, ReasoningStart.OPEN if start is ReasoningStart.OPEN else ReasoningStart.NONE
 
 
+def _after_reasoning(grammar: WantedGrammar, info: ModelInfo, start: ReasoningStart) -> WantedGrammar:
+    """Let the grammar begin with the token that ends an open block of reasoning."""
+    if start is not ReasoningStart.OPEN:
+        return grammar
+    begun_later = replace(grammar.grammar, begins_after=info.added_tokens.get(END))
+    return replace(grammar, grammar=begun_later)
+
+
 def _last_text(body: ChatCompletionRequest) -> str:
     return "".join(part.text or "" for part in body.messages[-1].content or ())
 
 
-def _text(engine: Engine, token_ids: tuple[int, ...]) -> str:
+def _text(engine: Engine, token_ids: TokenIds) -> str:
     return b"".join(engine.token_text(token_id).token_bytes for token_id in token_ids).decode(
         errors="replace"
     )

@@ -1,6 +1,6 @@
-"""What the text of one choice is: reasoning, answer, tool calls.
+"""The text of one choice, split into reasoning, answer and tool calls.
 
-Owns: the order of the readers (reasoning first, then calls), ids of calls, how many tokens were reasoning.
+Owns: the order of the readers (reasoning first, then calls), ids of calls, the count of reasoning tokens.
 Never: finds marks itself (reasoning.py, tool_calls/), or knows the shape of a reply (chat_replies.py).
 """
 
@@ -18,22 +18,22 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def no_calls() -> ToolCallParser | None:
-    """All of the answer is content."""
+    """No parser: all of the answer is content."""
     return None
 
 
 def call_id() -> str:
-    """As OpenAI's look."""
+    """A new id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """As Mistral's templates insist on: nine letters and digits."""
+    """A new id of nine letters and digits, which Mistral's templates insist on."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
 class ShownReasoning(StrEnum):
-    """What a reply tells of the reasoning."""
+    """The part of the reasoning that a reply shows."""
 
     ALL = "all"
     COUNT = "count"  # only how many tokens it took
@@ -41,19 +41,19 @@ class ShownReasoning(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the replies to one request are read."""
+    """Settings for reading the replies to one request."""
 
     reasoning: ReasoningStart = ReasoningStart.NONE
     shown_reasoning: ShownReasoning = ShownReasoning.ALL
     reasoning_end_id: int | None = None
     """The token that ends a block of reasoning, if it is one token."""
     reports_reasoning: bool = False
-    """Usage tells how many tokens were reasoning."""
+    """Usage has the number of reasoning tokens."""
     new_parser: Callable[[], ToolCallParser | None] = no_calls
     max_calls: int | None = None
     new_call_id: Callable[[], str] = call_id
     finish_reason_of_calls: str = "tool_calls"
-    """Instead of `stop`, if there are calls."""
+    """The finish reason in place of `stop`, if there are calls."""
 
     @property
     def is_plain(self) -> bool:
@@ -85,13 +85,13 @@ class MessageReader:
         self._parser = reading.new_parser()
         self._num_calls = 0
         self._undecided_ids: list[int] = []
-        """Tokens of which it is not known yet whether a block begins with them."""
+        """Tokens that may be the beginning of a block."""
         self._is_counted = reading.reasoning is ReasoningStart.NONE
         self.num_reasoning_tokens = 0
         """Exact where the end of the block is one token; else its last output counts as a whole."""
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Piece]:
-        """What is certain by now. `token_ids` are those that came with the text; only counted."""
+        """Return the pieces that are certain by now. `token_ids` came with the text, and are only counted."""
         if self._reading.is_plain:
             return [Content(text)] if text else []
         events = self._splitter.feed(text)
@@ -163,7 +163,7 @@ class _Call:
 
 
 class Message:
-    """All of one choice, for a reply that is not streamed."""
+    """The whole message of one choice, for a reply that is not streamed."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []

@@ -25,7 +25,7 @@ class Reasoning:
 
 
 class ReasoningStart(StrEnum):
-    """What is known of the block before the first token."""
+    """State of the block before the first token."""
 
     NONE = "none"  # there is none: all is the answer
     OPEN = "open"  # the prompt ends inside of it
@@ -33,7 +33,7 @@ class ReasoningStart(StrEnum):
 
 
 class Phase(Enum):
-    """Where in the reply its text is."""
+    """Place of the text in the reply."""
 
     UNDECIDED = "undecided"
     REASONING = "reasoning"
@@ -41,13 +41,13 @@ class Phase(Enum):
 
 
 class ReasoningSplitter:
-    """One for each choice."""
+    """Splits the text of one choice."""
 
     def __init__(self, start: ReasoningStart) -> None:
         self._start = start
         self._state: Callable[[str], None] = self._opening
         self._held = ""
-        """What may become the opening mark."""
+        """Text that may become the opening mark."""
         self._end_mark = MarkFinder(END)
         self._spaces: list[str] = []
         self._is_blank = True
@@ -61,7 +61,7 @@ class ReasoningSplitter:
         """The block has begun, by now; empty or not."""
 
     def feed(self, text: str) -> list[Reasoning | Content]:
-        """What is certain by now; reasoning comes before the answer."""
+        """Return the pieces that are certain by now; reasoning comes before the answer."""
         for place, char in enumerate(text):
             if self.phase is Phase.ANSWER and self._state != self._behind:
                 self._answer.append(text[place:])
@@ -89,7 +89,7 @@ class ReasoningSplitter:
         return taken
 
     def _opening(self, char: str) -> None:
-        """Nothing but white space and, perhaps, the beginning of the mark."""
+        """White space only and, perhaps, the beginning of the mark."""
         self._held += char
         visible = self._held.lstrip()
         if visible == BEGIN:

@@ -1,6 +1,6 @@
-"""Which tools a request offers, which of them its replies may or must call, and how those are read.
+"""Tools of a request: the offered ones, those that a reply may or must call, and the parser of the calls.
 
-Owns: tool_choice and what follows from it: what the template sees, the schema that a reply must match,
+Owns: tool_choice and its effects: the tools in the template, the schema that a reply must match,
 the parser of its text.
 Never: types and bounds (tool_protocol.py), or parsing itself (tool_calls/).
 Source: tool_choice as OpenAI documents it; `x-guidance` and %json are llguidance's.
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind
+from server.chat.chat_protocol import ChatCompletionRequest
 from server.chat.message_reader import call_id, no_calls, short_call_id
-from server.generate.protocol import ChatCompletionRequest
+from server.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.generate.schema_formats import without_unknown_formats
-from server.generate.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.refusals import unsupported
 from server.tool_calls.dialects import JSON, Dialect
 from server.tool_calls.events import ToolCallParser
@@ -39,7 +39,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 
 class ToolMode(StrEnum):
-    """Whether a reply calls tools."""
+    """Permission or duty of a reply to call tools."""
 
     NONE = "none"
     AUTO = "auto"  # the model decides, and writes in its own dialect
@@ -49,18 +49,18 @@ class ToolMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Of one request."""
+    """Use of tools in one request."""
 
     mode: ToolMode = ToolMode.NONE
     offered: tuple[Tool, ...] = ()
-    """What the template shows to the model; empty if none may be called."""
+    """Tools that the template shows to the model; empty if none may be called."""
     callable: tuple[FunctionDefinition, ...] = ()
     max_calls: int | None = None
     dialect: Dialect | None = None
 
     @property
     def definitions(self) -> tuple[dict[str, Any], ...]:
-        """For the template. `strict` is for us."""
+        """Definitions for the template, without `strict`, which is for us."""
         return tuple(
             {
                 "type": "function",
@@ -71,7 +71,7 @@ class ToolUse:
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """What the whole reply must match; None: it is free."""
+        """Schema that the whole reply must match; None: it is free."""
         if self.mode is ToolMode.NAMED:
             return _parameters(self.callable[0])
         if self.mode is ToolMode.REQUIRED:
@@ -80,7 +80,7 @@ class ToolUse:
 
     @property
     def grammar(self) -> Grammar | None:
-        """The same for the engine, with the form of the JSON text."""
+        """Grammar of the schema, with the form of the JSON text."""
         if self.schema is None:
             return None
         text = json.dumps({**self.schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
@@ -101,7 +101,7 @@ class ToolUse:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What the parser must see in the text."""
+        """Marks that the parser must see in the text."""
         return self.dialect.marks if self.mode is ToolMode.AUTO and self.dialect is not None else ()
 
     @property
@@ -110,12 +110,12 @@ class ToolUse:
 
     @property
     def finish_reason(self) -> str:
-        """As OpenAI: a call that the caller has named is no news."""
+        """Finish reason of a reply with calls; as OpenAI's, it is `stop` if the caller has named the call."""
         return "stop" if self.mode is ToolMode.NAMED else "tool_calls"
 
 
 def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse:
-    """`dialect` is that of the model; None: its calls cannot be read. Raises RequestRejected."""
+    """Read tools and tool_choice. `dialect` None: calls cannot be read. Raises RequestRejected."""
     tools = body.tools or []
     _check_names(tools)
     choice = body.tool_choice or ToolChoiceObject(type="auto")

@@ -1,4 +1,4 @@
-"""The command `tokenyard`: its subcommands, and what `serve` prints (API process and commands).
+"""The command `tokenyard`: its subcommands and their options (commands).
 
 Never: speaks HTTP by itself.
 """

@@ -1,10 +1,10 @@
 """The command `tokenyard`: serve a model, or measure a server.
 
-Owns: subcommands, and how each mistake ends: one line on stderr and a code.
+Owns: subcommands, and the end after a mistake: one line on stderr and a code.
 Never: imports a web framework or a tensor library before the options are known to be right and the
 port is ours: --help and mistakes must answer at once.
 
-Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others come from what was run.
+Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others come from the subcommand.
 """
 
 import os
@@ -109,7 +109,7 @@ def _serve(words: list[str]) -> int:
             admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
         listeners = Listeners(main=listener, probes=probes, admin=admin)
         # Not at the top: this is where the seconds of imports begin.
-        from server import launch
+        from server.startup import launch
 
         return launch.run(engine_config, server_config, listeners)
 

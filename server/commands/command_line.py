@@ -1,7 +1,7 @@
 """The words after `serve`, `doctor` or `config show`: the options of the server, as text by name.
 
-Owns: the parser that these commands share, and what is said about a flag that is not known.
-Never: what a value means (engine/options/option_values.py), or which source wins
+Owns: the parser that these commands share, and the words about an unknown flag.
+Never: the meaning of a value (engine/options/option_values.py), or the order of sources
 (engine/options/option_sources.py).
 """
 
@@ -21,7 +21,7 @@ Numbers: 2K is 2048, 2k is 2000; 4GiB and 4G are 4 * 2**30 bytes, 4GB is 4 * 10*
 
 
 class OptionParser(argparse.ArgumentParser):
-    """All options of the server. A mistake raises OptionError rather than ending the process."""
+    """A parser of all options of the server. A mistake raises OptionError rather than ending the process."""
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class OptionParser(argparse.ArgumentParser):
         add_flags(self)
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """What was given, by name, as option_sources.read_options takes it. Raises OptionError."""
+        """Parse to values by name, as option_sources.read_options takes them. Raises OptionError."""
         found, unknown = self.parse_known_args(words)
         if unknown:
             raise self._unknown_word(unknown)

@@ -1,6 +1,6 @@
-"""`tokenyard config`: what the options come to and where each comes from, and the schema of their file.
+"""`tokenyard config`: the resolved options and the source of each, and the schema of their file.
 
-Owns: the two subcommands and how they print.
+Owns: the two subcommands and their output.
 Never: shows a secret, loads a model, or checks it (`tokenyard doctor` does).
 """
 

@@ -1,6 +1,6 @@
-"""`tokenyard doctor`: would `tokenyard serve` with these options work here, and what is to be done if not.
+"""`tokenyard doctor`: would `tokenyard serve` with these options work here, and the remedy if not.
 
-Owns: the command, the two checks that are the edge's own (port, connections), and how the report looks.
+Owns: the command, the two checks that are the edge's own (port, connections), and the layout of the report.
 Never: loads the model or keeps the port.
 
 Codes: 0 it would, perhaps with warnings; 1 it would not; 2 a mistake on the command line.

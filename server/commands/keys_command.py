@@ -1,6 +1,6 @@
 """`tokenyard keys`: make an entry for the file of --api-keys-file.
 
-Owns: how keys are drawn, and that a key is shown once and the entry says only its hash.
+Owns: random keys, each shown once; the entry has only its hash.
 Never: writes the file: the shell does.
 """
 

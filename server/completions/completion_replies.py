@@ -24,19 +24,19 @@ from server.generate.wire_logprobs import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionPlan:
-    """What is known of a completion before its first token."""
+    """Everything that is known about a completion before its first token."""
 
     shared: ReplyPlan
     """Its n counts all that are generated."""
     num_kept: int
-    """How many choices of each prompt are returned: those with the highest log-probability per token."""
+    """Choices of each prompt that are returned: the ones with the highest log-probability per token."""
     num_logprobs: int
     generates: bool
     """False: only the prompt comes back."""
     echoes: tuple[str, ...]
-    """What each prompt's choices begin with; empty where nothing is echoed."""
+    """Text with which each prompt's choices begin; empty if nothing is echoed."""
     first_tokens: tuple[TokenText, ...]
-    """Of each prompt: the one token that has no log-probability."""
+    """The first token of each prompt, which has no log-probability."""
 
     def prompt_of(self, number: int) -> int:
         """The place of the prompt of a choice."""
@@ -46,7 +46,7 @@ class CompletionPlan:
         return self.echoes[self.prompt_of(number)] if self.echoes else ""
 
     def seen(self, output: TokenOutput) -> TokenOutput:
-        """What is shown of an output: of a prompt alone, no token that was drawn."""
+        """The shown part of an output: if only the prompt is wanted, without the sampled token."""
         if self.generates:
             return output
         is_over = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -1,49 +1,62 @@
 """POST /v1/completions.
 
-Owns: the order of the steps. Each step lives elsewhere.
+Owns: the way from body to reply. Each step is in a module of its own.
 """
+
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.completions.completion_models import Completion
+from server.completions.completion_protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.completions.completion_replies import CompletionPlan, CompletionReply, CompletionStream
-from server.generate.answering import new_head, new_origin, start, stream, token_names, usage_report, whole
-from server.generate.early_refusal import read_if_room
-from server.generate.prompts import EncodedPrompt, encode_bad_words, encode_prompts
-from server.generate.protocol import CompletionRequest
+from server.completions.completion_requests import (
+    EncodedPrompt,
+    check_completion,
+    encode_prompts,
+    wanted_completion,
+)
+from server.generate.answering import new_head, new_reply_id, token_names, usage_report, whole
+from server.generate.calls import read_call
+from server.generate.engine_requests import engine_requests
 from server.generate.replies import ReplyHead, ReplyPlan
-from server.generate.structured_output import compiled_grammar, with_grammar
-from server.generate.translate import completion_requests
+from server.generate.sse import EventStream
 from server.http.edge import Engine, edge_of
-from server.openapi import COMPLETION_DOCUMENTATION
-from server.refusals import COMPLETION_REFUSALS
+from server.http.endpoint import Endpoint, documentation
+
+_PATH = "/v1/completions"
 
 router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    requests={CompletionRequest: COMPLETION_REFUSALS},
+    batch_paths=frozenset({_PATH}),
+    operations={_PATH: "text_completion"},
+)
 
 
-@router.post("/v1/completions", **COMPLETION_DOCUMENTATION)
+@router.post(_PATH, **documentation(Completion, request=CompletionRequest, chunk=Completion))
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
-    edge = edge_of(request)
-    body = await read_if_room(request, CompletionRequest, COMPLETION_REFUSALS)
-    info = edge.engine.info
-    prompts = await encode_prompts(edge.engine, body, info)
-    bad_words = await encode_bad_words(edge.engine, body)
-    origin = new_origin("cmpl", request)
-    prompt_ids = [prompt.token_ids for prompt in prompts]
-    requests = completion_requests(body, prompt_ids, info, origin, bad_words=bad_words)
-    num_choices = sum(each.n for each in requests)
-    grammar = await compiled_grammar(edge.engine, body, num_choices=num_choices)
-    plan = _plan(body, prompts, new_head(origin, info), edge.engine)
-    outputs = start(edge, [with_grammar(each, grammar) for each in requests])
+    edge, engine = edge_of(request), edge_of(request).engine
+    reply_id = new_reply_id("cmpl")
+    body, origin = await read_call(request, CompletionRequest, COMPLETION_REFUSALS, reply_id=reply_id)
+    check_completion(body, engine.info)
+    prompts = await encode_prompts(engine, body)
+    wanted = wanted_completion(body, prompts, engine.info)
+    prompt_ids = {f"{reply_id}-{place}": prompt.token_ids for place, prompt in enumerate(prompts)}
+    requests = await engine_requests(engine, body, prompt_ids, wanted, origin)
+    plan = _plan(body, prompts, new_head(origin, engine.info), engine)
+    outputs = engine.generate_all(requests)
     if body.stream:
-        return stream(request, outputs, CompletionStream(plan))
+        return EventStream(outputs, CompletionStream(plan), edge)
     return await whole(request, outputs, CompletionReply(plan))
 
 
 def _plan(
-    body: CompletionRequest, prompts: list[EncodedPrompt], head: ReplyHead, engine: Engine
+    body: CompletionRequest, prompts: Sequence[EncodedPrompt], head: ReplyHead, engine: Engine
 ) -> CompletionPlan:
     n = body.n or 1
     shared = ReplyPlan(

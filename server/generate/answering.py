@@ -1,6 +1,6 @@
-"""From engine outputs to an HTTP response, whichever endpoint asked.
+"""Engine outputs to an HTTP response, for all endpoints that generate.
 
-Owns: ids and times of replies, the choice between a stream and a whole reply.
+Owns: ids and times of replies, and whole replies.
 Never: shapes (chat_replies.py, completion_replies.py), framing (sse.py).
 """
 
@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 
@@ -16,38 +15,20 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import GenerationRequest, ModelInfo
-from server.access.auth import KEY_NAME, key_of
+from engine.types import ModelInfo
+from server.generate.calls import Origin
 from server.generate.protocol import GenerationFields
-from server.generate.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, StreamReply, UsageReport
-from server.generate.sse import EventStream
-from server.generate.translate import Origin
+from server.generate.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, UsageReport
 from server.generate.wire_logprobs import TokenNames
 from server.http.disconnect import while_connected
-from server.http.edge import Edge, NumberedOutputs, edge_of
-from server.http.header_fields import tenant_from_headers
-from server.observe.request_ids import journal_of
+from server.http.edge import NumberedOutputs
 
 VERSION = version("tokenyard")
 
 
-def new_origin(kind: str, request: Request) -> Origin:
-    """Draw a reply id, `kind` being OpenAI's prefix for it. The client's own request id is not unique.
-
-    Raises RequestRejected.
-    """
-    # With keys, the key is the tenant: who sends another name in a header does not get another share.
-    tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
-    journal = journal_of(request.scope)
-    journal.reply_id = f"{kind}-{secrets.token_hex(16)}"
-    journal.tenant = tenant or ""
-    return Origin(
-        reply_id=journal.reply_id,
-        journal=journal,
-        draw_seed=lambda: secrets.randbits(64),
-        tenant=tenant,
-        key=key_of(request.scope),
-    )
+def new_reply_id(kind: str) -> str:
+    """A random id, `kind` being OpenAI's prefix for it. The client's own request id is not unique."""
+    return f"{kind}-{secrets.token_hex(16)}"
 
 
 def new_head(origin: Origin, info: ModelInfo) -> ReplyHead:
@@ -79,17 +60,8 @@ def token_names(body: GenerationFields) -> TokenNames:
     return TokenNames.ID if body.return_tokens_as_token_ids else TokenNames.TEXT
 
 
-def start(edge: Edge, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
-    """Nothing runs until the first output is asked for."""
-    return edge.engine.generate_all(requests)
-
-
-def stream(request: Request, outputs: NumberedOutputs, reply: StreamReply) -> Response:
-    return EventStream(outputs, reply, edge_of(request))
-
-
 async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) -> Response:
-    """Raises what the engine raises, and ClientDisconnect."""
+    """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
     body = await while_connected(request.receive, _collect(outputs, reply))
     return Response(body, media_type="application/json")
 

@@ -1,7 +1,7 @@
-"""Requests exactly as OpenAI documents them, and the extensions that other local servers share.
+"""Fields of request bodies that several endpoints share, as OpenAI and other local servers document them.
 
-Owns: the type and the bounds of every field that has an effect. A null is an absent field everywhere.
-Never: what needs the model to judge (translate.py), or fields we do not support (refusals.py).
+Owns: the type and the bounds of each of them. A null is an absent field everywhere.
+Never: checks that need the model (engine_requests.py), or fields that are refused (refusals.py).
 """
 
 from collections.abc import Callable
@@ -11,8 +11,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from server.generate.structured_output import ResponseFormat, StructuredOutputsField
-from server.generate.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
-from server.wire_model import WireModel as WireModel  # whoever declares fields takes it from here
+from server.wire_model import WireModel
 
 MAX_PROMPTS = 128
 MAX_N = 128
@@ -24,13 +23,11 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 1024
-MAX_MESSAGES = 4096
-MAX_CONTENT_PARTS = 1024
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEXT_CHARS = 64 * 1024 * 1024
 """Texts end where the body does; the number is there so that no field is without a bound."""
 MAX_PROMPT_TOKENS = 16 * 1024 * 1024
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 Prompt = str | tuple[int, ...]
@@ -41,7 +38,7 @@ def wrong_shape(message: str) -> PydanticCustomError:
 
 
 def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") -> tuple[Prompt, ...]:
-    """Tell the four shapes of a prompt apart by hand: a union would report an error for each of them."""
+    """Distinguish the four shapes of a prompt by hand: a union would report an error for each of them."""
     prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
     if not prompts:
         raise wrong_shape("must not be an empty list")
@@ -75,14 +72,6 @@ def _as_stop_list(value: Any) -> Any:
     return value
 
 
-def _as_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list):
-        return value
-    raise wrong_shape("must be a string or a list of content parts")
-
-
 def _at_most(limit: int) -> Callable[[Any], Any]:
     """Count the keys of an object before its values are looked at, and reported one by one."""
 
@@ -95,10 +84,10 @@ def _at_most(limit: int) -> Callable[[Any], Any]:
 
 
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-_Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 _PromptShapes = (
-    _Text
-    | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
     | _Ids
     | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
@@ -120,10 +109,10 @@ LogitBias = Annotated[
     BeforeValidator(_at_most(MAX_LOGIT_BIASES)),
 ]
 StopTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=_INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
+    list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
 ]
 AllowedTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=_INT32_MAX)]],
+    list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
     Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True),
 ]
 BadWords = Annotated[
@@ -140,7 +129,7 @@ Metadata = Annotated[
 Name = Annotated[str, StringConstraints(max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
-NumTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
+NumTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopP = Annotated[float, Field(ge=0, le=1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -153,18 +142,18 @@ class StreamOptions(WireModel):
 
 
 class ServiceFields(WireModel):
-    """By which model, and on what terms; every endpoint that computes understands them."""
+    """Model and terms of service; every endpoint that computes understands them."""
 
     model: Name | None = None
     """A served name; absent: the first one."""
-    priority: Annotated[int, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = None
     """Lower is more urgent, as in nice(1); read under the priority policy."""
     timeout: Seconds | None = None
-    """In all, in seconds; then what was generated is the reply, for the reason `timeout`, or it is a 504."""
+    """Seconds in all; then the text so far is the reply, with the reason `timeout`, or it is a 504."""
     queue_timeout: Seconds | None = None
-    """To its first step, in seconds; then it is answered with 504."""
+    """Seconds to its first step; then it is answered with 504."""
     first_token_timeout: Seconds | None = None
-    """To its first token, in seconds; then it is answered with 504."""
+    """Seconds to its first token; then it is answered with 504."""
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """Cached prefixes are shared only among requests with the same salt."""
 
@@ -173,12 +162,12 @@ class ServiceFields(WireModel):
 
 
 class SamplingFields(ServiceFields):
-    """How tokens are drawn; every endpoint that generates understands them."""
+    """Sampling parameters; every endpoint that generates understands them."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = None
     """0 keeps the most likely token alone."""
-    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
@@ -186,7 +175,7 @@ class SamplingFields(ServiceFields):
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
 
-    # Accepted without effect, since nothing in a reply depends on them here (refusals.py lists them too).
+    # Accepted without effect, since nothing in a reply depends on them here (a test lists them).
     metadata: Metadata | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
@@ -195,133 +184,33 @@ class SamplingFields(ServiceFields):
 
 
 class GenerationFields(SamplingFields):
-    """What completions and chat completions understand."""
+    """Fields that completions and chat completions share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
-    """Token ids, as strings, to what is added to their logits."""
+    """Token ids, as strings, to numbers that are added to their logits."""
     bad_words: BadWords | None = None
     """Never generated, at the beginning of a text or after a space."""
     allowed_token_ids: AllowedTokenIds | None = None
-    """Only these are drawn."""
+    """Only these are sampled."""
     response_format: ResponseFormat | None = None
     """Text, any JSON object, or JSON that matches a schema."""
     structured_outputs: StructuredOutputsField | None = None
     """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as leave room for max_tokens."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """Keep that many tokens at the end of the prompt; -1: as many as leave room for max_tokens."""
     prompt_logprobs: NumLogprobs | None = None
-    """That many alternatives for each token of the prompt."""
+    """Number of alternatives for each token of the prompt."""
     return_token_ids: bool | None = None
-    """Tell the token ids of prompt and reply."""
+    """Return the token ids of prompt and reply."""
     return_tokens_as_token_ids: bool | None = None
     """Name tokens `token_id:123` in logprobs, instead of by their text."""
-
-
-class CompletionRequest(GenerationFields):
-    """The body of POST /v1/completions."""
-
-    prompt: Prompts
-    suffix: _Text | None = None
-    """What follows the text to be written; for models that were trained to fill holes."""
-    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
-    """0 with echo only: the prompt comes back with its logprobs."""
-    echo: bool | None = None
-    logprobs: NumLogprobs | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    """Generate so many, and return the n with the highest log-probability per token."""
-    add_special_tokens: bool | None = None
-    """Put the special tokens around text prompts that the checkpoint asks for; on by default."""
-
-
-class ContentPart(WireModel):
-    type: Annotated[str, StringConstraints(max_length=64)]
-    """`text`; in assistant messages `refusal` as well."""
-    text: _Text | None = None
-    refusal: _Text | None = None
-
-
-_ContentShapes = _Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
-
-
-class ChatMessage(WireModel):
-    role: Annotated[str, StringConstraints(max_length=64)]
-    """system, developer (the same), user, assistant or tool."""
-    content: (
-        Annotated[
-            list[ContentPart],
-            Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
-            BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
-        ]
-        | None
-    ) = None
-    name: Annotated[str, StringConstraints(max_length=64)] | None = None
-    tool_calls: ToolCalls | None = None
-    tool_call_id: CallId | None = None
-    """Of a message with role tool: the call that it answers."""
-    refusal: _Text | None = None
-    """What an assistant said instead of an answer."""
-    reasoning_content: _Text | None = None
-    reasoning: _Text | None = None
-    """The newer name of reasoning_content. Whether the model sees it again, its chat template decides."""
-    # Refused by name if they are set.
-    function_call: dict[str, Any] | None = None
-    audio: dict[str, Any] | None = None
-
-
-class ChatCompletionRequest(GenerationFields):
-    """The body of POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: NumTokens | None = None
-    """The newer name of max_tokens; one of the two, or both alike."""
-    logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    """Go on with the last message instead of answering it."""
-    chat_template_kwargs: TemplateKwargs | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-    """`auto` where there are tools. For a required or named call, a grammar keeps to the schemas."""
-    parallel_tool_calls: bool | None = None
-    """Off: one call at most."""
-    include_reasoning: bool | None = None
-    """Off: reasoning is counted, but not told."""
-    reasoning_effort: ReasoningEffort | None = None
-    """For a chat template that reads it; none and minimal also switch off thinking that it can switch."""
-
-
-class TokenizeRequest(WireModel):
-    """The body of POST /tokenize: a prompt, or messages, as they would be generated from."""
-
-    model: Name | None = None
-    prompt: _Text | None = None
-    messages: (
-        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None
-    ) = None
-    add_special_tokens: bool | None = None
-    """Around a prompt, on by default; a chat template brings its own."""
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    reasoning_effort: ReasoningEffort | None = None
-    tools: Tools | None = None
-    return_token_strs: bool | None = None
-    """Tell each token as the tokenizer spells it."""
-
-
-class DetokenizeRequest(WireModel):
-    """The body of POST /detokenize."""
-
-    model: Name | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]

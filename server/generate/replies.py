@@ -1,6 +1,6 @@
-"""What full replies and streams have in common: the head, the usage, the end of a choice.
+"""Parts that whole replies and streams share: the head, the usage, the end of a choice.
 
-Owns: how many tokens were used, which choices are still open, the order of choices.
+Owns: the counts of tokens, the open choices, the order of choices.
 Never: the shape of an endpoint's reply (chat_replies.py, completion_replies.py) or its bytes (sse.py).
 Pure: fed with TokenOutputs, read as dicts.
 """
@@ -25,13 +25,13 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyHead:
-    """The same in every chunk of a reply."""
+    """Fields that are the same in every chunk of a reply."""
 
     id: str
     created_s: int
     model: str
     system_fingerprint: str
-    """Changes when what computes the reply changes, so that a seed may mean other tokens."""
+    """Changes with model, version and device: then a seed may mean other tokens."""
 
     def body(self, kind: str) -> dict[str, Any]:
         return {
@@ -45,7 +45,7 @@ class ReplyHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
-    """Which chunks of a stream carry usage."""
+    """Chunks of a stream that carry usage."""
 
     at_end: bool = False
     in_every_chunk: bool = False
@@ -53,7 +53,7 @@ class UsageReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyPlan:
-    """What is known of a reply before its first token."""
+    """Everything that is known about a reply before its first token."""
 
     head: ReplyHead
     num_prompt_tokens: tuple[int, ...]
@@ -64,9 +64,9 @@ class ReplyPlan:
     usage: UsageReport = UsageReport()
     token_names: TokenNames = TokenNames.TEXT
     prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each prompt; empty where token ids are not told."""
+    """Token ids of each prompt; empty if token ids are not returned."""
     num_prompt_logprobs: int | None = None
-    """How many alternatives are told of each token of the prompt; None: nothing is told."""
+    """Alternatives returned for each token of the prompt; None: no log-probabilities."""
 
     @property
     def num_choices(self) -> int:
@@ -94,7 +94,7 @@ class FullReply(Protocol):
 
 
 class Tally:
-    """Counts tokens and open choices, whatever the reply looks like."""
+    """Counts tokens and open choices, for every shape of reply."""
 
     def __init__(self, plan: ReplyPlan) -> None:
         self._n = plan.n
@@ -103,7 +103,7 @@ class Tally:
         self._num_output_tokens = 0
         self._num_open = plan.num_choices
         self.num_reasoning_tokens: int | None = None
-        """Of all choices; None: the model's reasoning is not told apart."""
+        """Reasoning tokens of all choices; None: reasoning is not separated."""
 
     def add(self, prompt_index: int, output: TokenOutput) -> tuple[int, str | None]:
         """Count an output; return the number of its choice and its finish reason in OpenAI's words.
@@ -140,7 +140,7 @@ class Tally:
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """All of one choice, for a reply that is not streamed."""
+    """The outputs of one choice, for a reply that is not streamed."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -189,7 +189,7 @@ class ChunkWriter:
 
     @property
     def is_wordy(self) -> bool:
-        """Every output becomes a chunk, text or not: the chunk tells its tokens, or counts them."""
+        """True if every output becomes a chunk, text or not: the chunk has its token ids, or their count."""
         return self._report.in_every_chunk or self._has_token_ids
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:

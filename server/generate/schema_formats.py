@@ -1,6 +1,6 @@
 """Formats that a JSON schema names and JSON Schema does not know: taken out before a schema is compiled.
 
-Owns: which formats are known, and where in a schema a `format` is one.
+Owns: the list of known formats, and the places of a schema where `format` is a keyword.
 Never: the formats that are known, supported or not: they restrict a text, and the compiler judges them.
 Source: JSON Schema 2020-12, Validation, section 7: a format that is not defined there is an annotation.
 Schemas are full of them: OpenAPI's int32, binary and password, and Pydantic's path.
@@ -18,7 +18,7 @@ _KNOWN = frozenset(
 _OF_SCHEMAS_BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Their keys are names of the caller's, which may be `format`."""
+"""Keywords whose keys are the caller's names, which may be `format`."""
 _OF_VALUES = frozenset({"const", "enum", "default", "examples"})
 
 

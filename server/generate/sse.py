@@ -2,7 +2,7 @@
 
 Owns: framing, the moment the reply starts, keep-alive comments, the error event, [DONE], and the patience
 with a client that has stopped reading.
-Never: what is in a chunk (chat_replies.py, completion_replies.py).
+Never: the contents of a chunk (chat_replies.py, completion_replies.py).
 Source: the event stream format of the HTML standard, section 9.2; OpenAI's [DONE].
 """
 
@@ -42,10 +42,10 @@ def events(payloads: Iterable[dict[str, Any]]) -> bytes:
 
 
 class Framing(Protocol):
-    """How the payloads of a stream become bytes, and with what it ends."""
+    """Payloads of a stream to bytes, and the bytes of its end."""
 
     end: bytes
-    """Behind the last event, whether or not all went well."""
+    """Written after the last event, after a failure as well."""
 
     def events(self, payloads: Iterable[dict[str, Any]]) -> bytes: ...
 
@@ -76,8 +76,8 @@ class SlowClient(ClientDisconnect):
 class EventStream(Response):
     """Streams a reply. Starts it with the first output, so that a refusal still gets its own status.
 
-    A request that waits longer than the keep-alive interval is started by a comment; what goes wrong from
-    then on is told in an error event.
+    A request that waits longer than the keep-alive interval is started by a comment; errors from
+    then on become an error event.
     """
 
     media_type = "text/event-stream"
@@ -94,7 +94,7 @@ class EventStream(Response):
         self._framing = framing
         self._patience = edge.patience
         self._slow_client_aborts = edge.metrics.slow_client_aborts
-        self._error_told = edge.metrics.error_told
+        self._count_error = edge.metrics.count_error
         self._sending = asyncio.Lock()
         self._has_started = False
         self._is_refused = False
@@ -137,7 +137,7 @@ class EventStream(Response):
             reply = describe(error, request_id_of(scope))
             log_failure(error, reply, request_id_of(scope))
             note_error(scope, reply.code)
-            self._error_told(reply.code)
+            self._count_error(reply.code)
             last = self._framing.failure(reply)
         await self._send(send, last + self._framing.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -147,7 +147,7 @@ class EventStream(Response):
         return self._framing.events(chunks) if chunks else b""
 
     def _sent_at_once(self, body: bytes) -> bool:
-        """The short way of a chunk: nothing to wait for, nobody before it."""
+        """Write a chunk without waiting; False if another one is before it, or the socket is full."""
         if not self._has_started or self._sending.locked() or not self._write_chunk(body):
             return False
         self._last_sent_s = asyncio.get_running_loop().time()

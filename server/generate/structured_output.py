@@ -1,13 +1,13 @@
 """Replies that must match a schema, a regular expression, a list of choices or a grammar.
 
-Owns: the fields that ask for it, with their bounds, and the grammar that each comes to.
-Never: compiles one (the engine does, in a process that can be stopped), or looks at a reply.
+Owns: the fields that ask for it, with their bounds, and the grammar of each.
+Never: compiles a grammar (the engine does, in a process that can be stopped), or reads a reply.
 Source: `response_format` as OpenAI documents it, `structured_outputs` as vLLM does.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import orjson
@@ -15,12 +15,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestRejected
-from engine.types import GenerationRequest, Grammar, GrammarKind, ModelInfo
+from engine.types import Grammar, GrammarKind, ModelInfo
 from server.generate.schema_formats import without_unknown_formats
 from server.wire_model import WireModel
 
 MAX_GRAMMAR_BYTES = 64 * 1024
-"""Of a schema as compact JSON, of a grammar, of all choices together."""
+"""Size of a schema as compact JSON, of a grammar, or of all choices together."""
 MAX_SCHEMA_KEYS = 4096
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
@@ -43,7 +43,7 @@ def _fitting(content: Any) -> Any:
 
 
 def _of_known_kinds(value: Any) -> Any:
-    """Refuse what would change the grammar elsewhere (vLLM's structural_tag, say) and is unknown here."""
+    """Refuse keys that change the grammar in other servers (vLLM's structural_tag, say)."""
     for name in value if isinstance(value, dict) else ():
         if name not in _KINDS and value[name] is not None:
             raise _wrong(f"has {name[:64]!r}; only {', '.join(_KINDS)} are supported")
@@ -58,7 +58,7 @@ class JsonSchema(WireModel):
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
     schema_: Schema = Field(alias="schema")
     strict: bool | None = None
-    """Either way the reply matches: what could not be enforced is refused."""
+    """Without effect: every reply matches, and a schema that cannot be enforced is refused."""
     description: Annotated[str, StringConstraints(max_length=MAX_DESCRIPTION_CHARS)] | None = None
     """For readers of the request; the model is not shown it."""
 
@@ -90,7 +90,7 @@ StructuredOutputsField = Annotated[StructuredOutputs, BeforeValidator(_of_known_
 
 
 class StructureFields(Protocol):
-    """What a request says about the structure of its reply."""
+    """Fields about the structure of a reply."""
 
     @property
     def response_format(self) -> ResponseFormat | None: ...
@@ -102,41 +102,17 @@ class StructureFields(Protocol):
     def ignore_eos(self) -> bool | None: ...
 
 
-class GrammarCompiling(Protocol):
-    """The engine, as far as grammars go."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGrammar:
-    """A grammar that nobody has compiled yet."""
+    """A grammar that is not compiled yet."""
 
     grammar: Grammar
     param: str
     """The field that it came in."""
 
 
-async def compiled_grammar(
-    engine: GrammarCompiling, body: StructureFields, *, num_choices: int
-) -> Grammar | None:
-    """The grammar of a request, ready for `with_grammar`. Raises RequestRejected, Overloaded."""
-    wanted = wanted_grammar(body)
-    if wanted is None:
-        return None
-    check_can_end(body, engine.info, param=wanted.param)
-    return await engine.compile_grammar(wanted.grammar, param=wanted.param, num_choices=num_choices)
-
-
-def with_grammar(request: GenerationRequest, grammar: Grammar | None) -> GenerationRequest:
-    return replace(request, params=replace(request.params, grammar=grammar))
-
-
 def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
-    """What the request's fields come to; None if the reply is free. Raises RequestRejected."""
+    """The grammar that the fields ask for; None if the reply is free. Raises RequestRejected."""
     by_format = None if body.response_format is None else _of_response_format(body.response_format)
     if body.structured_outputs is None:
         return by_format
@@ -148,7 +124,7 @@ def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
 
 
 def check_can_end(body: StructureFields, info: ModelInfo, *, param: str) -> None:
-    """Refuse a grammar where no end-of-sequence token can tell that it is fulfilled."""
+    """Refuse a grammar if no end-of-sequence token can end the reply."""
     if not info.eos_token_ids:
         raise RequestRejected(
             f"{param}: this model has no end-of-sequence token, with which every grammar ends",

@@ -1,8 +1,8 @@
 r"""Log-probabilities in OpenAI's two shapes: a list of objects for chat, parallel lists for completions.
 
-Owns: names for tokens that are not whole characters, and where each token begins in the text; and vLLM's
-shape for those of a prompt.
-Source: OpenAI's reference; `bytes:\xNN` names and the floor of -9999 are what its API returns.
+Owns: names for tokens that are not whole characters, the offset of each token in the text, and vLLM's
+shape for the log-probabilities of a prompt.
+Source: OpenAI's reference; `bytes:\xNN` names and the floor of -9999, as its API returns them.
 """
 
 import codecs
@@ -18,7 +18,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class TokenNames(Enum):
-    """How tokens are called."""
+    """Names of tokens."""
 
     TEXT = "text"
     ID = "id"  # token_id:123, for clients that cannot do with a text that several tokens share
@@ -39,7 +39,7 @@ def _entry(entry: LogprobEntry, names: TokenNames) -> dict[str, Any]:
 
 
 class TokenOffsets:
-    """Where the next token begins, in characters of the text so far."""
+    """Offset of the next token, in characters of the text so far."""
 
     def __init__(self, start: int) -> None:
         self._offset = start
@@ -58,7 +58,7 @@ class TokenOffsets:
 
 
 class EchoOffsets:
-    """Where the next token of a prompt begins in the prompt's text.
+    """Offset of a prompt's next token in the prompt's text.
 
     The tokens of a text need not add up to it: special tokens around it are not in it, and a space before
     its first word is.
@@ -75,7 +75,7 @@ class EchoOffsets:
         if offset == 0 and added.startswith(" ") and not self._text.startswith(added):
             added = added[1:]
         if not self._text.startswith(added, offset):
-            # How many marks stand for a run of broken bytes is the tokenizer's affair: go on behind them.
+            # How many marks stand for a run of broken bytes depends on the tokenizer: go on behind them.
             added = added.strip(_REPLACEMENT)
             while self._text.startswith(_REPLACEMENT, self._offset):
                 self._offset += 1
@@ -99,7 +99,7 @@ def completion_logprobs(
 def echoed_logprobs(
     first: TokenText, rest: Sequence[TokenLogprob], echo: str, *, num_top: int, names: TokenNames
 ) -> dict[str, Any]:
-    """The same for an echoed prompt. Nothing stands before its first token, which therefore has null."""
+    """The `logprobs` of an echoed prompt. Nothing stands before its first token, which therefore has null."""
     offsets = EchoOffsets(echo)
     return {
         "tokens": [_name(first, names), *(_name(token.chosen, names) for token in rest)],
@@ -113,12 +113,12 @@ def echoed_logprobs(
 
 
 def joined(lists: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The lists of a prompt, and then those of what follows it."""
+    """Append the lists of a continuation to the lists of its prompt."""
     return {name: lists[name] + more[name] for name in lists}
 
 
 def prompt_logprobs(tokens: Iterable[TokenLogprob], *, num_top: int) -> list[dict[str, Any] | None]:
-    """For each token of the prompt an object by token id, as vLLM has it; null for the first one."""
+    """An object by token id for each token of the prompt, as vLLM has it; null for the first one."""
     return [None, *(_by_id(token, num_top) for token in tokens)]
 
 

@@ -1,4 +1,4 @@
-"""HTTP connections: limits, bodies, health probes, the state that every route holds (API process).
+"""HTTP connections: limits, bodies, health probes, the objects that every route uses (API process).
 
 Never: knows what an endpoint means.
 """

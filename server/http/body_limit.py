@@ -1,7 +1,7 @@
-"""How many bytes a request may send, and how long it may pause, before anybody parses them.
+"""Limits of a body before it is parsed: bytes, pauses, total time.
 
 Owns: the byte count of the body: declared, chunked or lied about.
-Never: what the bytes mean (json_body.py).
+Never: the meaning of the bytes (json_body.py).
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from server.error_replies import BodyTimeout, BodyTooLarge
 BODY_IDLE_S = 30.0
 """A body that stands still for so long is given up."""
 MIN_BYTES_PER_S = 1024
-"""What a body must bring on average after its first BODY_IDLE_S: a trickle must not hold a connection for
+"""Bytes a second that a body must bring on average after its first BODY_IDLE_S: none holds a connection for
 days."""
 
 _DRAIN_BYTES = 32 * 1024 * 1024
 _DRAIN_S = 2.0
 _DRAIN_PAUSE_S = 0.25
-"""How much of a body that is too large is still taken off the wire, and how long. A client that is cut off
+"""Bytes of a body that is too large which are still read, and for how long. A client that is cut off
 while it sends sees a reset connection instead of the reason."""
 
 
@@ -77,7 +77,7 @@ class BodyLimit:
 
 
 async def _drain(receive: Receive) -> None:
-    """Drop what still comes, within limits of bytes and time."""
+    """Read and drop the rest of the body, within limits of bytes and time."""
     num_bytes = 0
     try:
         async with asyncio.timeout(_DRAIN_S):

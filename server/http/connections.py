@@ -1,11 +1,11 @@
-"""One client's connection: how long it may take to ask, how many there may be, what is not HTTP at all.
+"""Connections of clients: their number, the time for a head, bytes that are not HTTP.
 
-Owns: what must be decided before a request exists, or after its reply was made: the time for a head, the
+Owns: decisions before a request exists, or after its reply was made: the time for a head, the
 number of connections, the end of a connection whose client does not read, or whose server leaves.
 Never: requests (app.py and inwards) or the listening socket (listening.py).
 
 A place is either one of many or, when those are taken, one of a few in reserve. The reserve answers probes
-and scrapers, tells everybody else why not, and is given back after one reply.
+and scrapers, refuses all other requests with a reason, and is given back after one reply.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from uvicorn.server import ServerState
 from engine.errors import RequestRejected
 from engine.logs.log_lines import fields
 from engine.types import EngineState, Health
-from server.access.auth import OPEN_PATHS
 from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
 from server.http.lingering import LingeringTransport
@@ -49,7 +48,7 @@ gone; then `send` waits, or ends."""
 
 
 class ClientConnection(H11Protocol):
-    """uvicorn's HTTP/1.1, with limits on what it waits for and OpenAI's shape for what it refuses."""
+    """uvicorn's HTTP/1.1 with time limits, and with refusals in OpenAI's shape."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class ClientConnection(H11Protocol):
             self._start_head_timer()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the base class's hook and words
-        """Answer what cannot be parsed. Called where the parser's error is handled."""
+        """Answer bytes that cannot be parsed. Called where the parser's error is handled."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _HEAD_TOO_LARGE:
             self._refuse(HeadTooLarge("the request line and the headers are larger than 64 KiB together"))
@@ -113,7 +112,7 @@ class ClientConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _may_hear_more(self) -> bool:
-        """Not on a connection that was idle."""
+        """True if the client may send more bytes; False on an idle connection."""
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _start_head_timer(self) -> None:
@@ -177,14 +176,15 @@ class ClientConnection(H11Protocol):
 class ReservedPlaces:
     """ASGI middleware: on a connection from the reserve, open paths only, and one reply."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, open_paths: frozenset[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope.get("state", {}).get(_IS_RESERVED):
             await self._app(scope, receive, send)
             return
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in self._open_paths:
             raise TooManyConnections
 
         async def last_send(message: Message) -> None:
@@ -198,8 +198,8 @@ class ReservedPlaces:
 class LastReplies:
     """ASGI middleware: while the server leaves, every reply ends its connection.
 
-    Whoever asks again finds a server that stays, also through a load balancer that pins connections, and
-    before this one refuses anybody. Must stand outside of what turns errors into replies.
+    The client's next request finds a server that stays, also through a load balancer that pins connections,
+    before this one refuses any. Must stand outside of the layer that makes replies of errors.
     """
 
     def __init__(self, app: ASGIApp, *, health: Callable[[], Health]) -> None:
@@ -217,10 +217,10 @@ class LastReplies:
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:
-    """What writes a piece of a streamed body past all layers, once the reply has begun.
+    """A function that writes a piece of a streamed body past all layers, once the reply has begun.
 
-    None of them looks at such a piece, and to pass them costs more than to write. Writes nothing where a body
-    is not sent in chunks, and under a server that is not ours.
+    No layer reads such a piece, and passing them costs more than writing. It writes nothing if a body
+    is not sent in chunks, or under a server other than ours.
     """
     if scope.get("http_version") != "1.1":
         return nothing_written
@@ -233,9 +233,9 @@ def nothing_written(_: bytes) -> bool:
 
 
 async def cut_off(scope: Scope, receive: Receive) -> None:
-    """End the connection of this request now, dropping what the client has not read.
+    """End the connection of this request now, dropping bytes that the client has not read.
 
-    Closing it would wait for the client. Nothing happens under a server that is not ours.
+    Closing it would wait for the client. Nothing happens under a server other than ours.
     """
     reset = scope.get("state", {}).get(_CUT_OFF)
     if reset is not None:

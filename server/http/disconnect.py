@@ -1,4 +1,4 @@
-"""The client's hang-up, made into the cancellation of what was being done for it.
+"""The client's hang-up, made into the cancellation of its work.
 
 Owns: the only listener on a connection whose body has been read.
 Never: the abort itself: cancelled work closes its generator, and closing aborts.

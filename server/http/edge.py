@@ -1,7 +1,7 @@
-"""What every route holds: the engine's face, the counters, the patience with clients.
+"""The edge: the objects that every route uses, kept in the state of the application.
 
-Owns: the names under which server/ sees the rest of the program. AsyncEngine and the fake
-engine of the tests both fit `Engine`.
+Owns: the types under which server/ sees the engine and the settings; AsyncEngine and the fake engine of the
+tests both fit `Engine`.
 Never: behaviour.
 """
 
@@ -37,158 +37,85 @@ NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
 
 
 class HasRegistry(Protocol):
-    """The engine's metrics, as far as the edge cares."""
+    """The engine's metrics, as far as the edge needs them."""
 
     @property
     def registry(self) -> CollectorRegistry: ...
 
 
 class Engine(Protocol):
-    """The face of the engine in the API process."""
+    """The methods of engine.frontend.client.AsyncEngine that the server calls; it documents them."""
 
     @property
     def metrics(self) -> HasRegistry: ...
-
     @property
-    def info(self) -> ModelInfo:
-        """Raises EngineUnavailable until the model is loaded."""
-        ...
+    def info(self) -> ModelInfo: ...
+    def health(self) -> Health: ...
 
-    def health(self) -> Health:
-        """Never blocks."""
-        ...
+    # Text.
+    async def encode(self, text: str) -> tuple[int, ...]: ...
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]: ...
+    async def encode_plain(self, text: str) -> tuple[int, ...]: ...
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]: ...
+    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]: ...
+    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]: ...
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]: ...
+    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str: ...
+    def token_text(self, token_id: int) -> TokenText: ...
+    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]: ...
+    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar: ...
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Tokenize a plain prompt off the event loop. Raises RequestRejected."""
-        ...
+    # Work.
+    def require_room(self, priority: int | None) -> None: ...
+    def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs: ...
+    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]: ...
 
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
-        """Render the chat template and tokenize. Raises RequestRejected, NoChatTemplate."""
-        ...
-
-    async def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Tokenize without the special tokens around it. Raises RequestRejected."""
-        ...
-
-    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Bad words as token sequences. Raises RequestRejected."""
-        ...
-
-    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
-        """Tokenize a prompt with a hole. Raises RequestRejected."""
-        ...
-
-    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
-        """Text of whole sequences, off the event loop."""
-        ...
-
-    def token_text(self, token_id: int) -> TokenText:
-        """How one token looks in the middle of a text."""
-        ...
-
-    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the tokenizer spells them, off the event loop."""
-        ...
-
-    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
-        """Try a grammar that came in the field `param`. Raises RequestRejected, Overloaded."""
-        ...
-
-    async def explain(self) -> list[dict[str, Any]]:
-        """Every live sequence, and why it waits. Raises EngineUnavailable."""
-        ...
-
-    def reset_prefix_cache(self) -> None:
-        """Raises EngineUnavailable."""
-        ...
-
-    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
-        """Tokenize for a model that pools, off the event loop. Raises RequestRejected."""
-        ...
-
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
-        """Tokenize each pair as one prompt. Raises RequestRejected."""
-        ...
-
-    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
-        """Admit all or none; cancelling the call aborts them. Raises WrongTask for a model that generates."""
-        ...
-
-    def require_room(self, priority: int | None) -> None:
-        """Raises Overloaded for a call that would find no place in the queue; None is any priority."""
-        ...
-
-    def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
-        """Admit all or none at the first step of the iteration; closing the iterator aborts them."""
-        ...
+    # Operators.
+    async def explain(self) -> list[dict[str, Any]]: ...
+    def reset_prefix_cache(self) -> None: ...
 
 
 class EdgeSettings(Protocol):
-    """What the operator decides about the edge; engine.options.engine_config.ServerConfig fits."""
+    """The fields of engine.options.engine_config.ServerConfig that the edge reads; it documents them."""
 
     @property
-    def api_keys(self) -> Sequence[str]:
-        """Empty: everybody may ask."""
-        ...
-
+    def api_keys(self) -> Sequence[str]: ...
     @property
-    def edge(self) -> EdgeConfig:
-        """Who may ask, and over what."""
-        ...
-
+    def edge(self) -> EdgeConfig: ...
     @property
     def max_body_bytes(self) -> int: ...
-
     @property
-    def strict_fields(self) -> bool:
-        """Whether a field that nobody knows is refused."""
-        ...
-
+    def strict_fields(self) -> bool: ...
     @property
-    def responses_store_size(self) -> int:
-        """Responses that can be asked for again; 0 stores none."""
-        ...
-
+    def responses_store_size(self) -> int: ...
     @property
     def responses_store_bytes(self) -> int: ...
-
     @property
-    def responses_store_ttl_s(self) -> float:
-        """Since the last use."""
-        ...
-
+    def responses_store_ttl_s(self) -> float: ...
     @property
-    def tool_call_parser(self) -> str:
-        """A word of --tool-call-parser."""
-        ...
-
+    def tool_call_parser(self) -> str: ...
     @property
-    def reasoning_parser(self) -> str:
-        """A word of --reasoning-parser."""
-        ...
-
+    def reasoning_parser(self) -> str: ...
     @property
-    def enable_admin(self) -> bool:
-        """Whether /admin/requests is there."""
-        ...
+    def enable_admin(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long the edge waits for clients, and for how many."""
+    """Time limits for clients, and the number of their connections."""
 
     keep_alive_s: float = 15.0
-    """Silence after which a comment line is sent, so that no proxy takes the stream for dead; 0: never."""
+    """Silence after which a comment line is sent, so that no proxy takes the stream for dead; 0: none."""
     send_timeout_s: float = 30.0
-    """How long a client may leave its socket full before its request is aborted."""
+    """Seconds in which a client may leave its socket full before its request is aborted."""
     head_timeout_s: float = 10.0
-    """From a connection, or from the first byte of a further request, to the end of the request's head."""
+    """Seconds from a connection, or from the first byte of a further request, to the end of the head."""
     max_connections: int = field(default_factory=num_connections_allowed)
-    """Beyond them only probes are answered."""
+    """Beyond this number only probes are answered."""
 
 
 class UnknownFields(Enum):
-    """What becomes of a field that nobody knows."""
+    """The answer to a field that is neither known nor refused by name."""
 
     IGNORE = "ignore"  # and count
     REFUSE = "forbid"
@@ -196,7 +123,7 @@ class UnknownFields(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsers:
-    """How replies are read; the words of the two options."""
+    """Parsers of replies, as --tool-call-parser and --reasoning-parser name them."""
 
     tool_calls: str = "auto"
     reasoning: str = "auto"
@@ -204,7 +131,7 @@ class Parsers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Kept in the state of the application."""
+    """One for each application."""
 
     engine: Engine
     metrics: HttpMetrics

@@ -1,7 +1,7 @@
-"""Probes, answered beside everything else: their own port, their own thread, their own event loop.
+"""Probes on a port of their own, with their own thread and event loop.
 
-Owns: the port's connections (how many, how long, how large a question), and whether the event loop of the API
-still turns. What the API does to its loop, and for how long, cannot delay an answer here.
+Owns: the limits of the port's connections (number, time, bytes), and the check that the API's event loop
+still runs. Work that blocks the API's loop cannot delay an answer here.
 Never: a judgement of the engine, or the page that is shown (health_page.py).
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 8 * 1024
 _MAX_CONNECTION_S = 2.0
-"""A probe asks at once. Whoever does not, only holds a place."""
+"""A probe asks at once. A connection that does not only holds a place."""
 _PULSE_S = 0.25
 _GOODBYE_S = 1.0
 _QUESTIONS = {
@@ -33,13 +33,13 @@ _QUESTIONS = {
 
 
 class LoopPulse:
-    """Beats as long as the event loop that runs `beat` turns."""
+    """Beats as long as the event loop that runs `beat` does."""
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
 
     async def beat(self) -> None:
-        """Until cancelled."""
+        """Beat until cancelled."""
         while True:
             self._last_s = time.monotonic()
             await asyncio.sleep(_PULSE_S)
@@ -71,14 +71,14 @@ class HealthListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering. What is being answered is cut off."""
+        """Stop answering. Answers under way are cut off."""
         assert self._beating is not None, "start first"
         self._beating.cancel()
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(_GOODBYE_S)
 
     def judge(self) -> Health:
-        """What the engine says of itself, unless nobody in the API process could hear it."""
+        """The engine's own health, unless the API's event loop stands still."""
         health, silence_s = self._health(), self._pulse.silence_s
         if silence_s <= self._heartbeat_timeout_s:
             return health
@@ -96,7 +96,7 @@ class HealthListener:
         server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One question, one answer; what is no question in time is hung up on."""
+        """Answer one question; a connection without one in time is closed."""
         self._num_connections += 1
         try:
             if self._num_connections <= _MAX_CONNECTIONS:

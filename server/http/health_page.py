@@ -1,6 +1,6 @@
-"""What a probe is told, whichever port it asks.
+"""The answer to a probe, the same on every port.
 
-Owns: which question is answered by what, and the page.
+Owns: the answer to each question, and the page.
 Never: a judgement of health: the engine's own (engine/frontend/health.py).
 """
 
@@ -12,7 +12,7 @@ from engine.types import Health
 
 
 class Question(Enum):
-    """What a probe wants to know."""
+    """The question of a probe."""
 
     READY = "are requests welcome?"
     LIVE = "does it move, or is a restart the cure?"

@@ -1,8 +1,8 @@
-"""From the bytes of a body to a validated request, or to the one sentence that says what is wrong.
+"""Bytes of a body to a validated request, or to one sentence that names the fault.
 
 Owns: media type, JSON syntax beyond doubt (no NaN, no surrogates, no duplicate keys, no deep nesting), and
 the wording of validation errors.
-Never: how many bytes there may be (body_limit.py), what the fields mean (translate.py).
+Never: the number of bytes (body_limit.py), the meaning of fields (engine_requests.py).
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from starlette.requests import Request
 from engine.errors import RequestRejected
 from server.error_replies import UnsupportedMediaType
 from server.http.edge import UnknownFields, edge_of
-from server.http.header_fields import fields_from_headers
 from server.refusals import refuse_unsupported
 
 MAX_DEPTH = 32
@@ -34,23 +33,29 @@ _WORDS_OF_JSON = (
     (re.compile(r"\ba valid dictionary( or instance of \w+)?$"), "an object"),
     (re.compile(r"\ba valid list$"), "a list"),
 )
-"""The validator speaks to people who write Python; its messages go to people who send JSON."""
+"""The validator's messages are for authors of Python; here they go to clients that send JSON."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 async def read_request(
-    request: Request, model: type[ModelT], refusals: Mapping[str, tuple[Any, ...]]
+    request: Request,
+    model: type[ModelT],
+    refusals: Mapping[str, tuple[Any, ...]],
+    *,
+    from_headers: Mapping[str, Any],
 ) -> ModelT:
-    """Read, parse and validate. Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout."""
+    """Read, parse and validate; `from_headers` are fields that win over the body's.
+
+    Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout.
+    """
     _check_media_type(request.headers.get("content-type"))
     _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
-    found = fields_from_headers(request.headers)
     reader = _Reader(
         model=model,
         refusals=refusals,
-        from_headers={name: value for name, value in found.items() if name in model.model_fields},
+        from_headers=from_headers,
         unknown_fields=edge.unknown_fields,
     )
     raw = await request.body()
@@ -77,16 +82,16 @@ def _check_encoding(encoding: str | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader(Generic[ModelT]):
-    """All that is done to a body between two turns of the event loop, or beside it."""
+    """Work on a body, done in one go by the event loop, or in a thread beside it."""
 
     model: type[ModelT]
     refusals: Mapping[str, tuple[Any, ...]]
-    from_headers: dict[str, Any]
+    from_headers: Mapping[str, Any]
     unknown_fields: UnknownFields
 
     def read(self, raw: bytes) -> tuple[ModelT, int]:
-        """Return the request, and how many fields at its top nobody knows. Raises RequestRejected."""
-        body = parse_object(raw) | self.from_headers
+        """Return the request, and the number of unknown fields at its top. Raises RequestRejected."""
+        body = {**parse_object(raw), **self.from_headers}
         refuse_unsupported(body, self.refusals)
         # OpenAI's clients send null for what they do not ask for.
         known = {
@@ -109,7 +114,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise _not_json("the body must be a JSON object")
     _check_depth(body)
-    # orjson keeps the last of two equal keys, others the first: a body must mean one thing to everybody.
+    # orjson keeps the last of two equal keys, others the first: a body must have one meaning.
     json.loads(raw, object_pairs_hook=_without_duplicates)
     return body
 
@@ -140,7 +145,7 @@ def _not_json(reason: str) -> RequestRejected:
 
 
 def rejection(error: ValidationError) -> RequestRejected:
-    """Say where it is and what would be right. The value itself is not repeated: it can be huge."""
+    """Name the place of the fault and the right value. The value itself is not repeated: it can be huge."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
     if first["type"] == "missing":

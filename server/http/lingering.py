@@ -30,7 +30,7 @@ class LingeringTransport:
 
     @property
     def is_lingering(self) -> bool:
-        """What arrives now is for nobody."""
+        """Read and drop bytes that arrive now."""
         return self._end is not None
 
     def is_closing(self) -> bool:
@@ -59,7 +59,7 @@ class LingeringTransport:
             self._transport.close()
 
     def _close_our_half(self) -> bool:
-        """Behind all that was written; not under TLS, which has one end for both."""
+        """Half-close after all written bytes; not under TLS, which has one end for both."""
         if not self._transport.can_write_eof():
             return False
         try:

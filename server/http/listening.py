@@ -1,6 +1,6 @@
-"""The port, taken before anything slow happens.
+"""The listening socket, taken before anything slow happens.
 
-Owns: the listening socket, what its connections inherit, how many there can be, and what to say when the
+Owns: the options that its connections inherit, how many there can be, and the words when the
 port cannot be had.
 Never: serves (launch.py).
 """
@@ -16,7 +16,7 @@ MAX_CONNECTIONS = 4096
 _NUM_OTHER_FILES = 128
 """Descriptors for all that is not a client: the engine, the model's files, the event loop."""
 _UNREAD_TIMEOUT_MS = 60_000
-"""How long a peer may leave unread, or unacknowledged, what was sent to it."""
+"""Time in which a peer may leave sent bytes unread, or unacknowledged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Listeners:
 
     main: socket.socket
     probes: socket.socket | None = None
-    """For questions about health alone."""
+    """A listener for questions about health alone."""
     admin: socket.socket | None = None
 
 
@@ -38,7 +38,7 @@ class CannotListen(Exception):
 
 
 def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
-    """A socket that listens already, so that the port stays ours while the model loads.
+    """Open a socket that listens already, so that the port stays ours while the model loads.
 
     Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen, which name the `flag`.
     """
@@ -68,14 +68,14 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, scheme: str = "http") -> str:
-    """Where to reach it from this machine: the wildcard addresses become the loopback address."""
+    """The URL from this machine: the wildcard addresses become the loopback address."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def num_connections_allowed() -> int:
-    """Without running out of descriptors: a server that cannot accept cannot answer its probes either."""
+    """Connections for which there are descriptors: a server that cannot accept cannot answer its probes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -96,7 +96,7 @@ def _allow_files(num_files: int) -> None:
 
 
 def _drop_peers_that_do_not_read(listener: socket.socket) -> None:
-    """Accepted sockets inherit it. It also ends what closing leaves behind: a close waits for the peer."""
+    """Set the time limit that accepted sockets inherit. It also ends closed ones, which wait for the peer."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_MS)
 

@@ -1,6 +1,6 @@
 """One line of the log, one span and one count for each HTTP request, when it is over.
 
-Owns: which facts are told, and at which level. One place for all three, which learn the same.
+Owns: the facts that are recorded, and the level. One place for all three, which record the same.
 Never: prompts, outputs, headers, bodies, or a path as the client wrote it: the name of its route is enough.
 """
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.journal import Journal
 from engine.logs.log_lines import fields
-from server.access.auth import KEY_NAME, OPEN_PATHS
+from server.access.auth import KEY_NAME
 from server.observe.http_metrics import HttpMetrics
 from server.observe.request_ids import error_code_of, journal_of
 from server.observe.route_names import RouteNames
@@ -23,15 +23,24 @@ log = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
-"""As in nginx's log: the client hung up before a status was sent."""
+"""Status as in nginx's log: the client hung up before one was sent."""
 _NO_SPANS = NoSpans()
 
 
 class RequestLog:
     """ASGI middleware, inside of the request ids and outside of everything that answers."""
 
-    def __init__(self, app: ASGIApp, *, routes: Iterable[str], spans: Spans, metrics: HttpMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Iterable[str],
+        probes: frozenset[str],
+        spans: Spans,
+        metrics: HttpMetrics,
+    ) -> None:
         self._app = app
+        self._probes = probes
         self._metrics = metrics
         self._routes = RouteNames(routes)
         self._spans = spans
@@ -49,11 +58,11 @@ class RequestLog:
             await send(message)
 
         began_s = time.monotonic()
-        is_probe = scope["path"] in OPEN_PATHS
+        is_probe = scope["path"] in self._probes
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = self._routes.of(scope["path"])
         journal = journal_of(scope)
-        # Probes and scrapes come several times a second, and nobody traces them.
+        # Probes and scrapes come several times a second, and are not traced.
         spans = _NO_SPANS if is_probe else self._spans
         span = spans.begin(method, route, trace_context_of(scope["headers"]))
         journal.trace_id = span.trace_id
@@ -61,7 +70,7 @@ class RequestLog:
             await self._app(scope, receive, watched_send)
         finally:
             total_s = time.monotonic() - began_s
-            self._metrics.request_over(method, route, status)
+            self._metrics.count_request(method, route, status)
             span.end(journal, status=status, error_code=error_code_of(scope))
             level = logging.DEBUG if is_probe else logging.INFO
             if log.isEnabledFor(level):
@@ -76,7 +85,7 @@ class RequestLog:
 
 
 def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | None]:
-    """What is known of a request, wherever it ended."""
+    """Facts that are known about a request at its end, early or late."""
     facts: dict[str, str | int | float | None] = {
         "request_id": journal.request_id,
         "trace_id": journal.trace_id,
@@ -101,5 +110,5 @@ def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | N
 
 
 def _rounded(seconds: float | None) -> float | None:
-    """To microseconds: more digits are noise."""
+    """Round to microseconds: more digits are noise."""
     return None if seconds is None else round(seconds, 6)

@@ -1,4 +1,4 @@
-"""What the edge counts: replies by route and status, ignored fields, connections given up.
+"""Counters of the edge: replies by route and status, ignored fields, connections given up.
 
 Owns: counters with labels from fixed sets only; no client can make a new series.
 Never: the engine's own metrics; both live in the engine's registry and appear on one page.
@@ -39,10 +39,10 @@ class HttpMetrics:
             registry=registry,
         )
 
-    def request_over(self, method: str, route: str, status: int) -> None:
-        """Method and route are of fixed sets."""
+    def count_request(self, method: str, route: str, status: int) -> None:
+        """Count a request; method and route are of fixed sets."""
         self.requests.labels(method, route, str(status)).inc()
 
-    def error_told(self, code: str) -> None:
-        """`code` is one of the catalogue, so that there are no more series than rows in it."""
+    def count_error(self, code: str) -> None:
+        """Count an error; `code` is one of the catalogue, so that its rows bound the series."""
         self.errors.labels(code).inc()

@@ -1,14 +1,14 @@
 """Spans for an OpenTelemetry collector, by OTLP over HTTP. Needs the extra `otel`; imported only with it.
 
-Owns: the names of attributes and events, and that a collector that is slow or away costs nothing but spans.
-Never: what happened to a request (engine/journal.py), or whether a span is asked for (request_log.py).
+Owns: the names of attributes and events, and bounds: a slow or absent collector costs spans only.
+Never: the history of a request (engine/journal.py), or the choice of traced requests (request_log.py).
 Source: OpenTelemetry's conventions for HTTP server spans and for generative AI. The latter are not stable, so
 their names stand here and come from no package.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -28,20 +28,20 @@ _BATCH = 512
 _EVERY_S = 1.0
 _EXPORT_TIMEOUT_S = 5.0
 _GOODBYE_S = 2.0
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
 _SERVER_ERROR = 500
 
 
 class OtelSpans:
-    """One for the server. `close` sends what is pending, for two seconds at most."""
+    """The tracer of the server; `operations` are `gen_ai.operation.name` by route."""
 
     def __init__(
-        self, endpoint: str, *, count_lost: Callable[[float], None], model_name: str, version: str
+        self,
+        endpoint: str,
+        *,
+        operations: Mapping[str, str],
+        count_lost: Callable[[float], None],
+        model_name: str,
+        version: str,
     ) -> None:
         # Said once by us instead of at every attempt by the library.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -55,12 +55,13 @@ class OtelSpans:
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("tokenyard", version)
         self._model_name = model_name
+        self._operations = operations
 
     def begin(self, method: str, route: str, context: TraceContext | None) -> Span:
-        """The span of a request whose head has come."""
+        """Begin the span of a request whose head has come."""
         attributes: dict[str, AttributeValue] = {"http.request.method": method, "http.route": route}
-        if route in _OPERATIONS:
-            attributes["gen_ai.operation.name"] = _OPERATIONS[route]
+        if route in self._operations:
+            attributes["gen_ai.operation.name"] = self._operations[route]
             attributes["gen_ai.provider.name"] = "tokenyard"
             attributes["gen_ai.request.model"] = self._model_name
         span = self._tracer.start_span(
@@ -72,7 +73,7 @@ class OtelSpans:
         return _OtelSpan(span)
 
     def close(self) -> None:
-        """Blocks for a moment; what the collector has not taken by then is lost."""
+        """Send the pending spans; blocks for a moment, then drops the rest."""
         sending = threading.Thread(target=self._processor.force_flush, name="last spans", daemon=True)
         sending.start()
         sending.join(_GOODBYE_S)
@@ -83,14 +84,14 @@ class OtelSpans:
 
 
 class _OtelSpan:
-    """One request."""
+    """The span of one request."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
         self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
 
     def end(self, journal: Journal, *, status: int, error_code: str) -> None:
-        """Tell all that is known, and hand it on."""
+        """Set all attributes and events from the journal, and hand the span on."""
         span = self._span
         if not span.is_recording():
             return
@@ -141,17 +142,17 @@ def _remote(context: TraceContext) -> trace.Span:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what the collector did not take, and says once that it does not, or does again."""
+    """Counts spans that the collector did not take, and logs once that it does not, or does again."""
 
     def __init__(self, exporter: SpanExporter, count_lost: Callable[[float], None]) -> None:
         self._exporter = exporter
         self._count_lost = count_lost
         self._is_failing = False
         self.num_handled = 0
-        """Spans that came out of the queue, whatever became of them."""
+        """Spans that came out of the queue, exported or lost."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Blocks the thread of the processor, and nobody else."""
+        """Export; blocks the thread of the processor only."""
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(spans)
@@ -171,12 +172,12 @@ class _CountingExporter(SpanExporter):
         self._is_failing = has_failed
 
     def shutdown(self) -> None:
-        """What is being sent fails soon."""
+        """Let exports under way fail soon."""
         self._exporter.shutdown()
 
 
 class _BoundedProcessor(SpanProcessor):
-    """The library's batches behind a bound of our own, since it does not tell what it drops."""
+    """The library's batches behind a bound of our own, since it does not count the spans it drops."""
 
     def __init__(self, exporter: _CountingExporter, count_lost: Callable[[float], None]) -> None:
         self._exporter = exporter
@@ -198,7 +199,7 @@ class _BoundedProcessor(SpanProcessor):
         self._batches.on_end(span)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Send what is pending; blocks."""
+        """Send the pending spans; blocks."""
         return self._batches.force_flush(timeout_millis)
 
     def shutdown(self) -> None:

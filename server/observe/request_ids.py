@@ -1,6 +1,6 @@
-"""One id per HTTP request: taken from x-request-id where it is harmless, drawn otherwise, always returned.
+"""One id per HTTP request: taken from x-request-id if it is harmless, else random; always returned.
 
-Owns: the name that connects a client's complaint with our log, and where a request keeps it: in its journal.
+Owns: the name that connects a client's complaint with our log, which is kept in the request's journal.
 Never: the engine's request ids: two clients may send the same x-request-id.
 """
 
@@ -55,17 +55,17 @@ def request_id_of(scope: Scope) -> str:
 
 
 def journal_of(scope: Scope) -> Journal:
-    """What is written down about a request; outside of this middleware, a journal that nobody reads."""
+    """The journal of a request; outside of this middleware, one that is thrown away."""
     journal: Journal = scope.get(_JOURNAL) or Journal()
     return journal
 
 
 def note_error(scope: Scope, code: str) -> None:
-    """The code that the client was told, in a reply or in a stream."""
+    """Keep the code of the error that the client received, in a reply or in a stream."""
     scope[_ERROR_CODE] = code
 
 
 def error_code_of(scope: Scope) -> str:
-    """Empty if there was none."""
+    """The code of the request's error; empty if there was none."""
     code: str = scope.get(_ERROR_CODE, "")
     return code

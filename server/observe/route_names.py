@@ -1,7 +1,7 @@
-"""What a path is called where paths are counted and written down.
+"""Names of routes, under which paths are counted and logged.
 
-Owns: the names of routes, a fixed set: no client can make a new one, or have its own words repeated.
-Never: routing; the router is not asked, so that what is refused before it has a name as well.
+Owns: the names of routes, a fixed set: no client can make a new one, or have its own text repeated.
+Never: routing; the router is not called, so that a request refused before it has a name as well.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ UNMATCHED = "unmatched"
 
 
 class RouteNames:
-    """From the routes of the application, as they are declared: `/v1/models/{model}`."""
+    """Lookup of a path's name among the declared routes: `/v1/models/{model}`."""
 
     def __init__(self, routes: Iterable[str]) -> None:
         routes = tuple(routes)
@@ -30,6 +30,6 @@ class RouteNames:
 
 
 def _ends(route: str) -> tuple[str, str]:
-    """What stands before the one parameter in a path, and what behind it."""
+    """The text before the one parameter of a path, and the text after it."""
     prefix, _, rest = route.partition("{")
     return prefix, rest.partition("}")[2]

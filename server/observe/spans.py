@@ -1,6 +1,6 @@
-"""A span of each request, for who collects traces: what the edge asks of it.
+"""A span of each request, for a collector of traces.
 
-Owns: the face of it, and the one that records nothing.
+Owns: the interface, and an implementation that records nothing.
 Never: OpenTelemetry (otel_spans.py), which is only imported where it is asked for.
 """
 
@@ -11,11 +11,11 @@ from server.observe.trace_context import TraceContext
 
 
 class Span(Protocol):
-    """One request, from its head to its last byte."""
+    """The span of one request, from its head to its last byte."""
 
     @property
     def trace_id(self) -> str:
-        """The trace that it is part of; empty if nobody traces it."""
+        """Id of the trace that it is part of; empty if it is not traced."""
         ...
 
     def end(self, journal: Journal, *, status: int, error_code: str) -> None:
@@ -36,11 +36,11 @@ class NoSpan:
         self.trace_id = context.trace_id if context else ""
 
     def end(self, journal: Journal, *, status: int, error_code: str) -> None:
-        """Nothing is recorded."""
+        """Records nothing."""
 
 
 class NoSpans:
-    """Where nobody collects them."""
+    """Spans without a collector."""
 
     def begin(self, method: str, route: str, context: TraceContext | None) -> Span:  # noqa: ARG002 -- Spans'
         return NoSpan(context)

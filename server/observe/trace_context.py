@@ -1,7 +1,7 @@
-"""Which distributed trace a request belongs to, as its header `traceparent` says.
+"""The distributed trace of a request, from its header `traceparent`.
 
-Owns: the strict reading of that header. One that is not as the standard says is as good as none.
-Never: spans (otel_spans.py); `tracestate`, which only matters to who sends requests on.
+Owns: the strict reading of that header. A malformed one counts as none.
+Never: spans (otel_spans.py); `tracestate`, which only matters to a proxy.
 Source: W3C Trace Context, sections 3.2 and 3.3.
 """
 
@@ -18,7 +18,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """Whose child a span would be."""
+    """The parent that a span would have."""
 
     trace_id: str
     """32 hexadecimal digits, not all zero."""
@@ -29,7 +29,7 @@ class TraceContext:
 
 
 def trace_context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """None without the header, with several of it, and with one that is wrong."""
+    """Read the header; None if it is absent, malformed, or there twice."""
     values = [value for name, value in headers if name == _HEADER]
     match = _FORM.fullmatch(values[0].strip(b" \t")) if len(values) == 1 else None
     if match is None:

@@ -3,7 +3,7 @@
 Owns: how the served model introduces itself. Never: which model that is.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter
@@ -13,19 +13,38 @@ from starlette.responses import Response
 from engine.types import ModelInfo
 from server.error_replies import ModelNotFound
 from server.http.edge import edge_of
-from server.openapi import MODEL_DOCUMENTATION, MODELS_DOCUMENTATION
+from server.http.endpoint import Endpoint, ReplyModel, documentation, documentation_of_one
 
 router = APIRouter()
+ENDPOINT = Endpoint(router=router)
 
 
-@router.get("/v1/models", **MODELS_DOCUMENTATION)
+class Model(ReplyModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    """The first served name; the others are aliases."""
+    parent: None
+    permission: list[Any]
+    """Always empty."""
+    max_model_len: int
+
+
+class ModelList(ReplyModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+@router.get("/v1/models", **documentation(ModelList))
 async def list_models(request: Request) -> Response:
     """List the names under which the model is served."""
     info = edge_of(request).engine.info
     return _json({"object": "list", "data": [_model(name, info) for name in info.served_names]})
 
 
-@router.get("/v1/models/{model:path}", **MODEL_DOCUMENTATION)
+@router.get("/v1/models/{model:path}", **documentation_of_one(Model, "model"))
 async def retrieve_model(request: Request) -> Response:
     """Describe one served name; names may contain slashes."""
     info = edge_of(request).engine.info

@@ -1,24 +1,24 @@
-"""What machines ask about the server: health, version, metrics.
+"""GET /health, /ping, /version and /metrics, for machines.
 
 Owns: the probes' status codes and the cached metrics page.
-Never: a judgement of health: the engine's step counter gives it.
+Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.generate.answering import VERSION
-from server.http.edge import edge_of
+from server.http.edge import Edge, EdgeSettings, edge_of
+from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.health_page import Question, health_page
-from server.openapi import HEALTH_DOCUMENTATION, METRICS_DOCUMENTATION, VERSION_DOCUMENTATION
 
-router = APIRouter()
+METRICS_PATH = "/metrics"
 
 METRICS_TTL_S = 0.1
 """Some routers scrape every 50 ms; rendering costs milliseconds."""
@@ -28,47 +28,28 @@ _PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False
 _NO_STORE = {"cache-control": "no-store"}
 
 
-@router.get("/health", **HEALTH_DOCUMENTATION)
-@router.api_route("/health", **_PROBE)
-@router.get("/health/ready", **HEALTH_DOCUMENTATION)
-@router.api_route("/health/ready", **_PROBE)
-@router.get("/ping", **HEALTH_DOCUMENTATION)
-@router.api_route("/ping", **_PROBE)
-async def is_ready(request: Request) -> Response:
-    """200 where requests are welcome; 503 while loading, draining, stuck or dead."""
-    return _answer(request, Question.READY)
+class HealthPage(ReplyModel):
+    status: Literal["ok", "unavailable"]
+    state: Literal["loading", "ready", "draining", "dead"]
+    detail: str
+    progress: float
+    num_steps: int
 
 
-@router.get("/health/live", **HEALTH_DOCUMENTATION)
-@router.api_route("/health/live", **_PROBE)
-async def is_live(request: Request) -> Response:
-    """503 only where a restart is the cure: the loop of a loaded engine stands still.
-
-    A loading engine is live, and so is a dead one: it is replaced from within.
-    """
-    return _answer(request, Question.LIVE)
+class Version(ReplyModel):
+    version: str
 
 
-def _answer(request: Request, question: Question) -> Response:
-    is_yes, body = health_page(edge_of(request).engine.health(), question)
-    return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
-
-
-@router.get("/version", **VERSION_DOCUMENTATION)
-async def show_version() -> Response:
-    """The version of the server."""
-    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
-
-
-@router.get("/metrics", **METRICS_DOCUMENTATION)
-async def show_metrics(request: Request) -> Response:
-    """Everything counted, in Prometheus' text format."""
-    page: MetricsPage = request.app.state.metrics_page
-    return Response(await page.render(), media_type=_METRICS_TYPE)
+_HEALTH_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"model": HealthPage}, 503: {"model": HealthPage}}
+}
+_METRICS_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},
+}
 
 
 class MetricsPage:
-    """The rendered registry, at most METRICS_TTL_S old. Rendered in a thread, once for all who wait."""
+    """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -83,3 +64,56 @@ class MetricsPage:
                 self._body = await asyncio.to_thread(generate_latest, self._registry)
                 self._expires_s = clock() + METRICS_TTL_S
         return self._body
+
+
+def _add_page(app: FastAPI, settings: EdgeSettings) -> None:  # noqa: ARG001 -- Endpoint's signature
+    edge: Edge = app.state.edge
+    app.state.metrics_page = MetricsPage(edge.engine.metrics.registry)
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    add_state=_add_page,
+    # Kubelets, load balancers and Prometheus carry no key; none of the pages says anything about a request.
+    open_paths=frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH}),
+)
+
+
+@router.get("/health", **_HEALTH_DOCUMENTATION)
+@router.api_route("/health", **_PROBE)
+@router.get("/health/ready", **_HEALTH_DOCUMENTATION)
+@router.api_route("/health/ready", **_PROBE)
+@router.get("/ping", **_HEALTH_DOCUMENTATION)
+@router.api_route("/ping", **_PROBE)
+async def is_ready(request: Request) -> Response:
+    """200 if requests are accepted; 503 while loading, draining, stuck or dead."""
+    return _answer(request, Question.READY)
+
+
+@router.get("/health/live", **_HEALTH_DOCUMENTATION)
+@router.api_route("/health/live", **_PROBE)
+async def is_live(request: Request) -> Response:
+    """503 only if a restart is the cure: the loop of a loaded engine stands still.
+
+    A loading engine is live, and so is a dead one: it is replaced from within.
+    """
+    return _answer(request, Question.LIVE)
+
+
+def _answer(request: Request, question: Question) -> Response:
+    is_yes, body = health_page(edge_of(request).engine.health(), question)
+    return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/version", **documentation(Version))
+async def show_version() -> Response:
+    """The version of the server."""
+    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
+
+
+@router.get(METRICS_PATH, **_METRICS_DOCUMENTATION)
+async def show_metrics(request: Request) -> Response:
+    """All metrics, in Prometheus' text format."""
+    page: MetricsPage = request.app.state.metrics_page
+    return Response(await page.render(), media_type=_METRICS_TYPE)

@@ -1,30 +1,34 @@
-"""POST /tokenize and POST /detokenize: what a text is in tokens, and back.
+"""POST /tokenize and POST /detokenize: text to tokens, and back.
 
 Owns: the shapes of both, which are vLLM's.
-Never: how messages are rendered: that is the chat path, so that counts agree with what a chat is billed.
+Never: how messages are rendered: that is the chat path, so that counts agree with a chat's usage.
 """
 
-from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Final
 
 import orjson
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
 from engine.types import ModelInfo
+from server.chat.chat_protocol import ChatCompletionRequest, Messages
+from server.chat.template_input import chat_messages, chat_options
+from server.chat.tool_protocol import ToolChoiceObject, Tools
 from server.chat.tool_use import tool_use_of
-from server.generate.protocol import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.generate.tool_protocol import ToolChoiceObject
-from server.generate.translate import chat_messages, chat_options, check_model, check_token_ids
+from server.generate.model_checks import check_model, check_token_ids
+from server.generate.protocol import MAX_PROMPT_TOKENS, Name, ReasoningEffort, TemplateKwargs, Text
 from server.http.edge import Engine, edge_of
+from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.json_body import read_request
-from server.openapi import DETOKENIZE_DOCUMENTATION, TOKENIZE_DOCUMENTATION
-from server.refusals import TOKENIZE_REFUSALS, unsupported
+from server.refusals import unsupported
+from server.wire_model import WireModel
 
-router = APIRouter()
+TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
+"""Fields refused by name, unless set to one of these values, or to null."""
 
 _CHAT_FIELDS = (
     "add_generation_prompt",
@@ -35,11 +39,51 @@ _CHAT_FIELDS = (
 )
 
 
-@router.post("/tokenize", **TOKENIZE_DOCUMENTATION)
+class TokenizeRequest(WireModel):
+    """The body of POST /tokenize: a prompt, or messages, as they would be generated from."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Around a prompt, on by default; a chat template brings its own."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: Tools | None = None
+    return_token_strs: bool | None = None
+    """Return each token as the tokenizer spells it, too."""
+
+
+class DetokenizeRequest(WireModel):
+    """The body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+
+
+class Tokenization(ReplyModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    """Tokens as the tokenizer spells them."""
+
+
+class Detokenization(ReplyModel):
+    prompt: str
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(router=router, requests={TokenizeRequest: TOKENIZE_REFUSALS, DetokenizeRequest: ()})
+
+
+@router.post("/tokenize", **documentation(Tokenization, request=TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of rendered messages."""
     engine = edge_of(request).engine
-    body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS)
+    body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
     info = engine.info
     check_model(body.model, info)
     token_ids = await _encode(engine, body, info)
@@ -54,11 +98,11 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize", **DETOKENIZE_DOCUMENTATION)
+@router.post("/detokenize", **documentation(Detokenization, request=DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     engine = edge_of(request).engine
-    body = await read_request(request, DetokenizeRequest, {})
+    body = await read_request(request, DetokenizeRequest, {}, from_headers={})
     info = engine.info
     check_model(body.model, info)
     check_token_ids(body.tokens, info, param="tokens")
@@ -95,7 +139,7 @@ async def _encode_chat(engine: Engine, body: TokenizeRequest, info: ModelInfo) -
         # The prompt is the same for every choice, and for this one no way to write calls need be known.
         tool_choice=ToolChoiceObject(type="required") if body.tools else None,
     )
-    options = replace(chat_options(chat), tools=tool_use_of(chat, dialect=None).definitions)
+    options = chat_options(chat, tools=tool_use_of(chat, dialect=None).definitions)
     return await engine.encode_chat(chat_messages(chat, info), options)
 
 

@@ -1,17 +1,18 @@
 """POST /v1/embeddings.
 
-Owns: the order of the steps. Each step lives elsewhere.
+Owns: the way from body to reply. Each step is in a module of its own.
 """
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.generate.answering import new_head, new_origin
-from server.generate.early_refusal import read_if_room
+from server.generate.answering import new_head, new_reply_id
+from server.generate.calls import read_call
 from server.http.disconnect import while_connected
 from server.http.edge import edge_of
-from server.openapi import EMBEDDING_DOCUMENTATION
+from server.http.endpoint import Endpoint, documentation
+from server.pooling.pooling_models import Embeddings
 from server.pooling.pooling_protocol import EMBEDDING_REFUSALS, EmbeddingRequest
 from server.pooling.pooling_replies import embeddings_reply
 from server.pooling.pooling_requests import (
@@ -22,18 +23,26 @@ from server.pooling.pooling_requests import (
     tokenize_inputs,
 )
 
+_PATH = "/v1/embeddings"
+
 router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    requests={EmbeddingRequest: EMBEDDING_REFUSALS},
+    batch_paths=frozenset({_PATH}),
+    operations={_PATH: "embeddings"},
+)
 
 
-@router.post("/v1/embeddings", **EMBEDDING_DOCUMENTATION)
+@router.post(_PATH, **documentation(Embeddings, request=EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
     """Make one vector of each input."""
     engine = edge_of(request).engine
-    body = await read_if_room(request, EmbeddingRequest, EMBEDDING_REFUSALS)
+    reply_id = new_reply_id("embd")
+    body, origin = await read_call(request, EmbeddingRequest, EMBEDDING_REFUSALS, reply_id=reply_id)
     info = engine.info
     check_embeds(body, info)
     texts = await tokenize_inputs(engine, body.input, text_cut(body, info, param="input"))
-    origin = new_origin("embd", request)
     requests = pooling_requests(body, texts, info, origin, names=names_of("input", len(texts)))
     outputs = await while_connected(request.receive, engine.pool_all(requests))
     num_tokens = sum(len(text.token_ids) for text in texts)

@@ -1,12 +1,12 @@
-"""The shapes of replies with vectors and scores, for /openapi.json only.
+"""Shapes of replies with vectors and scores, for /openapi.json only.
 
 Owns: the documentation of replies; tests/server hold every real reply against it.
-Never: imported by what builds replies.
+Never: imported by code that builds replies.
 """
 
 from typing import Literal
 
-from server.generate.reply_models import ReplyModel
+from server.http.endpoint import ReplyModel
 
 
 class PoolingUsage(ReplyModel):

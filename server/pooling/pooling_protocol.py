@@ -1,7 +1,7 @@
 """Requests for embeddings, scores and rankings, as OpenAI, vLLM, Jina and Cohere document them.
 
-Owns: the type and the bounds of every field that has an effect, and what of theirs is refused by name.
-Never: what needs the model to judge (pooling_requests.py).
+Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
+Never: checks that need the model (pooling_requests.py).
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -43,7 +43,7 @@ SCORE_REFUSALS: Final = {
     "max_tokens_per_doc": (),
     "rank_fields": (),
 }
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields refused by name, unless set to one of these values, or to null."""
 
 
 def _as_inputs(value: Any) -> tuple[Prompt, ...]:
@@ -94,10 +94,10 @@ Documents = Annotated[
 
 
 class PoolingFields(ServiceFields):
-    """What all these endpoints understand."""
+    """Fields that all these endpoints share."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
-    """Cut texts at their end to so many tokens, special ones included; -1: to what the model can read."""
+    """Cut texts at their end to that many tokens, special ones included; -1: to the model's window."""
 
 
 class EmbeddingRequest(PoolingFields):

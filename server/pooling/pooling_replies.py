@@ -1,7 +1,7 @@
 """Replies with vectors, scores and rankings.
 
 Owns: their shapes, and how float32 numbers become JSON or base64, without holding the event loop for long.
-Never: what the numbers mean.
+Never: the meaning of the numbers.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def scores_reply(head: ReplyHead, scores: Sequence[float], *, num_tokens: int) -
 def ranking_reply(
     head: ReplyHead, scores: Sequence[float], documents: Sequence[str | None], *, most: int, num_tokens: int
 ) -> Response:
-    """Jina's and Cohere's list of results, best first; a document of None is not told."""
+    """Jina's and Cohere's list of results, best first; a document of None is left out."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[:most]
     results = []
     for index in order:

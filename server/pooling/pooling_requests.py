@@ -1,6 +1,6 @@
-"""Wire requests for vectors and scores to engine requests: what they mean for this model.
+"""Wire requests for vectors and scores to engine requests.
 
-Owns: which endpoint the model can serve, how texts are cut, and the bound on the tokens of one request.
+Owns: the endpoints that the model can serve, the cutting of texts, the bound on the tokens of one request.
 Never: types and bounds (pooling_protocol.py), tokenization (the engine).
 """
 
@@ -16,13 +16,14 @@ from engine.types import (
     TextCut,
     TokenizedText,
 )
+from server.generate.calls import Origin
+from server.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
 from server.generate.protocol import Prompt
-from server.generate.translate import MAX_CHARS_PER_TOKEN, Origin, check_model, check_token_ids, service_terms
 from server.http.edge import Engine
 from server.pooling.pooling_protocol import EmbeddingRequest, PoolingFields
 
 MAX_TOKENS = 300_000
-"""Of all inputs of a request together, as OpenAI bounds them."""
+"""Tokens of all inputs of a request together, as OpenAI bounds them."""
 _OTHER_ENDPOINT = {
     PoolingTask.EMBED: "this model makes embeddings; use /v1/embeddings",
     PoolingTask.SCORE: "this model scores pairs of texts; use /v1/score or /v1/rerank",
@@ -52,7 +53,7 @@ def check_embeds(body: EmbeddingRequest, info: ModelInfo) -> None:
 
 
 def text_cut(body: PoolingFields, info: ModelInfo, *, param: str) -> TextCut:
-    """How long a text in the field `param` may be. Raises RequestRejected."""
+    """Bound of the texts in the field `param`. Raises RequestRejected."""
     asked = body.truncate_prompt_tokens
     if asked == 0 or (asked is not None and asked > info.max_model_len):
         raise RequestRejected(
@@ -82,14 +83,14 @@ async def tokenize_pairs(
 
 
 def names_of(param: str, num: int) -> list[str]:
-    """How errors call the texts that came in a field."""
+    """Names of the texts of a field, for errors."""
     return [param] if num == 1 else [f"{param}[{place}]" for place in range(num)]
 
 
 def pooling_requests(
     body: PoolingFields, texts: Sequence[TokenizedText], info: ModelInfo, origin: Origin, *, names: list[str]
 ) -> list[PoolingRequest]:
-    """One engine request for each text; `names` are those of the fields. Raises RequestRejected."""
+    """Build one engine request for each text; `names` are for errors. Raises RequestRejected."""
     num_tokens = sum(len(text.token_ids) for text in texts)
     if num_tokens > MAX_TOKENS:
         raise RequestRejected(
@@ -98,7 +99,6 @@ def pooling_requests(
         )
     pooling = pooling_of(body, info)
     dimensions = body.dimensions if isinstance(body, EmbeddingRequest) else None
-    terms = service_terms(body, origin)
     requests = []
     for place, (text, name) in enumerate(zip(texts, names, strict=True)):
         _check_tokens(text.token_ids, info, param=name)
@@ -113,8 +113,8 @@ def pooling_requests(
                 request_id=f"{origin.reply_id}-{place}",
                 prompt_token_ids=text.token_ids,
                 params=params,
-                terms=terms,
-                max_tenant_tokens=origin.key.max_queued_tokens if origin.key else None,
+                terms=origin.terms,
+                max_tenant_tokens=origin.max_tenant_tokens,
                 journal=origin.journal,
             )
         )
@@ -134,7 +134,7 @@ def _check_tokens(token_ids: tuple[int, ...], info: ModelInfo, *, param: str) ->
 
 
 def _check_num_chars(texts: Sequence[str], info: ModelInfo, cut: TextCut) -> None:
-    """Refuse what can never fit before the tokenizer spends seconds on it; a cut makes anything fit."""
+    """Refuse texts that can never fit before the tokenizer spends seconds on them; a cut text fits."""
     limit = info.max_model_len * MAX_CHARS_PER_TOKEN
     longest = max((len(text) for text in texts), default=0)
     if cut.max_tokens is None and longest > limit:

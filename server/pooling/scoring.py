@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank: how well texts belong together.
+"""POST /v1/score and /v1/rerank: scores of pairs of texts.
 
 Owns: the two ways to a score: a cross-encoder reads both texts at once; of a model that makes embeddings it
 is the cosine between two of them. Also the other paths at which clients of vLLM, Jina and Cohere ask.
@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.types import PoolingTask
-from server.generate.answering import new_head, new_origin
-from server.generate.early_refusal import read_if_room
-from server.generate.translate import Origin
+from server.generate.answering import new_head, new_reply_id
+from server.generate.calls import Origin, read_call
 from server.http.disconnect import while_connected
 from server.http.edge import edge_of
-from server.openapi import RERANK_DOCUMENTATION, SCORE_DOCUMENTATION
+from server.http.endpoint import Endpoint, documentation
+from server.pooling.pooling_models import Ranking, ScoreList
 from server.pooling.pooling_protocol import SCORE_REFUSALS, PoolingFields, RerankRequest, ScoreRequest
 from server.pooling.pooling_replies import ranking_reply, scores_reply, vectors_of
 from server.pooling.pooling_requests import (
@@ -33,6 +33,7 @@ from server.pooling.pooling_requests import (
 )
 
 router = APIRouter()
+ENDPOINT = Endpoint(router=router, requests={ScoreRequest: SCORE_REFUSALS, RerankRequest: SCORE_REFUSALS})
 
 Vectors = NDArray[np.float32]
 
@@ -52,16 +53,16 @@ class Scored(NamedTuple):
 
 
 @router.post("/score", include_in_schema=False)
-@router.post("/v1/score", **SCORE_DOCUMENTATION)
+@router.post("/v1/score", **documentation(ScoreList, request=ScoreRequest))
 async def create_scores(request: Request) -> Response:
     """Score one text against several, or pairs of texts."""
-    body = await read_if_room(request, ScoreRequest, SCORE_REFUSALS)
+    reply_id = new_reply_id("score")
+    body, origin = await read_call(request, ScoreRequest, SCORE_REFUSALS, reply_id=reply_id)
     if len(body.text_1) not in (1, len(body.text_2)):
         raise RequestRejected(
             f"text_1 must be one text or as many as text_2, {len(body.text_2)}, not {len(body.text_1)}",
             param="text_1",
         )
-    origin = new_origin("score", request)
     scored = await _score(request, body, Sides(body.text_1, body.text_2, "text_1", "text_2"), origin)
     head = new_head(origin, edge_of(request).engine.info)
     return scores_reply(head, scored.scores, num_tokens=scored.num_tokens)
@@ -69,24 +70,24 @@ async def create_scores(request: Request) -> Response:
 
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
-@router.post("/v1/rerank", **RERANK_DOCUMENTATION)
+@router.post("/v1/rerank", **documentation(Ranking, request=RerankRequest))
 async def create_ranking(request: Request) -> Response:
     """Order documents by how well they answer a query."""
-    body = await read_if_room(request, RerankRequest, SCORE_REFUSALS)
-    origin = new_origin("rerank", request)
+    reply_id = new_reply_id("rerank")
+    body, origin = await read_call(request, RerankRequest, SCORE_REFUSALS, reply_id=reply_id)
     scored = await _score(request, body, Sides([body.query], body.documents, "query", "documents"), origin)
-    tells_documents = body.return_documents is not False
+    has_documents = body.return_documents is not False
     return ranking_reply(
         new_head(origin, edge_of(request).engine.info),
         scored.scores,
-        body.documents if tells_documents else [None] * len(body.documents),
+        body.documents if has_documents else [None] * len(body.documents),
         most=len(body.documents) if body.top_n is None else body.top_n,
         num_tokens=scored.num_tokens,
     )
 
 
 async def _score(request: Request, body: PoolingFields, sides: Sides, origin: Origin) -> Scored:
-    """One score for each text on the right. Raises what the engine raises, and ClientDisconnect."""
+    """Compute one score for each text on the right. Raises the engine's errors, and ClientDisconnect."""
     engine = edge_of(request).engine
     info = engine.info
     is_cross_encoder = pooling_of(body, info).task is PoolingTask.SCORE

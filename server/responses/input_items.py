@@ -1,7 +1,7 @@
-"""The items that a stored response was asked with, a page at a time.
+"""Input items of a stored response, a page at a time.
 
-Owns: the shape and the id of each item, and which of them are on a page.
-Never: what a conversation of items means to a chat template (responses_input.py), or who may see it.
+Owns: the shape and the id of each item, and the choice of items for a page.
+Never: items as input of a chat template (responses_input.py), or the owner of a response.
 Source: OpenAI's reference of GET /v1/responses/{id}/input_items.
 """
 
@@ -11,16 +11,16 @@ from enum import StrEnum
 from typing import Any
 
 from engine.errors import RequestRejected
-from server.responses.responses_protocol import InputItem, Part
+from server.responses.responses_protocol import InputItem, ItemPart
 
 MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Of the ids of items that came without one."""
+"""Prefix of the ids of items that came without one."""
 
 
 class Order(StrEnum):
-    """Which item comes first."""
+    """Order of the items."""
 
     OLDEST_FIRST = "asc"
     NEWEST_FIRST = "desc"
@@ -28,7 +28,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
-    """Which items are asked for."""
+    """The page that is asked for."""
 
     limit: int = _PAGE_ITEMS
     order: Order = Order.NEWEST_FIRST
@@ -37,7 +37,7 @@ class PageRequest:
 
 
 def page_request(query: Mapping[str, str]) -> PageRequest:
-    """From the query of the URL. Raises RequestRejected."""
+    """Read the query of the URL. Raises RequestRejected."""
     limit, order = query.get("limit", str(_PAGE_ITEMS)), query.get("order", Order.NEWEST_FIRST)
     is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_PAGE_ITEMS))
     if not is_number or not 1 <= int(limit) <= MAX_PAGE_ITEMS:
@@ -50,7 +50,7 @@ def page_request(query: Mapping[str, str]) -> PageRequest:
 
 
 def page_of(items: Sequence[InputItem], response_id: str, asked: PageRequest) -> dict[str, Any]:
-    """One page, as OpenAI documents it. Raises RequestRejected where no item has the id of `after`."""
+    """Build a page, as OpenAI documents it. Raises RequestRejected if no item has the id of `after`."""
     named = list(zip(_ids(items, response_id), items, strict=True))
     if asked.order is Order.NEWEST_FIRST:
         named.reverse()
@@ -100,15 +100,15 @@ def _body(item_id: str, item: InputItem) -> dict[str, Any]:
             return body | {"role": item.role, "content": parts}
 
 
-def _plain(parts: Iterable[Part]) -> list[dict[str, Any]]:
+def _plain(parts: Iterable[ItemPart]) -> list[dict[str, Any]]:
     return [part.model_dump(exclude_none=True) for part in parts]
 
 
-def _output(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+def _output(parts: Sequence[ItemPart]) -> str | list[dict[str, Any]]:
     return parts[0].text or "" if len(parts) == 1 else _plain(parts)
 
 
-def _message_part(role: str | None, part: Part) -> dict[str, Any]:
+def _message_part(role: str | None, part: ItemPart) -> dict[str, Any]:
     if part.type == "refusal":
         return {"type": "refusal", "refusal": part.refusal}
     if role == "assistant":

@@ -1,12 +1,13 @@
-"""The shapes of a response object and its events, for /openapi.json only, as reply_models.py for the rest.
+"""Shapes of a response object and its events, for /openapi.json only.
 
-Owns: the documentation of /v1/responses; tests/server/test_responses.py holds real replies against it.
-Never: imported by what builds replies.
+Owns: the documentation of /v1/responses; test_responses.py holds replies against it.
+Never: imported by code that builds replies.
 """
 
 from typing import Any, Literal
 
-from server.generate.reply_models import ReplyModel, TokenLogprob
+from server.generate.reply_models import TokenLogprob
+from server.http.endpoint import ReplyModel
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -97,7 +98,7 @@ class ResponseObject(ReplyModel):
     reasoning: dict[str, str | None]
     service_tier: Literal["default"]
     store: bool
-    """Whether GET and previous_response_id will find it, as long as there is room."""
+    """True if GET and previous_response_id will find it, as long as there is room."""
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -110,12 +111,12 @@ class ResponseObject(ReplyModel):
 
 
 class ResponseEvent(ReplyModel):
-    """One event; its other fields depend on its type and are those that OpenAI documents."""
+    """One event; its other fields depend on its type, as OpenAI documents them."""
 
     type: str
     sequence_number: int
     response: ResponseObject | None = None
-    """With response.created, response.in_progress and the last event."""
+    """Present in response.created, response.in_progress and the last event."""
     item_id: str | None = None
     output_index: int | None = None
     content_index: int | None = None

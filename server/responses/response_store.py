@@ -1,8 +1,8 @@
-"""Responses that can be asked for again, and continued: in memory, within limits.
+"""Stored responses, which can be fetched and continued: in memory, within limits.
 
-Owns: who may see a stored response (the key that made it), and which one goes when there is no more room:
+Owns: the owner of a stored response (the key that made it), and the one that is dropped for lack of room:
 the one unused for longest.
-Never: a clock of its own, what is in a response (responses_replies.py), or a disk.
+Never: a clock of its own, the contents of a response (responses_replies.py), or a disk.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from server.responses.responses_protocol import InputItem
 
 _ITEM_BYTES = 1536
 _PART_BYTES = 768
-"""What the objects around the text take; measured, an item with one part: 1.3 to 1.9 KB."""
+"""Bytes of the objects around the text; measured, an item with one part: 1.3 to 1.9 KB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class StoredResponse:
     body: bytes
     """The response object, as JSON."""
     input: tuple[InputItem, ...]
-    """What its own request brought: a part of the conversation."""
+    """Items of its own request: a part of the conversation."""
     conversation: tuple[InputItem, ...]
     """Everything before it and itself; without instructions, which do not carry over."""
     num_conversation_bytes: int
-    """As `weigh` tells. What is shared with earlier responses counts in each, so that the sum is never less
+    """Weight by `weigh`. Items shared with earlier responses count in each, so that the sum is never less
     than the memory in use."""
 
     @property
@@ -86,7 +86,7 @@ class ResponseStore:
         self.num_bytes += stored.num_bytes
 
     def find(self, response_id: str, *, owner: str, now_s: float) -> StoredResponse | None:
-        """None where there is none, or none that `owner` may know of. Finding is a use."""
+        """Find a response; None if there is none of `owner`. Finding is a use."""
         self._drop_expired(now_s)
         entry = self._entries.get(response_id)
         if entry is None or entry.stored.owner != owner:
@@ -96,7 +96,7 @@ class ResponseStore:
         return entry.stored
 
     def delete(self, response_id: str, *, owner: str, now_s: float) -> bool:
-        """Whether there was one to delete."""
+        """Delete a response; False if there is none of `owner`."""
         if self.find(response_id, owner=owner, now_s=now_s) is None:
             return False
         self._drop(response_id)

@@ -1,7 +1,7 @@
 """The events of a streamed response, in OpenAI's order, made from the deltas of a chat completion.
 
-Owns: which item is open, sequence numbers, the bytes of an event, and how a stream that broke ends.
-Never: what the model's text means: the chat path has told text, reasoning and function calls apart.
+Owns: the open item, sequence numbers, the bytes of an event, and the end of a stream that failed.
+Never: the meaning of the text: the chat path has separated text, reasoning and function calls.
 Source: OpenAI's reference of streaming events; the accumulator of its Python SDK.
 
     response.created, response.in_progress
@@ -34,10 +34,10 @@ from server.responses.responses_replies import (
 )
 
 OnEnd = Callable[[dict[str, Any]], None]
-"""Told the finished response object, before the client hears of it."""
+"""Called with the finished response object, before the client receives it."""
 
 _SAYING = {"content", "reasoning_content", "tool_calls"}
-"""Fields of a delta that tell to which item its tokens belong."""
+"""Fields of a delta that decide to which item its tokens belong."""
 _CODES = {"server_overloaded": "rate_limit_exceeded"}
 """OpenAI's own words for our codes; all else is a `server_error` there."""
 
@@ -48,7 +48,7 @@ class ResponseStream:
     def __init__(
         self, plan: ResponsePlan, chat: StreamReply, *, on_end: OnEnd, unix_time_s: Callable[[], float]
     ) -> None:
-        """`chat` turns the outputs into chunks of one choice and tells the usage at the end."""
+        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
         self._plan = plan
         self._chat = chat
         self._on_end = on_end
@@ -58,7 +58,7 @@ class ResponseStream:
         """Items that are done."""
         self._open: OutputItem | None = None
         self._held_logprobs: list[dict[str, Any]] = []
-        """Of tokens of which nobody knows yet to which item they belong."""
+        """Log-probabilities of tokens whose item is not known yet."""
         self._finish_reason: str | None = None
         self._has_begun = False
         self.response: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Items of a conversation to the chat request that means the same.
 
-Owns: what each kind of item is to a chat template, which turns may be left out, and the names under which
-the chat path's complaints reach a caller who never wrote a chat request.
-Never: judges the request itself: that is the chat path's work (translate.py).
+Owns: the chat message for each kind of item, the turns that may be left out, and the names under which
+errors of the chat path reach the caller of /v1/responses.
+Never: checks the request itself: that is the chat path's work (chat_turn.py).
 """
 
 from collections.abc import Generator, Sequence
@@ -12,26 +12,26 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from engine.errors import ContextLengthExceeded, RequestRejected
-from server.generate.protocol import ChatCompletionRequest
+from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.http.json_body import rejection
-from server.refusals import CHAT_REFUSALS, refuse_unsupported, unsupported
+from server.refusals import refuse_unsupported, unsupported
 from server.responses.responses_protocol import (
     LOGPROBS_INCLUDE,
     PASSED_ON,
-    AllowedTools,
+    AllowedFunctions,
     FunctionChoice,
+    FunctionTool,
     InputItem,
-    Part,
+    ItemPart,
     ResponsesRequest,
     TextFormat,
-    Tool,
 )
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _INSTRUCTING_ROLES: Final = ("system", "developer")
 _AFTER_REASONING: Final = ("content", "tool_calls")
 _ALL_OF_A_TURN: Final = ("reasoning_content", *_AFTER_REASONING)
-"""In this order: reasoning, text, calls. Each is an item of its own, and all are one message."""
+"""The parts of a message in their order: reasoning, text, calls. Each is an item of its own."""
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 _NAMES: Final = {
@@ -70,7 +70,9 @@ def chat_request_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatC
 
 def said_item(item: dict[str, Any]) -> InputItem:
     """An item of a response's output, as input of the next. Never refused: a model keeps to no bounds."""
-    parts = [Part.model_construct(type=part["type"], text=part["text"]) for part in item.get("content") or ()]
+    parts = [
+        ItemPart.model_construct(type=part["type"], text=part["text"]) for part in item.get("content") or ()
+    ]
     names = ("type", "id", "status", "role", "call_id", "name", "arguments")
     return InputItem.model_construct(
         content=parts or None, **{name: item[name] for name in names if name in item}
@@ -82,7 +84,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def turns(items: Sequence[InputItem]) -> list[int]:
-    """Where the conversation can be cut: at each message of the user.
+    """Places where the conversation can be cut: each message of the user.
 
     A template, and the answer to a function call, need what came before them in their turn.
     """
@@ -95,7 +97,7 @@ def cut_before(items: Sequence[InputItem], place: int) -> tuple[InputItem, ...]:
 
 
 def num_parts(items: Sequence[InputItem]) -> int:
-    """What the work on these items grows with."""
+    """Number of parts, with which the work on the items grows."""
     return sum(1 + len(item.content or ()) + len(item.output or ()) for item in items)
 
 
@@ -109,7 +111,7 @@ def in_our_words() -> Generator[None, None, None]:
 
 
 def renamed(error: RequestRejected) -> RequestRejected:
-    """The same complaint about the field of a response that became the field of a chat."""
+    """Translate an error about a chat field into one about the response's field."""
     message, param = str(error), error.param
     if param is not None:
         param = _our_name(param)
@@ -178,7 +180,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *, before: Sequence[str]) -> dict[str, Any]:
-    """The message of the turn under way, unless it has gone past this point already; else a new one."""
+    """The message under way, unless it is past this point already; else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})
@@ -193,13 +195,13 @@ def _is_instructing(item: InputItem) -> bool:
     return _is_message(item) and item.role in _INSTRUCTING_ROLES
 
 
-def _text(parts: Sequence[Part] | None, where: str) -> str:
+def _text(parts: Sequence[ItemPart] | None, where: str) -> str:
     if parts is None:
         raise RequestRejected(f"{where} is required", param=where, code="missing_field")
     return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(parts))
 
 
-def _part_text(part: Part, where: str) -> str:
+def _part_text(part: ItemPart, where: str) -> str:
     if part.type == "refusal":
         return _required(part.refusal, f"{where}.refusal")
     if part.type not in _TEXT_PARTS:
@@ -242,7 +244,7 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
     }
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise unsupported(f"{where}.type", f"tools of type {tool.type!r} are not supported; use function")
     described = {
@@ -257,11 +259,11 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
     }
 
 
-def _tool_choice(choice: str | FunctionChoice | AllowedTools) -> str | dict[str, Any]:
+def _tool_choice(choice: str | FunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
     match choice:
         case FunctionChoice():
             return {"type": "function", "function": {"name": choice.name}}
-        case AllowedTools():
+        case AllowedFunctions():
             tools = [_tool_choice(tool) for tool in choice.tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
         case _:

@@ -1,7 +1,7 @@
 """Requests to POST /v1/responses exactly as OpenAI documents them, as far as text goes.
 
 Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
-Never: what a conversation of items means to a chat template (responses_input.py).
+Never: items as input of a chat template (responses_input.py).
 Source: OpenAI's reference of the Responses API; the types of its Python SDK.
 """
 
@@ -10,16 +10,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
 
+from server.chat.chat_protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.generate.protocol import (
-    MAX_CONTENT_PARTS,
     MAX_LOGPROBS,
-    MAX_MESSAGES,
     MAX_TEXT_CHARS,
     NumTokens,
     ReasoningEffort,
     SamplingFields,
-    WireModel,
 )
+from server.wire_model import WireModel
 
 MAX_TOOLS = 128
 MAX_INCLUDES = 16
@@ -54,7 +53,7 @@ def _as_items(value: Any) -> Any:
     raise _wrong("must be a string or a list of items")
 
 
-class Part(WireModel):
+class ItemPart(WireModel):
     """A piece of an item's content."""
 
     type: _Word
@@ -63,7 +62,7 @@ class Part(WireModel):
     refusal: _Text | None = None
 
 
-_PartList = Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+_PartList = Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
 _Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=_Text | _PartList)]
 
 
@@ -73,22 +72,22 @@ class InputItem(WireModel):
     type: _Word | None = None
     """message (or absent), function_call, function_call_output or reasoning."""
     role: _Word | None = None
-    """Of a message: user, assistant, system or developer (the same)."""
+    """Role of a message: user, assistant, system or developer (the same)."""
     content: _Content | None = None
     call_id: _Id | None = None
-    """Of a function call and of its output: which belongs to which."""
+    """Id that a function call shares with its output."""
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
-    """Of the function that is called."""
+    """Name of the function that is called."""
     arguments: _Text | None = None
-    """Of the call, as JSON text."""
+    """Arguments of the call, as JSON text."""
     output: _Content | None = None
-    """What the function returned."""
+    """Return value of the function."""
     summary: _PartList | None = None
-    """Of a reasoning item, beside its content."""
+    """Summary of a reasoning item, beside its content."""
     encrypted_content: _Text | None = None
-    """Refused by name: only who wrote it can read it."""
+    """Refused by name: only its author can read it."""
 
-    # Names of things, returned by us; nothing in a reply depends on them.
+    # Fields that items of a reply have; nothing depends on them.
     id: Annotated[str, StringConstraints(max_length=128)] | None = None
     status: _Word | None = None
     phase: _Word | None = None
@@ -110,27 +109,27 @@ class TextFormat(WireModel):
 
 
 class TextOptions(WireModel):
-    """How the reply is written."""
+    """Options of the reply's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(WireModel):
-    """How much is thought before the reply."""
+class ReasoningOptions(WireModel):
+    """Amount of reasoning before the reply."""
 
     effort: ReasoningEffort | None = None
 
-    # Accepted without effect, since agents send them unasked: what the model thought is in the reply itself.
+    # Accepted without effect, since agents send them unasked: the reasoning is in the reply itself.
     summary: _Summary | None = None
     generate_summary: _Summary | None = None
 
 
-class Tool(WireModel):
+class FunctionTool(WireModel):
     """A function that the caller can run."""
 
     type: _Word
-    """Only `function` is understood."""
+    """`function`; no other type is understood."""
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     description: Annotated[str, StringConstraints(max_length=16_384)] | None = None
     parameters: dict[str, Any] | None = None
@@ -145,7 +144,7 @@ class FunctionChoice(WireModel):
     name: _Word
 
 
-class AllowedTools(WireModel):
+class AllowedFunctions(WireModel):
     """Call these functions and no others."""
 
     type: Literal["allowed_tools"]
@@ -154,7 +153,7 @@ class AllowedTools(WireModel):
 
 
 def _as_tool_choice(value: Any) -> Any:
-    """Tell the shapes apart by hand: a union would report an error for each of them."""
+    """Distinguish the shapes by hand: a union would report an error for each of them."""
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
@@ -169,15 +168,15 @@ def _as_tool_choice(value: Any) -> Any:
         raise _wrong(f"{where}: {first['msg']}") from None
 
 
-_CHOICES: Final[dict[str, type[FunctionChoice | AllowedTools]]] = {
+_CHOICES: Final[dict[str, type[FunctionChoice | AllowedFunctions]]] = {
     "function": FunctionChoice,
-    "allowed_tools": AllowedTools,
+    "allowed_tools": AllowedFunctions,
 }
 ToolChoice = Annotated[
-    str | FunctionChoice | AllowedTools,
+    str | FunctionChoice | AllowedFunctions,
     PlainValidator(
         _as_tool_choice,
-        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedTools,
+        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions,
     ),
 ]
 
@@ -190,19 +189,19 @@ class ResponsesRequest(SamplingFields):
     instructions: _Text | None = None
     """A system message before all else. It is not carried over by previous_response_id."""
     previous_response_id: _Id | None = None
-    """Go on from a stored response: its input and output come before `input`."""
+    """Continue a stored response: its input and output come before `input`."""
     store: bool | None = None
     """On by default, where the server has a store."""
     stream: bool | None = None
     max_output_tokens: NumTokens | None = None
-    """Reasoning counts as well; absent: what the context window leaves."""
+    """Reasoning counts as well; absent: the rest of the context window."""
     truncation: Literal["auto", "disabled"] | None = None
     """auto: leave the oldest turns out until the rest fits the context window."""
     text: TextOptions | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
     """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -254,4 +253,4 @@ RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "response_format": (),
     "stop": ([],),
 }
-"""Field to the values that ask for nothing; null is always one of them."""
+"""Fields refused by name, unless set to one of these values, or to null."""

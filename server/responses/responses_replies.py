@@ -1,7 +1,7 @@
-"""The response object, from what was asked and what was generated.
+"""The response object, made of the request and of the generated text.
 
 Owns: the shape that OpenAI documents for /v1/responses, output items included.
-Never: the order of events (responses_events.py), or what is stored (responses.py).
+Never: the order of events (responses_events.py), or the store (responses.py).
 Pure: fed with deltas of chat completions, read as dicts.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.types import SamplingParams
-from server.responses.responses_protocol import ResponsesRequest, Tool
+from server.responses.responses_protocol import FunctionTool, ResponsesRequest
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
 """Finish reasons of a response that is not complete; the second is ours: OpenAI has no time limits."""
@@ -17,14 +17,14 @@ _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsePlan:
-    """What is known of a response before its first token."""
+    """Everything that is known about a response before its first token."""
 
     id: str
     created_s: int
     model: str
     body: ResponsesRequest
     params: SamplingParams
-    """What the request came to, for the fields that it left open."""
+    """Resolved parameters, for the fields that the request left open."""
     is_stored: bool
 
     def item_id(self, prefix: str, place: int) -> str:
@@ -54,7 +54,7 @@ class MessageItem:
 
 @dataclass(slots=True)
 class ReasoningItem:
-    """What the model thought before it spoke."""
+    """The output item of the model's reasoning."""
 
     id: str
     text: list[str] = field(default_factory=list)
@@ -164,7 +164,7 @@ def _tool_choice(body: ResponsesRequest) -> Any:
     return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
 
 

@@ -31,7 +31,7 @@ from server.terminal.terminal_client import (
 )
 
 _MAX_TOKENS = 256
-"""Unless half of the context window is less. OpenAI's 16 would stop most sentences in their middle."""
+"""Default, unless half of the context window is less. OpenAI's 16 would stop in the middle of a sentence."""
 
 
 def main(words: Sequence[str]) -> int:

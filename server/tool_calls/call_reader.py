@@ -1,8 +1,8 @@
 """One call, written as a JSON object: {"name": ..., "arguments": {...}}.
 
-Owns: where the object ends, and which part of it is the name and which the arguments. The text of the
+Owns: the end of the object, and its parts: the name and the arguments. The text of the
 arguments is passed on as it comes; nothing but strings and brackets is understood of it.
-Never: what stands around the object (object_calls.py).
+Never: the text around the object (object_calls.py).
 """
 
 import json
@@ -18,13 +18,13 @@ _SCALAR_ENDS = frozenset(",}] \t\r\n")
 
 
 class Progress(Enum):
-    """What a character did."""
+    """Effect of a character."""
 
     INSIDE = auto()
     LAST = auto()
     """It was the last one."""
     BEYOND = auto()
-    """It does not belong here: what it should have been part of ended before it."""
+    """The character is outside: the object ended before it."""
 
 
 class ValueScanner:
@@ -66,11 +66,11 @@ class ValueScanner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRule:
-    """Which objects are calls."""
+    """Conditions under which an object is a call."""
 
     names: frozenset[str] | None = None
-    """None: a mark before the object says so. Else it may be an answer that only looks like a call: its
-    name must be one of these, its arguments must be an object, and it has no foreign key."""
+    """Names that an object must have to be a call, with an object as arguments and no foreign key: else it may be
+    an answer that only looks like a call. None if a mark before the object says that it is one."""
 
 
 class CallReader:
@@ -86,7 +86,7 @@ class CallReader:
         self._key = ""
         self._name: str | None = None
         self._text: list[str] = []
-        """Of the key or value that is being read, where it is not passed on at once."""
+        """Text of the key or value under way, where it is not passed on at once."""
         self._arguments: str | None = None
         """Complete, but older than the name."""
         self._has_arguments = False
@@ -95,7 +95,7 @@ class CallReader:
 
     @property
     def raw(self) -> str:
-        """What was read of an object that is no call."""
+        """Text of an object that is no call."""
         return "".join(self._raw)
 
     def push(self, char: str) -> Progress:

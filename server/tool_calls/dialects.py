@@ -1,6 +1,6 @@
-"""Which way of writing calls a model has, by name or by its chat template.
+"""Dialects in which models write calls, by name or by chat template.
 
-Owns: the names of --tool-call-parser, what each needs to see of a text, and the guess of `auto`.
+Owns: the names of --tool-call-parser, the marks that each needs in the text, and the guess of `auto`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from server.tool_calls.object_calls import ObjectCallParser, ObjectSyntax
 _HERMES = ObjectSyntax(opening="<tool_call>", closing="</tool_call>")
 _LLAMA3 = ObjectSyntax(opening="<|python_tag|>", may_begin_bare=True)
 JSON = ObjectSyntax(may_begin_bare=True)
-"""What a grammar for several tools produces."""
+"""Text that a grammar for several tools produces."""
 # Models that put something else than a JSON object between Hermes' marks: Qwen3-Coder, GLM-4.5.
 _OTHER_BODIES = ("<function=", "<arg_key>")
 
@@ -51,7 +51,7 @@ _BY_NAME = {dialect.name: dialect for dialect in _DIALECTS}
 
 
 def find_dialect(option: str, template: str) -> Dialect | None:
-    """What --tool-call-parser says, for a model with this chat template. None: calls are not read."""
+    """Resolve --tool-call-parser for a model with this chat template. None: calls are not read."""
     return _BY_NAME.get(_guess(template) if option == "auto" else option)
 
 

@@ -1,6 +1,6 @@
-"""What a text turns out to be: content, the start of a call, a piece of a call's arguments.
+"""Events of a text: content, the start of a call, a piece of a call's arguments.
 
-Owns: the order of events, and what becomes of white space beside calls.
+Owns: the order of events, and the treatment of white space beside calls.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ class CallStart:
     """A call begins; the arguments that follow are its own until the next one begins."""
 
     index: int
-    """From 0, in the order of the text."""
+    """Number of the call from 0, in the order of the text."""
     name: str
 
 
@@ -38,19 +38,19 @@ class EventLog:
     """Collects events between two looks. Neighbours of one kind become one event.
 
     White space next to a call separates it from its surroundings, and is content only where text stands on
-    both sides: what stood before the first call of several, and behind the last.
+    both sides: before the first call of several, and after the last.
     """
 
     def __init__(self) -> None:
         self._events: list[ToolEvent] = []
         self._pieces: list[str] = []
-        """Of the event that is being written: content, or arguments if `_is_in_call`."""
+        """Text of the event under way: content, or arguments if `_is_in_call`."""
         self._is_in_call = False
         self._num_calls = 0
         self._is_after_call = False
         self._has_content = False
         self._spaces: list[str] = []
-        """Held back until it is known what follows."""
+        """White space held back until the next character is known."""
         self._spaces_before_call: list[str] = []
 
     def content(self, text: str) -> None:
@@ -78,17 +78,17 @@ class EventLog:
         self._is_in_call = self._is_after_call = True
 
     def arguments(self, text: str) -> None:
-        """Of the call that was started last."""
+        """Number of the call that was started last."""
         self._pieces.append(text)
 
     def take(self) -> list[ToolEvent]:
-        """All events since the last look."""
+        """Return all events since the last call."""
         self._close_event()
         events, self._events = self._events, []
         return events
 
     def finish(self) -> list[ToolEvent]:
-        """The same, with the white space at the end of a text that does not end in a call."""
+        """Return the last events, with the white space at the end of a text that does not end in a call."""
         if self._spaces and not self._is_after_call:
             self._switch_to_content()
             self._pieces.extend(self._spaces)
@@ -114,13 +114,13 @@ class ToolCallParser(ABC):
         self._log = EventLog()
 
     def feed(self, text: str) -> list[ToolEvent]:
-        """What is certain by now."""
+        """Return the events that are certain by now."""
         for char in text:
             self._push(char)
         return self._log.take()
 
     def finish(self) -> list[ToolEvent]:
-        """The text has ended: what was held back is content, or the end of the last call."""
+        """End the text: held-back text is content, or the end of the last call."""
         self._end()
         return self._log.finish()
 

@@ -8,7 +8,7 @@ from server.tool_calls.object_calls import ObjectCallParser
 
 
 class ForcedCallParser(ToolCallParser):
-    """One call, of this name, whatever the text is."""
+    """A single call of this name, whose arguments are the whole text."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class ForcedCallParser(ToolCallParser):
         self._log.arguments(char)
 
     def _end(self) -> None:
-        """Nothing is held back."""
+        """Holds back no text."""
 
 
 class ForcedListParser(ObjectCallParser):
-    """A list of calls. Where it was cut off between two of them, the rest is no answer to anybody."""
+    """A list of calls. If it was cut off between two of them, the rest is dropped."""
 
     def feed(self, text: str) -> list[ToolEvent]:
         return _calls_only(super().feed(text))

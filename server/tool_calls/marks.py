@@ -1,6 +1,6 @@
 """Marks such as `<tool_call>` in a text that comes character by character.
 
-Owns: what must be held back because it may be the beginning of a mark.
+Owns: the text that is held back because it may be the beginning of a mark.
 """
 
 
@@ -28,6 +28,6 @@ class MarkFinder:
         return held[:start], ""
 
     def flush(self) -> str:
-        """The text has ended: what was held back is no mark."""
+        """End the text: held-back text is no mark."""
         held, self._held = self._held, ""
         return held

@@ -1,14 +1,14 @@
 """Calls written as JSON objects, with marks around them or without.
 
-Owns: how text, marks and objects alternate.
+Owns: the alternation of text, marks and objects.
 
     hermes        text <tool_call> {...} </tool_call> <tool_call> {...} </tool_call>
     llama3_json   text <|python_tag|> {...} ; {...}     or nothing but   {...} ; {...}
     json          nothing but   {...}   or   [{...}, {...}]
 
-What is no call after all becomes content, mark included. Separators between two calls are dropped; so are
-closing brackets that a model writes too many.
-Source: the chat templates of Qwen 2.5 and 3, Hermes 2 and 3, and Llama 3.1 to 3.3, which tell their models
+Text that is no call after all becomes content, mark included. Separators between two calls are dropped, and
+so are surplus closing brackets.
+Source: the chat templates of Qwen 2.5 and 3, Hermes 2 and 3, and Llama 3.1 to 3.3, which ask their models
 to write so.
 """
 
@@ -24,7 +24,7 @@ _SEPARATORS = frozenset(",;]}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSyntax:
-    """What stands around the objects of one dialect."""
+    """Marks around the objects of one dialect."""
 
     opening: str = ""
     """Before a call, or before the first of several; empty: there is no such mark."""
@@ -34,7 +34,7 @@ class ObjectSyntax:
 
 
 class ObjectCallParser(ToolCallParser):
-    """`names` are those of the tools: an object without a mark is a call only if it names one of them."""
+    """`names` of the tools: an object without a mark is a call only if it names one of them."""
 
     def __init__(self, syntax: ObjectSyntax, names: frozenset[str]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ObjectCallParser(ToolCallParser):
             self._log.content("".join(self._undecided))
 
     def _first(self, char: str) -> None:
-        """Nothing but white space so far."""
+        """White space only so far."""
         if char in "{[":
             self._rule = self._bare
             self._before_call(char)
@@ -135,7 +135,7 @@ class ObjectCallParser(ToolCallParser):
             self._give_up(char)
 
     def _give_up(self, char: str) -> None:
-        """No call here: what was undecided is content, and `char` is looked at afresh."""
+        """End an object that is no call: undecided text is content, and `char` is read again."""
         self._log.content("".join(self._undecided))
         self._undecided.clear()
         self._state = self._in_text

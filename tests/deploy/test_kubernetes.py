@@ -13,7 +13,7 @@ import yaml
 from engine.options.option_schema import file_schema
 from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS, Options
-from server.access.auth import OPEN_PATHS
+from server.endpoints import OPEN_PATHS
 from server.http import health_listener
 from tests.deploy import promql
 from tests.deploy.exported import faults, series

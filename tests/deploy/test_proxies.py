@@ -8,8 +8,8 @@ import yaml
 
 from engine.options.options import Options
 from server.error_catalogue import CATALOGUE
-from server.generate.reply_models import ErrorReplyBody
-from server.launch import _KEEP_ALIVE_S
+from server.http.endpoint import ErrorReplyBody
+from server.startup.launch import _KEEP_ALIVE_S
 from tests.deploy.manifests import KUBERNETES, ROOT
 
 FOLDER = ROOT / "deploy" / "proxies"

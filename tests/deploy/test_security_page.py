@@ -2,7 +2,7 @@
 
 import re
 
-from server.access.auth import OPEN_PATHS
+from server.endpoints import OPEN_PATHS
 from tests.deploy.manifests import ROOT
 
 PAGE = (ROOT / "docs" / "security.md").read_text()

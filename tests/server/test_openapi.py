@@ -1,10 +1,15 @@
 """The document describes what is really there."""
 
 import json
+from collections import Counter
 
-from server.access.auth import OPEN_PATHS
+from pydantic import BaseModel
+
 from server.app import build_app
-from server.generate.reply_models import LiveRequest
+from server.endpoints import OPEN_PATHS
+from server.http.endpoint import ReplyModel
+from server.operations.admin import LiveSequence
+from server.wire_model import WireModel
 from tests.server.conftest import Settings, connect
 
 
@@ -38,7 +43,7 @@ async def test_every_reference_leads_somewhere(client):
 
 def test_a_rank_may_hold_a_time_limit_that_is_not_set():
     """Infinity, which JSON does not have, is written as null."""
-    ranks = LiveRequest.model_json_schema()["properties"]["rank"]["items"]
+    ranks = LiveSequence.model_json_schema()["properties"]["rank"]["items"]
     assert {"type": "null"} in ranks.get("anyOf", [])
 
 
@@ -54,3 +59,15 @@ async def test_a_guarded_server_documents_its_key(engine):
         if operations.get("get", {}).get("security") == []
     }
     assert opened == OPEN_PATHS
+
+
+def test_no_two_models_share_the_one_place_that_the_document_has_for_their_name():
+    models = [model for base in (WireModel, ReplyModel) for model in below(base)]
+    assert {"Tool", "FunctionTool"} <= {model.__name__ for model in models}
+    counts = Counter(model.__name__ for model in models if model.__module__.startswith("server."))
+    assert not {name for name, count in counts.items() if count > 1}
+
+
+def below(base: type[BaseModel]) -> set[type[BaseModel]]:
+    """All subclasses, theirs included."""
+    return {base}.union(*map(below, base.__subclasses__()))

@@ -1,0 +1,41 @@
+"""The endpoints of the API, one line each.
+
+Owns: the list from which the application, the document, the names of routes in logs, metrics and traces, the
+paths without a key and the paths of batch files follow.
+Never: anything about one endpoint: its own module says that (server/http/endpoint.py).
+"""
+
+from collections.abc import Iterable
+
+from server.chat import chat
+from server.completions import completions
+from server.http.endpoint import Endpoint
+from server.operations import admin, models, ops, tokenization
+from server.pooling import embeddings, scoring
+from server.responses import responses
+
+PUBLIC: tuple[Endpoint, ...] = (
+    chat.ENDPOINT,
+    completions.ENDPOINT,
+    models.ENDPOINT,
+    ops.ENDPOINT,
+    responses.ENDPOINT,
+    tokenization.ENDPOINT,
+    embeddings.ENDPOINT,
+    scoring.ENDPOINT,
+)
+ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT,)
+"""Endpoints for operators, served only if they are enabled; they may have a port of their own."""
+OPENAPI_PATH = "/openapi.json"
+
+
+def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
+    return frozenset().union(*sets)
+
+
+ROUTES = _union(each.paths for each in (*PUBLIC, *ADMIN)) | {OPENAPI_PATH}
+"""Labels of the request counter, and words of the log."""
+OPEN_PATHS = _union(each.open_paths for each in PUBLIC)
+BATCH_PATHS = _union(each.batch_paths for each in PUBLIC)
+OPERATIONS = {path: name for each in PUBLIC for path, name in each.operations.items()}
+"""`gen_ai.operation.name` by path."""

@@ -1,0 +1,109 @@
+"""An endpoint of the API: its routes, and all that other parts of the server must know about them.
+
+Owns: the record that each endpoint brings, and the helpers with which it documents its routes. Routes read
+their bodies themselves, for the sake of speed and of our own error replies, so FastAPI cannot see the models.
+Never: one certain endpoint (server/endpoints.py lists them), or validation.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+
+from server.http.edge import EdgeSettings
+
+MODEL_REFERENCE = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Registered by one line of server/endpoints.py; everything else follows from it."""
+
+    router: APIRouter
+    requests: Mapping[type[BaseModel], Collection[str]] = field(default_factory=dict)
+    """Models of the bodies, each with the names of the fields that are refused."""
+    events: tuple[type[BaseModel], ...] = ()
+    """Models of stream events that are no whole replies."""
+    open_paths: frozenset[str] = frozenset()
+    """Paths that are served without a key, for probes and scrapers: logged at DEBUG, not traced."""
+    batch_paths: frozenset[str] = frozenset()
+    """Paths that a line of a batch file may name."""
+    operations: Mapping[str, str] = field(default_factory=dict)
+    """Path to OpenTelemetry's `gen_ai.operation.name`, which its spans carry."""
+
+    add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
+    """Puts the objects that only its routes use into the state of the application, beside the edge."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Names of the routes in logs and metrics: `/v1/models/{model}`."""
+        return frozenset(route.path_format for route in self.router.routes if isinstance(route, APIRoute))
+
+
+class ReplyModel(BaseModel):
+    """The shape of a reply, for the document only. Replies are built as plain dicts, token by token."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(ReplyModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReplyBody(ReplyModel):
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReplyBody, "description": "The caller's mistake, or too much work (429)."},
+    "5XX": {"model": ErrorReplyBody, "description": "The server's failure, or not ready (503)."},
+}
+_STREAM_NOTE = (
+    "With `stream`: server-sent events, each `data: ` and a chunk; comments keep the connection alive;"
+    ' a failure under way is an event `{"error": ...}`; the last event is `data: [DONE]`.'
+)
+
+
+def documentation(
+    model: type[BaseModel], *, request: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for the decorator of a route."""
+    success: dict[str, Any] = {"model": model, "description": "Success."}
+    if chunk is not None:
+        success["description"] = _STREAM_NOTE
+        success["content"] = {"text/event-stream": {"schema": _event(chunk)}}
+    found: dict[str, Any] = {"responses": {200: success, **ERRORS}}
+    if request is not None:
+        body = {"required": True, "content": {"application/json": {"schema": reference(request)}}}
+        found["openapi_extra"] = {"requestBody": body}
+    return found
+
+
+def documentation_of_one(
+    model: type[BaseModel], parameter: str, *, query: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for a route whose path has a parameter; `query` are schemas by name."""
+    place = {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
+    return {**documentation(model), "openapi_extra": {"parameters": [place, *in_query]}}
+
+
+def reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": MODEL_REFERENCE.format(model=model.__name__)}
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event, as OpenAPI 3.2 describes it: an object of its fields, `data` being a string."""
+    json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"oneOf": [reference(chunk), reference(ErrorReplyBody)]},
+    }
+    data = {"oneOf": [{"const": "[DONE]"}, json]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
