@@ -11,8 +11,8 @@ Fairness holds inside a priority: more urgent requests come first, whatever thei
 rank decides.
 """
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace, merge
 from math import inf
 from operator import attrgetter
 
@@ -163,6 +163,10 @@ class _PriorityLevel:
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for queue in self._queues.values() for seq in queue)
 
+    def queues(self) -> Iterable[WaitingQueue]:
+        """Queue of each tenant."""
+        return self._queues.values()
+
 
 class FairWaitingQueue:
     """Waiting queue by levels of priority, inside them the least served tenant first.
@@ -181,6 +185,11 @@ class FairWaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for level in self._levels.values() for seq in level)
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate by rank, whatever service the tenants had."""
+        queues = [queue.in_order() for level in self._levels.values() for queue in level.queues()]
+        return merge(*queues, key=_rank_of)
 
     def push(self, seq: Sequence) -> None:
         key = self._order.level(seq.priority)

@@ -5,18 +5,24 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from itertools import islice
 from operator import attrgetter
 
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.messages import RequestCounts, SequenceReport, WaitReason
+from scheduler.messages import Page, RequestCounts, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.fairness import FairWaitingQueue, TenantLedger
 from scheduler.queues.lazy_heap import LazyHeap
 from scheduler.queues.need_index import NeedIndex
+from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence, Status
 
-_rank_of, _running_rank_of = attrgetter("rank"), attrgetter("running_rank")
+_running_rank_of = attrgetter("running_rank")
+
+_ReasonOf = Callable[[Sequence, int], WaitReason]
+"""Reason of a waiting sequence at a place."""
 
 
 class RequestQueues:
@@ -27,6 +33,7 @@ class RequestQueues:
         self.waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
         self._ledger: TenantLedger | None = None
         self._num_swapped = 0
+        self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
             self._ledger = TenantLedger(dict(config.tenant_weights))
             self.waiting = FairWaitingQueue(order, self._ledger)
@@ -103,13 +110,21 @@ class RequestQueues:
         """Service of each tenant so far, by cost; empty without fairness."""
         return {} if self._ledger is None else self._ledger.tenants
 
-    def report(self, wait_reason: WaitReason, *, now_s: float) -> list[SequenceReport]:
-        """The running queue, then the waiting queue by rank. Built on request only; O(n log n)."""
-        waiting = sorted(self.waiting, key=_rank_of)
-        return [
-            _report(seq, place, "" if seq.status is Status.RUNNING else wait_reason.value, now_s)
-            for queue in (self.running, waiting)
-            for place, seq in enumerate(queue)
+    def report(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> list[SequenceReport]:
+        """A page of the running queue and, behind it, the waiting queue by rank.
+
+        Built on request only; O(end of the page).
+        """
+        num_running = len(self.running)
+        expected_s = self.forecast.expected_s
+        running = [_report(seq, place, "", None, now_s) for place, seq in enumerate(self.running)]
+        begin = max(page.first - num_running, 0)
+        end = max(page.first + page.most - num_running, 0)
+        places = range(begin, end)
+        waiting = zip(places, islice(self.waiting.in_order(), begin, end), strict=False)
+        return running[page.first : page.first + page.most] + [
+            _report(seq, place, reason_of(seq, place).value, expected_s(place, now_s=now_s), now_s)
+            for place, seq in waiting
         ]
 
     def _wait(self, seq: Sequence) -> None:
@@ -137,7 +152,9 @@ class RequestQueues:
         return bisect_left(self.running, seq.running_rank, key=_running_rank_of)
 
 
-def _report(seq: Sequence, place: int, wait_reason: str, now_s: float) -> SequenceReport:
+def _report(
+    seq: Sequence, place: int, wait_reason: str, expected_start_s: float | None, now_s: float
+) -> SequenceReport:
     return SequenceReport(
         sequence_id=seq.sequence_id,
         state=seq.status.value,
@@ -154,4 +171,5 @@ def _report(seq: Sequence, place: int, wait_reason: str, now_s: float) -> Sequen
         num_bypasses=seq.num_bypasses,
         age_s=now_s - seq.admitted_s,
         wait_reason=wait_reason,
+        expected_start_s=expected_start_s,
     )

@@ -22,6 +22,10 @@ class WaitingQueue:
         """Iterate in no particular order; for tests and reports."""
         return iter(self._heap)
 
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate by rank; the first k cost O(k log k)."""
+        return self._heap.in_order()
+
     @property
     def num_entries(self) -> int:
         """Entries in memory, of sequences that have gone too."""

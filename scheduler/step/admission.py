@@ -6,6 +6,7 @@ Never: serves the running queue (planner.py), or chooses victims and preempts th
 
 from collections.abc import Callable
 from itertools import takewhile
+from math import inf
 
 from scheduler.blocks.kv_cache_manager import AllocationStatus, BlockDemand
 from scheduler.config import PrefixCaching
@@ -22,6 +23,13 @@ from scheduler.step.token_shares import TokenShares
 # they need may be in the prefix cache.
 _BYPASS_WINDOW = 8
 
+# Reasons that concern the first in the queue; the others concern all.
+_REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER, WaitReason.GRAMMAR)
+
+# Part of the expected time that a prompt certainly takes: the steps it was learnt from may have been slow.
+_SURE = 0.7
+_TOO_LATE = "computing its prompt would take longer than its time limit leaves"
+
 
 class Admission:
     """`finish` ends a sequence for which there can never be room."""
@@ -32,7 +40,7 @@ class Admission:
         shares: TokenShares,
         preemptor: Preemptor,
         *,
-        finish: Callable[[Sequence, FinishReason], None],
+        finish: Callable[[Sequence, FinishReason, str], None],
     ) -> None:
         self._state = state
         self._config = state.config
@@ -55,6 +63,9 @@ class Admission:
             if self._obstacle(seq, budget) is not None:
                 return  # places and blocks are all that displacing gives
             demand = self._kv.demand(seq)
+            if self._is_too_late(seq, demand, plan.now_s):
+                self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
+                continue
             if self._lacks_encoder(seq, demand):
                 return
             victims = self._choose_displaced(seq, demand, budget)
@@ -133,7 +144,10 @@ class Admission:
             demand = self._kv.demand(seq)
             if self._allocation_status(demand) is AllocationStatus.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
-                self._finish(seq, FinishReason.LENGTH)
+                self._finish(seq, FinishReason.LENGTH, "")
+                continue
+            if self._is_too_late(seq, demand, plan.now_s):
+                self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
                 continue
             reason = reason or self._shortage(seq, demand)
             if reason is not None:
@@ -145,6 +159,33 @@ class Admission:
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
         return WaitReason.STEP
+
+    def reason_of(self, seq: Sequence, place: int) -> WaitReason:
+        """Reason why the sequence at this place of the waiting queue waits, as far as it is cheap to say."""
+        if place == 0 or self.wait_reason not in _REASONS_OF_HEAD:
+            return self.wait_reason
+        if seq.adapter and not self._has_place_for_adapter(seq.adapter):
+            return WaitReason.ADAPTER
+        if self.wait_reason is WaitReason.GRAMMAR and seq.has_grammar:
+            return WaitReason.GRAMMAR
+        if self.wait_reason is WaitReason.ENCODER and seq.encoder_inputs:
+            return WaitReason.ENCODER
+        if self._kv.blocks_for(seq.num_tokens) > self._kv.pool.num_free:
+            return WaitReason.BLOCKS
+        return WaitReason.ORDER
+
+    def _is_too_late(self, seq: Sequence, demand: BlockDemand, now_s: float) -> bool:
+        """Whether it could not have its first token within its limits, even alone, as fast as recent steps.
+
+        Such a prompt is not computed: it would take the time from others, and expire all the same.
+        """
+        limits = seq.time_limits
+        limit_s = min(limits.first_token_s, limits.total_s)
+        if limit_s == inf or seq.num_output_tokens:
+            return False
+        slope_s = self._state.step_time.slope_s
+        num_to_compute = seq.num_tokens - demand.hit.num_tokens
+        return slope_s is not None and now_s + _SURE * slope_s * num_to_compute > seq.admitted_s + limit_s
 
     def _obstacle(self, seq: Sequence, budget: SchedulingBudget) -> WaitReason | None:
         """Reason that keeps a waiting sequence out of this step, however much memory is free."""
@@ -230,6 +271,7 @@ class Admission:
         plan.swap_in += copies.swap_in
         plan.copies += copies.copies
         self._queues.admit(seq)
+        self._queues.forecast.note_start(plan.now_s)
         plan.budget.take_slot()
         if seq.has_grammar:
             plan.budget.take_grammar(seq.compile_s)

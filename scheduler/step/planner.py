@@ -26,7 +26,6 @@ from scheduler.step.budget import SchedulingBudget, StepLimit, StepLimits, budge
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 
 _rank_of = attrgetter("rank")
@@ -43,7 +42,7 @@ class Planner:
         state: SchedulerState,
         shares: TokenShares,
         *,
-        finish: Callable[[Sequence, FinishReason], None],
+        finish: Callable[[Sequence, FinishReason, str], None],
     ) -> None:
         self._state = state
         self._config = state.config
@@ -51,9 +50,9 @@ class Planner:
         self._queues = state.queues
         self._shares = shares
         self._finish = finish
-        self._step_time = StepTimeModel()
+        self._step_time = state.step_time
         self._step_limit = StepLimit(state.config.max_num_batched_tokens)
-        self._preemptor = Preemptor(state, shares, self._step_time)
+        self._preemptor = Preemptor(state, shares)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._has_window = self._kv.attended.is_limited
         self._may_displace = state.order.displaces and self._config.displacement is Displacement.ON
@@ -62,6 +61,10 @@ class Planner:
     def wait_reason(self) -> WaitReason:
         """Reason why the waiting queue waited in the last step."""
         return self._admission.wait_reason
+
+    def reason_of(self, seq: Sequence, place: int) -> WaitReason:
+        """Reason why the sequence at this place of the waiting queue waits."""
+        return self._admission.reason_of(seq, place)
 
     def plan(self, *, now_s: float) -> PlanDraft:
         """Decide all that happens in the next step."""
@@ -180,7 +183,7 @@ class Planner:
                 # token that is being sampled for it is reported first.
                 if not self._state.in_flight.samples_for(seq.sequence_id):
                     plan.budget.give_back_slot()
-                    self._finish(seq, FinishReason.LENGTH)
+                    self._finish(seq, FinishReason.LENGTH, "")
                 return False
             behind = self._queues.behind(seq)
             victim = self._preemptor.choose_victim(behind) if behind else seq

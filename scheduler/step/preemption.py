@@ -28,7 +28,6 @@ from scheduler.policy import Standing
 from scheduler.sequence import Sequence, Status
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 
 PROTECTED_TOKENS = 16
@@ -42,11 +41,11 @@ _VICTIM_WINDOW = 8
 class Preemptor:
     """Moves running sequences back to the waiting queue."""
 
-    def __init__(self, state: SchedulerState, shares: TokenShares, step_time: StepTimeModel) -> None:
+    def __init__(self, state: SchedulerState, shares: TokenShares) -> None:
         self._state = state
         self._shares = shares
         self._copy_s_per_block = state.config.copy_s_per_block
-        self._step_time = step_time
+        self._step_time = state.step_time
         self._mode = state.config.preemption_mode
         self._victim_choice = state.config.victim_choice
         self._kv = state.kv
