@@ -80,6 +80,7 @@ class Admission:
                 budget.give_back_slot()
                 self._preemptor.preempt(victim, plan, PreemptionCause.DISPLACED, seq)
             self._admit(seq, demand, plan)
+            self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
             plan.urgent.add(seq.sequence_id)
 
     def _is_more_urgent_than_some(self, seq: Sequence) -> bool:
@@ -110,10 +111,12 @@ class Admission:
         """
         before = takewhile(lambda each: each.running_rank < seq.running_rank, self._queues.running)
         unserved = [each for each in before if each.sequence_id not in plan.urgent]
-        num_ahead = sum(self._shares.num_wanted(each) for each in unserved if each.num_uncomputed_tokens > 1)
+        prefills = [each for each in unserved if each.num_uncomputed_tokens > 1]
+        num_ahead = sum(self._shares.num_wanted(each) for each in prefills)
         if not num_ahead:
             return False
-        return room - num_ahead < min(self._shares.num_wanted(seq), seq.num_tokens - demand.hit.num_tokens)
+        wanted = min(self._shares.num_wanted(seq), seq.num_tokens - demand.hit.num_tokens)
+        return room - num_ahead < wanted
 
     def skip_step(self) -> None:
         """Admit no sequence to this step; the waiting ones are looked at in the next."""
@@ -158,6 +161,7 @@ class Admission:
                 seq.num_bypasses += 1
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
+            self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
         return WaitReason.STEP
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
@@ -279,7 +283,6 @@ class Admission:
         if not seq.num_preemptions:
             self._note_start(seq, demand, plan.now_s)
         plan.new_sequences.append(seq.as_new())
-        self._shares.chunk(seq, plan.budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
 
     def _note_start(self, seq: Sequence, demand: BlockDemand, now_s: float) -> None:
         counters = self._state.counters

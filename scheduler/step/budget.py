@@ -71,6 +71,7 @@ class SchedulingBudget:
         "has_chunks",
         "has_grammars",
         "num_decodes_ahead",
+        "num_prefills_ahead",
         "remaining_grammar_s",
         "remaining_prefill_tokens",
         "remaining_seqs",
@@ -91,6 +92,8 @@ class SchedulingBudget:
         self.has_grammars = False
         self.num_decodes_ahead = num_decodes
         """Running sequences not yet planned that need one token each; it is set aside for them."""
+        self.num_prefills_ahead = 1
+        """Prompts that may still want a part of this step; counted where one may not take all of it."""
         self.reserved_tokens = 0
         self.reserved_for: Sequence | None = None
         """Prefill that gets so many tokens, whatever stands before it."""
@@ -110,9 +113,15 @@ class SchedulingBudget:
         self.remaining_tokens -= share
         self.remaining_prefill_tokens -= share
         self.has_chunks = True
+        self.num_prefills_ahead -= 1
         if seq is self.reserved_for:
             self.reserved_for, self.reserved_tokens = None, 0
         return share
+
+    def equal_part(self) -> int:
+        """Part of each prompt, if those that may still come share what is left."""
+        room = min(self.remaining_tokens - self.num_decodes_ahead, self.remaining_prefill_tokens)
+        return room // max(self.num_prefills_ahead, 1)
 
     def reserve(self, seq: Sequence) -> None:
         """Set a part of what prefill may have aside for `seq`."""

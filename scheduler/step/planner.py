@@ -72,6 +72,8 @@ class Planner:
             self._shares.encoder_cache.next_plan()
         running = self._queues.running
         budget = budget_for_step(self._config, running, self._step_time, self._limits())
+        if self._config.max_chunk_tokens:
+            budget.num_prefills_ahead = len(running) - budget.num_decodes_ahead + self._num_admissible(budget)
         plan = PlanDraft(budget, now_s)
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
@@ -85,6 +87,12 @@ class Planner:
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
+
+    def _num_admissible(self, budget: SchedulingBudget) -> int:
+        """Waiting sequences that may be admitted, judging by the last step."""
+        if self.wait_reason not in (WaitReason.STEP, WaitReason.TOKENS):
+            return 0
+        return min(len(self._queues.waiting), budget.remaining_seqs)
 
     def _reserve_for_oldest(self, budget: SchedulingBudget) -> None:
         """Let the running prompt that came first by age go on behind more urgent ones."""
