@@ -21,8 +21,11 @@ from engine.types import (
     Grammar,
     Health,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenOutput,
@@ -67,11 +70,12 @@ class Engine(Protocol):
 
     # Work.
     def require_room(self, priority: int | None) -> None: ...
+    def forecast(self, terms: ServiceTerms) -> QueueForecast: ...
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs: ...
     async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]: ...
 
     # Operators.
-    async def explain(self) -> list[dict[str, Any]]: ...
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]: ...
     def reset_prefix_cache(self) -> None: ...
 
 
