@@ -5,7 +5,7 @@ tests both fit `Engine`.
 Never: behaviour.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, cast
@@ -76,6 +76,7 @@ class Engine(Protocol):
 
     # Operators.
     async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]: ...
+    def watch(self) -> AsyncGenerator[bytes, None]: ...
     def reset_prefix_cache(self) -> None: ...
 
 
@@ -102,6 +103,8 @@ class EdgeSettings(Protocol):
     def reasoning_parser(self) -> str: ...
     @property
     def enable_admin(self) -> bool: ...
+    @property
+    def shown_options(self) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,16 @@ class FakeEngine:
         live = [{"request_id": request.request_id, "state": "running"} for request in self.requests]
         return live[page.first :][: page.most], len(live)
 
+    views: tuple[bytes, ...] = ()
+    """What a viewer sees, before the stream ends."""
+    viewers_error: Exception | None = None
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        if self.viewers_error is not None:
+            raise self.viewers_error
+        for view in self.views:
+            yield view
+
     @property
     def info(self) -> ModelInfo:
         if self.state.state is not EngineState.READY:
