@@ -7,7 +7,7 @@ Never: checks them against each other (edge_config.py).
 from dataclasses import dataclass
 
 from engine.options.option_declaration import Arity, Group, declared
-from engine.options.option_values import Count, Duration, Share, Switch, Text
+from engine.options.option_values import Choice, Count, Duration, Share, Switch, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,13 @@ class EdgeOptions:
         Switch(),
         "Ask for a key at /metrics too. Probes never need one.",
         default=False,
+    )
+    metric_names: str = declared(
+        Group.SERVER,
+        Choice(words=("tokenyard", "vllm", "both")),
+        "Names on /metrics: Tokenyard's own, the `vllm:` names that boards and autoscalers know, or both, "
+        "which makes the page twice as long.",
+        default="both",
     )
     admin_port: int | None = declared(
         Group.EDGE,
