@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from server.chat import chat
 from server.completions import completions
 from server.http.endpoint import Endpoint
-from server.operations import admin, models, ops, tokenization
+from server.operations import admin, invocations, models, ops, tokenization
 from server.pooling import embeddings, scoring
 from server.responses import responses
 
@@ -23,6 +23,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     tokenization.ENDPOINT,
     embeddings.ENDPOINT,
     scoring.ENDPOINT,
+    invocations.ENDPOINT,
 )
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT,)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""

@@ -34,6 +34,7 @@ from engine.text.tokenizer import SpecialTokens
 from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     GenerationRequest,
     Grammar,
     Health,
@@ -137,6 +138,10 @@ class AsyncEngine:
 
     def health(self) -> Health:
         return self._health.judge(now_s=time.monotonic())
+
+    def load(self) -> EngineLoad:
+        """Report the work that the engine has now."""
+        return self.metrics.load(len(self._requests))
 
     # Requests.
 

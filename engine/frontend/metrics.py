@@ -26,7 +26,7 @@ from engine.frontend.vllm_metrics import Derived, Timeline, VllmMetrics, value_o
 from engine.logs.log_setup import num_dropped_lines
 from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
-from engine.types import Health, ModelInfo
+from engine.types import EngineLoad, Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
 
 # From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
@@ -151,6 +151,15 @@ class EngineMetrics:
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
         self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
         self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+
+    def load(self, num_requests: int) -> EngineLoad:
+        """Report the work of this moment, as of the last heartbeat."""
+        stats = self._last
+        return EngineLoad(
+            num_requests=num_requests,
+            num_waiting=0 if stats is None else stats.num_waiting,
+            kv_cache_usage=0.0 if stats is None else stats.num_used_blocks / stats.num_blocks,
+        )
 
     def _take_dropped_lines(self, num_of_engine: int) -> None:
         """Count dropped lines of both processes; each counts from its own start."""

@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version and /metrics, for machines.
+"""GET /health, /ping, /load, /version and /metrics, for machines.
 
 Owns: the probes' status codes and the cached metrics page.
 Never: a judgement of health, which follows from the engine's step counter.
@@ -39,6 +39,11 @@ class HealthPage(ReplyModel):
     detail: str
     progress: float
     num_steps: int
+
+
+class ServerLoad(ReplyModel):
+    server_load: int
+    """Requests that are admitted and not over."""
 
 
 class Version(ReplyModel):
@@ -131,6 +136,13 @@ async def is_live(request: Request) -> Response:
 def _answer(request: Request, question: Question) -> Response:
     is_yes, body = health_page(edge_of(request).engine.health(), question)
     return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/load", **documentation(ServerLoad))
+async def show_load(request: Request) -> Response:
+    """The number of requests under way."""
+    body = orjson.dumps({"server_load": edge_of(request).engine.load().num_requests})
+    return Response(body, headers=_NO_STORE, media_type="application/json")
 
 
 @router.get("/version", **documentation(Version))
