@@ -221,7 +221,7 @@ class GenerationFields(SamplingFields):
     truncation_side: Literal["left", "right"] | None = None
     """The end of the prompt at which truncate_prompt_tokens cuts; left if absent."""
     prompt_logprobs: NumLogprobs | None = None
-    """That many alternatives for each token of the prompt."""
+    """Number of alternatives for each token of the prompt."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and reply."""
     return_tokens_as_token_ids: bool | None = None

@@ -29,7 +29,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
 """Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
 _LEFT_OUT = {"tokenyard": "vllm:", "vllm": "tokenyard:", "both": ""}
-"""By --metric-names, the prefix of names that are not on the page."""
+"""Prefix of the names that are not on the page, by --metric-names."""
 _NO_STORE = {"cache-control": "no-store"}
 
 

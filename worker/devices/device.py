@@ -157,6 +157,8 @@ class CpuDevice:
     """Processors of this machine. Sets the number of compute threads of the whole process."""
 
     torch_device = torch.device("cpu")
+    # Attention gathers block by block: longer runs use caches and prefetching better. Prefixes are shared in
+    # units of 32 tokens in return.
     default_block_size = 32
     kind = "CPU"
     is_gpu = False
@@ -238,6 +240,8 @@ class CpuDevice:
 class CudaDevice:
     """One GPU."""
 
+    # 1.75 to 2 MiB at 112 to 128 KiB a token (Qwen3-0.6B, Llama-3-8B, bfloat16), all layers together: copied
+    # at the full speed of the link already. Smaller blocks waste less at a sequence's end and share finer.
     default_block_size = 16
     kind = "GPU"
     is_gpu = True

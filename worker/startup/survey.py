@@ -20,8 +20,8 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
 from worker.memory_sizes import format_gib
-from worker.startup.device_kernels import foresee_kernels
 from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -42,7 +42,7 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         yield _fine(topic, _describe_files(files))
         if not kind.is_encoder:
             topic = "kernels"
-            yield foresee_kernels(config, device, _dtype(config, kind))
+            yield kernels_of(device).foresee(config, device, _dtype(config, kind))
         topic = "memory"
         yield _look_at_memory(config, kind, device)
     except StartupError as error:
