@@ -7,6 +7,7 @@ Never: anything about one endpoint: its own module says that (server/http/endpoi
 
 from collections.abc import Iterable
 
+from server.anthropic import anthropic_messages
 from server.chat import chat
 from server.completions import completions
 from server.http.endpoint import Endpoint
@@ -24,6 +25,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     embeddings.ENDPOINT,
     scoring.ENDPOINT,
     invocations.ENDPOINT,
+    anthropic_messages.ENDPOINT,
 )
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT,)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
@@ -40,3 +42,5 @@ OPEN_PATHS = _union(each.open_paths for each in PUBLIC)
 BATCH_PATHS = _union(each.batch_paths for each in PUBLIC)
 OPERATIONS = {path: name for each in PUBLIC for path, name in each.operations.items()}
 """`gen_ai.operation.name` by path."""
+ERROR_SHAPES = {path: shape for each in PUBLIC for path, shape in each.error_shapes.items()}
+"""Shapes of errors by path; elsewhere OpenAI's."""
