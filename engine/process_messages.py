@@ -7,6 +7,7 @@ import msgspec
 
 from scheduler.messages import (
     FinishReason,
+    Page,
     PoolingParams,
     SamplingParams,
     SchedulerStats,
@@ -44,10 +45,11 @@ class EndSequences(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Report every live sequence, and what it does or waits for."""
+    """Report live sequences, and what each does or waits for."""
 
     question: int
     """Number of the question, which the answer repeats."""
+    page: Page
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -120,6 +122,8 @@ class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to Explain: running sequences, then waiting ones, each in the order of service."""
 
     question: int
+    num_live: int
+    """Live sequences, on other pages too."""
     reports: list[SequenceReport]
 
 

@@ -165,14 +165,18 @@ class EngineLoop:
                     if self._trace is not None:
                         self._trace.note_ends(message.sequence_ids)
                 case Explain():
-                    reports = self._scheduler.report(now_s=self._clock())
-                    self._mailbox.send(Explanation(question=message.question, reports=reports))
+                    self._explain(message)
                 case Watch():
                     self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
                 case ResetPrefixCache():
                     self._scheduler.reset_prefix_cache()
                 case Shutdown():
                     self._is_stopping = True
+
+    def _explain(self, asked: Explain) -> None:
+        num_live = sum(self._scheduler.get_request_counts())
+        reports = self._scheduler.report(asked.page, now_s=self._clock())
+        self._mailbox.send(Explanation(question=asked.question, num_live=num_live, reports=reports))
 
     def _add(self, request: AddRequest) -> None:
         now_s = self._clock()

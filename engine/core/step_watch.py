@@ -20,7 +20,7 @@ from engine.core.request_names import RequestNames
 from engine.core.step_lines import StepLines
 from engine.process_messages import AddRequest, StepTimes, View
 from scheduler.blocks.block_map import block_runs
-from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId, SequenceReport
+from scheduler.messages import Page, SchedulerOutput, SchedulerStats, SequenceId, SequenceReport
 from scheduler.scheduler import Scheduler
 
 MIN_INTERVAL_S = 0.1
@@ -31,7 +31,7 @@ _MAX_STEPS = 64
 _MAX_PREEMPTING_STEPS = 32
 """Room beyond, for steps that preempted a sequence."""
 _MAX_SEQUENCES = 128
-"""Limit of each line, running and waiting, from its front."""
+"""Sequences of each queue, running and waiting, that a view holds: the first ones."""
 _MAX_RUNS = 8192
 
 
@@ -133,16 +133,16 @@ class StepWatch:
         self._num_views += 1
         scheduler = self._scheduler
         config, stats = scheduler.config, scheduler.stats()
-        reports = scheduler.report(now_s=now_s)
-        running, waiting = reports[: stats.num_running], reports[stats.num_running :]
+        running = scheduler.report(Page(0, min(stats.num_running, _MAX_SEQUENCES)), now_s=now_s)
+        waiting = scheduler.report(Page(stats.num_running, _MAX_SEQUENCES), now_s=now_s)
         return orjson.dumps(
             {
                 "view": self._num_views,
                 "time_s": now_s,
                 "steps": orjson.Fragment(b"[" + b",".join(steps) + b"]"),
                 "num_dropped_steps": num_dropped,
-                "running": [self._named(report) for report in running[:_MAX_SEQUENCES]],
-                "waiting": [self._named(report) for report in waiting[:_MAX_SEQUENCES]],
+                "running": [self._named(report) for report in running],
+                "waiting": [self._named(report) for report in waiting],
                 "blocks": block_runs(scheduler.kv, scheduler.running_sequences(), max_runs=_MAX_RUNS),
                 "block_size": config.block_size,
                 "max_num_seqs": config.max_num_seqs,

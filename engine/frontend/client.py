@@ -36,12 +36,16 @@ from engine.text.tokenizer import SpecialTokens
 from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     GenerationRequest,
     Grammar,
     Health,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenOutput,
@@ -68,7 +72,7 @@ class AsyncEngine:
         self._death: Death | None = None
         """The death of the last process, until the next is ready."""
         self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[list[SequenceReport]]] = {}
+        self._answers: dict[int, asyncio.Future[Explanation]] = {}
         self._viewers = Viewers(self._processes.send)
         self.metrics = EngineMetrics(config.served_names[0])
         self.metrics.watch_health(self.health)
@@ -143,6 +147,10 @@ class AsyncEngine:
     def health(self) -> Health:
         return self._health.judge(now_s=time.monotonic())
 
+    def load(self) -> EngineLoad:
+        """Report the work that the engine has now."""
+        return self.metrics.load(len(self._requests))
+
     # Requests.
 
     async def encode(self, text: str) -> tuple[int, ...]:
@@ -210,6 +218,10 @@ class AsyncEngine:
         """
         self._requests.require_room(priority)
 
+    def forecast(self, terms: ServiceTerms) -> QueueForecast:
+        """Place that a request of these terms would have in the queue now."""
+        return self._requests.forecast(terms, self.metrics.wait_reason)
+
     async def generate_all(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
@@ -254,21 +266,24 @@ class AsyncEngine:
             for active in admitted:
                 self._requests.leave(active)
 
-    async def explain(self) -> list[dict[str, Any]]:
-        """Report each sequence: state, place in line, blocks, why it waits. Raises EngineUnavailable."""
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]:
+        """Report sequences: state, place in line, blocks, why each waits; and how many there are in all.
+
+        Raises EngineUnavailable.
+        """
         self._health.require_ready(now_s=time.monotonic())
         self._num_questions += 1
         question = self._num_questions
-        answer: asyncio.Future[list[SequenceReport]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._answers[question] = answer
-        self._processes.send(Explain(question=question))
+        self._processes.send(Explain(question=question, page=page))
         try:
-            reports = await asyncio.wait_for(answer, _MAX_ANSWER_S)
+            explanation = await asyncio.wait_for(answer, _MAX_ANSWER_S)
         except TimeoutError:
             raise EngineUnavailable("the engine did not answer in time") from None
         finally:
             del self._answers[question]
-        return [self._name(report) for report in reports]
+        return [self._name(report) for report in explanation.reports], explanation.num_live
 
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Yield views of the engine as JSON, at most ten a second; empty ones while there is nothing new.
@@ -319,7 +334,7 @@ class AsyncEngine:
             case Explanation():
                 answer = self._answers.get(message.question)
                 if answer is not None and not answer.done():
-                    answer.set_result(message.reports)
+                    answer.set_result(message)
             case Loading():
                 self._health.loading(message.progress, now_s=time.monotonic())
             case Ready():

@@ -62,7 +62,7 @@ class TlsFiles:
 
 
 class Page(Enum):
-    """Extent of the web page on the main port."""
+    """Parts of the web page that the main port serves."""
 
     OFF = "off"
     CHAT = "chat"  # without the live view, which names the requests and tenants of all clients
@@ -75,6 +75,8 @@ class EdgeConfig:
 
     api_keys_file: str | None
     metrics_auth: bool
+    metric_names: str
+    """tokenyard, vllm or both."""
     admin_port: int | None
     """Port of the admin routes; None: no port of their own."""
     admin_host: str
@@ -102,6 +104,7 @@ def edge_config(options: Options) -> EdgeConfig:
     return EdgeConfig(
         api_keys_file=options.api_keys_file,
         metrics_auth=options.metrics_auth,
+        metric_names=options.metric_names,
         admin_port=options.admin_port,
         admin_host=options.admin_host,
         tls=tls,

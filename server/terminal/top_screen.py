@@ -29,6 +29,7 @@ _REASONS = {
     "adapter": "too many adapters are in use",
     "encoder": "the encoder has no room",
     "grammar": "other grammars are compiled first",
+    "order": "one before it waits",
 }
 
 
@@ -126,7 +127,7 @@ def _strip(recent: Recent) -> Text:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True)
     for column in columns:
-        is_number = column in ("place", "priority", "tokens", "blocks", "age")
+        is_number = column in ("place", "priority", "tokens", "blocks", "age", "start")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     return table
 
@@ -150,14 +151,20 @@ def _waiting(recent: Recent, max_rows: int) -> RenderableType:
     if not rows:
         return Text("Waiting: nothing\n", style="dim")
     num = stats["num_waiting"] + stats["num_swapped"]
-    table = _table(f"Waiting: {num:,}, by rank", "request", "tenant", "priority", "age", "why")
+    table = _table(f"Waiting: {num:,}, by rank", "request", "tenant", "priority", "age", "start", "why")
     for row in rows[:max_rows]:
         why = _REASONS.get(row["wait_reason"], harmless(row["wait_reason"]))
         away = "preempted; " if row["num_preemptions"] else ""
         if row["state"] == "swapped":
             away = "swapped out; "
-        table.add_row(*_names(recent, row), f"{row['age_s']:.1f} s", Text(away + why))
+        table.add_row(*_names(recent, row), f"{row['age_s']:.1f} s", _start(row), Text(away + why))
     return table
+
+
+def _start(row: dict[str, Any]) -> str:
+    """Time until it starts, as the server expects."""
+    expected_s = row["expected_start_s"]
+    return "" if expected_s is None else f"in {expected_s:.1f} s"
 
 
 def _names(recent: Recent, row: dict[str, Any]) -> tuple[Text, Text, str]:

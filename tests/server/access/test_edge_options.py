@@ -60,7 +60,7 @@ async def test_the_admin_routes_are_on_their_port_and_not_on_the_other(engine):
     async with connect(app) as client, connect(admin_app) as admin:
         assert (await client.get("/admin/requests", headers=bearer)).status_code == 404
         assert (await admin.get("/admin/requests")).status_code == 401
-        assert (await admin.get("/admin/requests", headers=bearer)).json() == {"requests": []}
+        assert (await admin.get("/admin/requests", headers=bearer)).json() == {"requests": [], "total": 0}
         assert (await admin.post("/admin/reset_prefix_cache", headers=bearer)).status_code == 204
         for path in ("/v1/models", "/openapi.json", "/metrics"):
             assert (await admin.get(path, headers=bearer)).status_code == 404

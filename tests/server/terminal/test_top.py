@@ -14,6 +14,7 @@ def report(number: int, state: str = "running", **changes: Any) -> dict[str, Any
     facts = {"request_id": f"req_{number:032x}", "sequence_id": number, "state": state, "priority": 0}
     counts = dict.fromkeys(("num_output_tokens", "num_blocks", "num_preemptions"), 3)
     prompt = {"num_prompt_tokens": 5, "num_computed_tokens": 8, "age_s": 1.5, "wait_reason": "blocks"}
+    prompt["expected_start_s"] = 2.0
     return {**facts, "tenant": "acme", **counts, **prompt, **changes}
 
 
@@ -41,6 +42,7 @@ def test_a_view_shows_both_lines_the_blocks_and_who_gave_way() -> None:
     assert "running 1 of 8" in text
     assert "50% of 6 blocks" in text
     assert "preempted; too few free KV blocks" in text
+    assert "in 2.0 s" in text
     assert "gave 3 blocks to" in text
     assert "(displaced)" in text
 
