@@ -65,8 +65,8 @@ async def test_there_is_no_other_file(client):
 @pytest.mark.parametrize(
     ("page", "enable_admin", "expected"),
     [
-        (Page.OFF, False, {"/": 404, "/admin/events": 404, "/admin/server": 404, "/admin/requests": 404}),
-        (Page.OFF, True, {"/": 404, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 200}),
+        (Page.OFF, False, {"/": 405, "/admin/events": 404, "/admin/server": 404, "/admin/requests": 404}),
+        (Page.OFF, True, {"/": 405, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 200}),
         (Page.CHAT, False, {"/": 200, "/admin/events": 404, "/admin/server": 404}),
         (Page.CHAT, True, {"/": 200, "/admin/events": 200, "/admin/server": 200}),
         (Page.YARD, False, {"/": 200, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 404}),
