@@ -57,7 +57,7 @@ def test_a_view_holds_the_steps_the_sequences_and_the_blocks() -> None:
     assert {owner for _, _, owner in busy["blocks"]} >= {1, 2}
 
 
-def test_a_block_of_two_sequences_is_marked_and_a_cached_one_too() -> None:
+def test_blocks_of_ended_sequences_are_shown_as_cached() -> None:
     desk = TickingDesk()
     desk.tick_s = 0.0
     views = run(
