@@ -234,10 +234,10 @@ class Options(EdgeOptions):
     )
     target_itl: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.0001, high=3600.0),
+        Duration(low=0.0, high=3600.0),
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
-        "Shorter makes streams smoother and first tokens later.",
-        open_default="steps are as large as --max-num-batched-tokens allows",
+        "Shorter makes streams smoother and first tokens later. 0 is no target.",
+        open_default="200ms, and half of each step to prefill where decodes alone take more than half of it",
         default=None,
     )
     batching: str = _option(
