@@ -52,6 +52,12 @@ class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     page: Page
 
 
+class Watch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Send views of steps and blocks for some time. Repeated while there are viewers."""
+
+    lease_s: float
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Forget all cached prefixes."""
 
@@ -60,7 +66,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process now; running sequences are lost."""
 
 
-ToEngine = AddRequest | EndSequences | Explain | ResetPrefixCache | Shutdown
+ToEngine = AddRequest | EndSequences | Explain | Watch | ResetPrefixCache | Shutdown
 
 # To the API process.
 
@@ -121,7 +127,13 @@ class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reports: list[SequenceReport]
 
 
-ToClient = Loading | Ready | StartFailed | Outputs | Beat | Pulse | Explanation
+class View(msgspec.Struct, frozen=True, tag=True):
+    """Steps since the last view, live sequences and the use of blocks, as JSON (step_watch.py)."""
+
+    document: bytes
+
+
+ToClient = Loading | Ready | StartFailed | Outputs | Beat | Pulse | Explanation | View
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

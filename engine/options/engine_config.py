@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
@@ -98,6 +99,8 @@ class ServerConfig:
     log_level: str
     otlp_traces_endpoint: str | None
     """Address of the collector of spans; None: no spans."""
+    shown_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Value and origin of each option, without secrets, for the web page; empty outside of `serve`."""
 
 
 def resolve(

@@ -426,8 +426,8 @@ class Options(EdgeOptions):
         Group.SERVER,
         Duration(low=0.0, high=3600.0),
         "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
-        "the proxies' own limit; 0 sends none.",
-        default=15.0,
+        "the proxies' own limit, which is often 60 seconds; some clients cannot read comments. 0 sends none.",
+        default=45.0,
     )
     shutdown_timeout: float = _option(
         Group.SERVER,

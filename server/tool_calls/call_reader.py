@@ -69,8 +69,8 @@ class CallRule:
     """Conditions under which an object is a call."""
 
     names: frozenset[str] | None = None
-    """Names that an object must have to be a call, with an object as arguments and no foreign key: else it may be
-    an answer that only looks like a call. None if a mark before the object says that it is one."""
+    """Names that an object must have to be a call, with an object as arguments and no foreign key: else
+    it may be an answer that only looks like a call. None if a mark before the object says that it is one."""
 
 
 class CallReader:

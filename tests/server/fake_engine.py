@@ -16,6 +16,7 @@ from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, Request
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     EngineState,
     FinishReason,
     GenerationRequest,
@@ -102,11 +103,24 @@ class FakeEngine:
         live = [{"request_id": request.request_id, "state": "running"} for request in self.requests]
         return live[page.first :][: page.most], len(live)
 
+    views: tuple[bytes, ...] = ()
+    """What a viewer sees, before the stream ends."""
+    viewers_error: Exception | None = None
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        if self.viewers_error is not None:
+            raise self.viewers_error
+        for view in self.views:
+            yield view
+
     @property
     def info(self) -> ModelInfo:
         if self.state.state is not EngineState.READY:
             raise EngineUnavailable("the model is loading", retry_after_s=2.5)
         return self.model_info
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_requests=len(self.requests), num_waiting=3, kv_cache_usage=0.25)
 
     def health(self) -> Health:
         return self.state
