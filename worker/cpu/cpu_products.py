@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from worker.cpu.grouped_packing import find_hindrance, pack_grouped
 from worker.cpu.native import WIDEST_VECTOR, PackedWeight, gate_up_order, pack, pack_int8
 from worker.model.layer_parts import GateActivation, GatedMlp, TakenWeights
-from worker.model.linear import Linear, PlainWeight
+from worker.model.linear import Linear, PlainWeight, Weight
 from worker.model.quantization import Int8Weight
+from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS, GroupedWeight
 
 Packer = Callable[[Any, Tensor | None, GateActivation], PackedWeight]
 """Takes the weight of one format, a bias and the activation of a merged gate and up product."""
@@ -28,12 +30,32 @@ def _pack_int8(weight: Int8Weight, bias_N: Tensor | None, activation: GateActiva
     return pack_int8(weight.codes_NK, weight.scales_N, bias_N, activation)
 
 
+def _pack_grouped(
+    weight: GroupedWeight, bias_N: Tensor | None, activation: GateActivation
+) -> PackedWeight:
+    return pack_grouped(weight, bias_N, activation)
+
+
 _PACKERS: dict[str, Packer] = {
     "bfloat16": _pack_plain,
     "float32": _pack_plain,
     Int8Weight.format: _pack_int8,
+    FOUR_BITS: _pack_grouped,
+    EIGHT_BITS: _pack_grouped,
+    FLOAT8: _pack_grouped,
 }
-TAKEN = TakenWeights(formats=frozenset(_PACKERS), size_multiple=WIDEST_VECTOR, takes_layer_norms=True)
+
+
+def _find_hindrance(weight: Weight) -> str | None:
+    return find_hindrance(weight) if isinstance(weight, GroupedWeight) else None
+
+
+TAKEN = TakenWeights(
+    formats=frozenset(_PACKERS),
+    size_multiple=WIDEST_VECTOR,
+    takes_layer_norms=True,
+    find_hindrance=_find_hindrance,
+)
 
 
 def pack_linear(linear: Linear) -> PackedWeight:
