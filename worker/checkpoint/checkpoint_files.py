@@ -21,15 +21,16 @@ _INDEX = "model.safetensors.index.json"
 # Last names of tensors of quantized modules (worker/quantized reads them).
 _CODES = frozenset({"weight_packed", "qweight", "weight"})
 _ZEROS = frozenset({"qzeros", "weight_zero_point"})
+_ORDERS = frozenset({"g_idx", "weight_g_idx"})
 _BYTE_CODES = frozenset({"I8", "F8_E4M3"})
-_BYTES_OF_A_SCALE = 4
+_BYTES_OF_A_SCALE, _BYTES_OF_AN_INDEX = 4, 8
 # torch's name of a dtype -> the name in a safetensors header, and bytes per number. Others are not converted.
 _FLOATS = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a header describes it."""
+    """Tensor as a header describes it."""
 
     dtype: str
     """The header's name: F32, BF16."""
@@ -42,7 +43,7 @@ class WeightFile:
     path: Path
     num_bytes: int
     tensors: dict[str, StoredTensor]
-    """By name."""
+    """Each tensor by its name."""
 
     @property
     def bytes_of_dtype(self) -> dict[str, int]:
@@ -148,6 +149,8 @@ def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:
         for name, tensor in parts.items():
             if "scale" in name and "global" not in name and "input" not in name:
                 total += _BYTES_OF_A_SCALE * (1 + num_zeros) * _num_scales(name, tensor, codes[0])
+            elif name in _ORDERS:
+                total += _BYTES_OF_AN_INDEX * math.prod(tensor.shape)
             elif name == "bias" or name.endswith("_bias"):
                 plain.append(f"{module}.{name}")
     return total, plain
@@ -190,7 +193,9 @@ def _open_weights(path: Path) -> WeightFile:
         raise StartupError(
             f"{path} is not a whole safetensors file ({error})", fix="download it again"
         ) from error
-    expected_bytes = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    expected_bytes = (
+        8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    )
     if num_bytes != expected_bytes:
         raise StartupError(
             f"{path} has {num_bytes} bytes, but its header promises {expected_bytes}", fix="download it again"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.cpu.cpu_products import TAKEN, pack_gate_up, pack_linear
+from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import Kernels, PackedWeight
 from worker.model.layer_parts import GatedMlp, Unrecognised
 from worker.model.mixture import ExpertLinears, Gate
@@ -18,7 +19,7 @@ from worker.model.mixture import ExpertLinears, Gate
 class PackedExperts(nn.Module):
     """The experts of one layer. Raises Unrecognised where the kernels cannot compute them."""
 
-    def __init__(self, experts: ExpertLinears, kernels: Kernels) -> None:
+    def __init__(self, experts: ExpertLinears, kernels: Kernels, inputs: Inputs = Inputs.AS_THEY_ARE) -> None:
         super().__init__()
         for linear in (experts.gate_up(0), experts.down(0)):
             if not TAKEN.include(linear):
@@ -31,10 +32,10 @@ class PackedExperts(nn.Module):
         for expert in range(experts.num_experts):
             gate_up, down = experts.gate_up(expert), experts.down(expert)
             if self._gate is not None:
-                packed = pack_linear(gate_up)
+                packed = pack_linear(gate_up, inputs)
             else:
-                packed = pack_gate_up(GatedMlp(gate_up, down, experts.gate.activation))
-            self._packed.append((packed, pack_linear(down)))
+                packed = pack_gate_up(GatedMlp(gate_up, down, experts.gate.activation), inputs)
+            self._packed.append((packed, pack_linear(down, inputs)))
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
         """Return the weighed sum of the outputs of each token's experts: [T, H]."""

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from worker.cpu.native import COLUMNS, WIDEST_VECTOR, CGroupedCodes, CPackedWeight, PackedWeight, gate_up_order, pointer
+from worker.cpu.native import (
+    COLUMNS,
+    WIDEST_VECTOR,
+    CGroupedCodes,
+    CPackedWeight,
+    PackedWeight,
+    gate_up_order,
+    pointer,
+)
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import GroupedWeight, merged
 

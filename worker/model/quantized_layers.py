@@ -1,4 +1,4 @@
-"""Linear layers and mixtures of experts whose weights stay codes: the modules that a loader puts into a model.
+"""Linear layers and mixtures of experts whose weights stay codes, as modules of a model.
 
 Owns: their products in plain torch. A weight becomes numbers block by block, so that no more than a block of
 it stands in memory as numbers; every family can be computed in this way, slowly.
@@ -7,7 +7,8 @@ Never: reads checkpoints (startup/quantized_loading.py), or knows a device's ker
 Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state, N outputs.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class QuantizedExperts(nn.Module):
         """Return the weighed sum of the outputs of each token's experts: [T, H]."""
         num_chosen, ids_P = expert_ids_TK.shape[1], expert_ids_TK.reshape(-1)
         outputs = hidden_TH.new_zeros((len(ids_P), hidden_TH.shape[1]))
-        for expert in ids_P.unique().tolist():
+        for expert in sorted(set(ids_P.tolist())):
             if expert < self.num_experts:  # one more stands for none
                 places = (ids_P == expert).nonzero()[:, 0]
                 outputs[places] = self._compute(expert, hidden_TH[places // num_chosen])
@@ -120,6 +121,51 @@ class _GroupedExperts:
     def down(self, expert: int) -> Linear:
         bias = self._module.down_proj_bias
         return Linear.of(self._module._downs[expert], None if bias is None else bias[expert].detach())
+
+
+class Codes(NamedTuple):
+    """The quantized weights of one kind in a model."""
+
+    num_weights: int
+    num_bytes: int
+    first_module: str
+
+
+def find_codes(model: nn.Module) -> dict[str, Codes]:
+    """Count the weights of each kind that modules of this file compute; see GroupedWeight.kind."""
+    found: dict[str, Codes] = {}
+    for name, weight in _weights_of(model):
+        count, num_bytes, first = found.get(weight.kind, Codes(0, 0, name))
+        found[weight.kind] = Codes(count + 1, num_bytes + weight.num_bytes, first)
+    return found
+
+
+def find_kinds(model: nn.Module) -> dict[str, tuple[str, GroupedWeight]]:
+    """Find the first module and weight of each kind."""
+    found: dict[str, tuple[str, GroupedWeight]] = {}
+    for name, weight in _weights_of(model):
+        found.setdefault(weight.kind, (name, weight))
+    return found
+
+
+def describe_codes(loaded: dict[str, Codes], left: dict[str, Codes]) -> Iterator[str]:
+    """Yield one line for each kind, for a person; `left` are those that no kernel took."""
+    for kind, (num_weights, num_bytes, _) in loaded.items():
+        slow = left.get(kind, Codes(0, 0, ""))
+        line = f"{num_weights} weights of {kind}: {num_bytes / (1 << 20):.1f} MiB"
+        if slow.num_weights < num_weights:
+            line += f", {num_weights - slow.num_weights} by kernels"
+        if slow.num_weights:
+            line += f", {slow.num_weights} made numbers at each step, slowly ({slow.first_module} first)"
+        yield line
+
+
+def _weights_of(model: nn.Module) -> Iterator[tuple[str, GroupedWeight]]:
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield name, module.weight_codes
+        elif isinstance(module, QuantizedExperts):
+            yield from ((name, weight) for weight in module.weights)
 
 
 def multiply_by_codes(x: Tensor, weight: GroupedWeight, bias_N: Tensor | None) -> Tensor:

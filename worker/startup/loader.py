@@ -86,7 +86,7 @@ class ModelKind:
     checkpoint_config: dict[str, Any]
     task: Task
     quantization: Rules | None
-    """How the checkpoint's weights were rounded before; None: they are plain."""
+    """Rules of a checkpoint whose weights were rounded before; None: they are plain."""
     is_encoder: bool
     """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
     keeps_own_cache: bool = False

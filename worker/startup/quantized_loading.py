@@ -41,6 +41,9 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 _OTHER_CHECKPOINT = "take a checkpoint that is quantized in another way"
 
 
+_StackShape = tuple[int, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """The tensors of one module in the files, by their last names."""
@@ -56,7 +59,7 @@ class _Stored:
         """Copy them into this process's memory: they would be pages of mapped files."""
         tensors: dict[str, Tensor] = {}
         for last_name, path in self.files.items():
-            with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, framework="pt") as file:
                 tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
         return ModuleTensors(self.module, tensors)
 
@@ -88,7 +91,9 @@ class QuantizedModules:
     """By the name of the model's module."""
     experts: dict[str, dict[tuple[int, str, int], _StoredLinear]] = field(default_factory=dict)
     """By the name of the model's module; then by expert, parameter and place in it."""
-    stacks: dict[str, tuple[_Stored, tuple[int, int, int], tuple[int, int, int]]] = field(default_factory=dict)
+    stacks: dict[str, tuple[_Stored, tuple[int, int, int], tuple[int, int, int]]] = field(
+        default_factory=dict
+    )
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
 
     def replace(self, model: Any) -> None:
@@ -99,6 +104,11 @@ class QuantizedModules:
                 self._take_stacks(model, names, stored)
             else:
                 self._take_linear(model, names, stored)
+        if not (self.linears or self.experts or self.stacks):
+            raise QuantizationRefused(
+                "config.json has a quantization_config, but no tensor of the model is quantized",
+                fix="take a checkpoint whose config and tensors agree",
+            )
         for name in self.linears:
             model.set_submodule(name, QuantizedLinear(model.get_submodule(name)))
         for name in (*self.experts, *self.stacks):
@@ -301,8 +311,9 @@ def _read_parts(
             try:
                 stack.append(merged([each.read() for each in found]))
             except ValueError as error:
+                first, last = found[0].stored.module, found[-1].stored.module
                 raise QuantizationRefused(
-                    f"{found[0].stored.module} is quantized otherwise than {found[-1].stored.module}: {error}",
+                    f"{first} is quantized otherwise than {last}: {error}",
                     fix=_OTHER_CHECKPOINT,
                 ) from error
     return stacks["gate_up_proj"], stacks["down_proj"]
@@ -319,4 +330,3 @@ def _refuse_tied(model: Any, name: str, stored: _Stored) -> None:
 def _copied(weight: GroupedWeight) -> GroupedWeight:
     """A weight that holds no other expert's memory."""
     return weight.outputs(torch.arange(weight.num_outputs))
-
