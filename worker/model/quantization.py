@@ -121,13 +121,13 @@ _OF_INPUTS = Quantization(word="int8", quantize=lambda linear: linear, tolerance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """All that the options round."""
+    """Everything that the options round."""
 
     layers: Quantization | None = None
     head: Quantization | None = None
-    """Of the output layer."""
+    """Rounding of the output layer."""
     of_inputs: Quantization | None = None
-    """Of the rows that codes in groups are multiplied by."""
+    """Rounding of rows before they are multiplied by codes in groups."""
 
     @property
     def tolerance(self) -> float | None:

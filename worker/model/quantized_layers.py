@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.memory_sizes import format_size
 from worker.model.linear import Linear
 from worker.model.mixture import ExpertLinears, find_gate
 from worker.quantized.grouped_weight import GroupedWeight
@@ -152,7 +153,7 @@ def describe_codes(loaded: dict[str, Codes], left: dict[str, Codes]) -> Iterator
     """Yield one line for each kind, for a person; `left` are those that no kernel took."""
     for kind, (num_weights, num_bytes, _) in loaded.items():
         slow = left.get(kind, Codes(0, 0, ""))
-        line = f"{num_weights} weights of {kind}: {num_bytes / (1 << 20):.1f} MiB"
+        line = f"{num_weights} weights of {kind}: {format_size(num_bytes)}"
         if slow.num_weights < num_weights:
             line += f", {num_weights - slow.num_weights} by kernels"
         if slow.num_weights:

@@ -88,9 +88,9 @@ class QuantizedModules:
     rules: Rules
     stored: dict[str, _Stored]
     linears: dict[str, _StoredLinear] = field(default_factory=dict)
-    """By the name of the model's module."""
+    """Linear layers by the name of the model's module."""
     experts: dict[str, dict[tuple[int, str, int], _StoredLinear]] = field(default_factory=dict)
-    """By the name of the model's module; then by expert, parameter and place in it."""
+    """Experts by the name of the model's module; then by expert, parameter and place in it."""
     stacks: dict[str, tuple[_Stored, tuple[int, int, int], tuple[int, int, int]]] = field(
         default_factory=dict
     )
@@ -229,7 +229,7 @@ def without_quantization(model_config: Any) -> Any:
 
 
 def arguments_of(modules: QuantizedModules | None) -> dict[str, Any]:
-    """What from_pretrained is given besides, so that it leaves these modules to us."""
+    """Name the further arguments of from_pretrained that leave these modules to us."""
     return {} if modules is None else {"quantization_config": _OurConfig(modules)}
 
 

@@ -103,7 +103,7 @@ async def test_metrics_are_one_page_of_known_series(client):
 
 
 async def test_live_requests_are_listed_only_where_the_operator_wants_it(engine, client):
-    assert (await client.get("/admin/requests")).json() == {"requests": []}
+    assert (await client.get("/admin/requests")).json() == {"requests": [], "total": 0}
     closed = build_app(FakeEngine(), Settings(enable_admin=False))
     async with connect(closed) as other:
         assert (await other.get("/admin/requests")).status_code == 404
@@ -142,3 +142,17 @@ async def test_a_route_below_another_is_counted_as_itself(client):
     ):
         line = f'tokenyard:http_requests_total{{method="{method}",route="{route}",status="404"}} {count}.0'
         assert line in page
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("first=10000&limit=1000", 200),
+        ("limit=0", 200),
+        ("first=-1", 400),
+        ("limit=1001", 400),
+        ("first=٣", 400),
+    ],
+)
+async def test_live_requests_come_in_pages(client, query: str, status: int) -> None:
+    assert (await client.get(f"/admin/requests?{query}")).status_code == status
