@@ -12,13 +12,14 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
-from worker.startup.loader import find_kind
+from worker.ranks.ranks import ALONE, Ranks
+from worker.startup.loader import ModelKind, find_kind
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
 from worker.steps.step_protocol import LaunchedStep, Steps, naming_out_of_memory
 from worker.worker_config import LoadProgress, ModelFacts, WorkerConfig
-from worker.worker_errors import FamilyRefused
+from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,14 @@ class Worker:
     """A worker that loads once, then launches plans one after another. Not thread-safe."""
 
     def __init__(
-        self, config: WorkerConfig, open_device: Callable[[WorkerConfig], Device] = open_device
+        self,
+        config: WorkerConfig,
+        open_device: Callable[[WorkerConfig], Device] = open_device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._config = config
         self._open_device = open_device
+        self._ranks = ranks
         self._device: Device | None = None
         self._steps: Steps | None = None
 
@@ -49,11 +54,15 @@ class Worker:
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:
         device.make_current()
         kind = find_kind(self._config)
+        if self._ranks.size > 1:
+            _check_divisible(self._config, kind, device)
         if kind.task is not Task.GENERATE:
             return start_pooling(self._config, kind, device, stage)
         try:
-            return start_generating(self._config, kind, device, stage)
+            return start_generating(self._config, kind, device, stage, self._ranks)
         except FamilyRefused as error:
+            if self._ranks.size > 1:
+                raise
             refused = error.what  # not the error: its traceback keeps the model's memory alive
         return start_with_own_caches(self._config, kind, device, stage, refused)
 
@@ -79,3 +88,17 @@ class Worker:
             with suppress(RuntimeError):  # a broken device has nothing left to do
                 self._device.wait()  # blocks may still be on their way to the host's pool
         self._steps = self._device = None
+
+
+def _check_divisible(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
+    """Refuse, with StartupError, a model or a device whose layers are not divided among ranks."""
+    asked = f"--tensor-parallel-size {config.num_ranks}"
+    if device.is_gpu:
+        raise StartupError(
+            f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
+        )
+    if kind.task is not Task.GENERATE or kind.is_encoder:
+        raise StartupError(
+            f"{asked} divides models that generate, and this one is made to {kind.task.value}",
+            fix="leave it out",
+        )

@@ -47,7 +47,11 @@ class WorkerConfig:
     quantization: str = "none"
     """int8 keeps the layers' weights as integers with a scale for each output. CPU kernels only."""
     num_threads: int | None = None
-    """Compute threads on CPU. None: one per physical core that this process may use."""
+    """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
+    ranks."""
+    num_ranks: int = 1
+    """Processes that compute the model together, each with a shard of its layers. They share the memory
+    that is asked for here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

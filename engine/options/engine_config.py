@@ -102,6 +102,7 @@ def resolve(
     _check_scheduler(options)
     check_traces_endpoint(options.otlp_traces_endpoint)
     _check_device(options)
+    _check_ranks(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
     _check_checksums(options.checksums)
@@ -163,6 +164,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
             num_threads=options.num_threads,
+            num_ranks=options.tensor_parallel_size,
         ),
     )
 
@@ -312,6 +314,29 @@ def _check_device(options: Options) -> None:
     for key, value in unused.items():
         if value is not None:
             raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
+
+
+def _check_ranks(options: Options) -> None:
+    """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
+    asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
+    if options.tensor_parallel_size == 1:
+        return
+    if options.device.startswith("cuda"):
+        raise OptionError(
+            f"{asked} with --device {options.device}", "it divides models on CPUs only", "use --device cpu"
+        )
+    if options.quantization != "none":
+        raise OptionError(
+            f"{asked} with --quantization {options.quantization}",
+            "rounded weights are not divided among ranks",
+            "leave one of them out",
+        )
+    if options.cpu_kernels == "off":
+        raise OptionError(
+            f"{asked} with --cpu-kernels off", "only layers of the CPU kernels are divided", "drop one"
+        )
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:

@@ -76,9 +76,18 @@ class Options(EdgeOptions):
     num_threads: int | None = _option(
         Group.MODEL,
         Count(low=1, high=1024),
-        "Compute threads, on CPU only. More than there are cores makes every step slower.",
-        open_default="one for each physical core this process may use",
+        "Compute threads, on CPU only, of each rank. More than there are cores makes every step slower.",
+        open_default="one for each physical core this process may use, divided among ranks",
         default=None,
+    )
+
+    tensor_parallel_size: int = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="RANKS"),
+        "Processes that compute the model together, each with a part of every layer and of the KV cache, on "
+        "CPUs only. For machines with several memory nodes: a rank uses --num-threads threads, and ranks "
+        "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
+        default=1,
     )
 
     cpu_kernels: str = _option(

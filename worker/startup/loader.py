@@ -47,6 +47,7 @@ from worker.devices.device import Device
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.progress import LoadPhase, LoadStage
+from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -99,6 +100,8 @@ class LoadedModel:
     default_sampling: dict[str, float]
     has_experts: bool = False
     """Mixture of experts: a token reads the weights of some experts only."""
+    ranks: Ranks = ALONE
+    """Ranks that are to divide the layers. With several, weights are still pages of their files."""
 
 
 def find_kind(config: WorkerConfig) -> ModelKind:
@@ -117,7 +120,9 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     )
 
 
-def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> LoadedModel:
+def load_model(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks = ALONE
+) -> LoadedModel:
     """Load the weights onto the device. Raises StartupError for everything that cannot be served."""
     if config.dtype not in _DTYPES:
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
@@ -130,7 +135,8 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
     with _refusing_out_of_memory(weights, device):
         stage.enter(LoadPhase.BUILDING)
         model = _build(kind, config.dtype)
-        _move(model, device.torch_device, stage)
+        if ranks.size == 1:
+            move_weights(model, device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = _vocab_size(model)
@@ -147,6 +153,7 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
         default_sampling=sampling,
         has_experts=any(find_experts(model)),
+        ranks=ranks,
     )
 
 
@@ -242,7 +249,7 @@ def _build(kind: ModelKind, dtype: str) -> Any:
     return model
 
 
-def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> None:
+def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:
     """Copy the weights to the device one after another; on CPU too, into memory of this process.
 
     Before the copy they are pages of the mapped files. Such pages count as free memory, a machine short of
@@ -253,7 +260,7 @@ def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> Non
     stage.enter(LoadPhase.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
     for tensor in tensors:
         # Through .data, which keeps tied weights one and the same.
-        tensor.data = tensor.data.to(torch_device, copy=True)
+        tensor.data = tensor.data.to(device.torch_device, copy=True)
         stage.count(tensor.nbytes)
 
 
