@@ -13,13 +13,13 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
 from worker.ranks.ranks import ALONE, Ranks
-from worker.startup.loader import ModelKind, find_kind
+from worker.startup.loader import find_kind, refuse_ranks
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
 from worker.steps.step_protocol import LaunchedStep, Steps, naming_out_of_memory
 from worker.worker_config import LoadProgress, ModelFacts, WorkerConfig
-from worker.worker_errors import FamilyRefused, StartupError
+from worker.worker_errors import FamilyRefused
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ class Worker:
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:
         device.make_current()
         kind = find_kind(self._config)
-        if self._ranks.size > 1:
-            _check_divisible(self._config, kind, device)
+        refuse_ranks(self._config, kind, device)
         if kind.task is not Task.GENERATE:
             return start_pooling(self._config, kind, device, stage)
         try:
@@ -88,17 +87,3 @@ class Worker:
             with suppress(RuntimeError):  # a broken device has nothing left to do
                 self._device.wait()  # blocks may still be on their way to the host's pool
         self._steps = self._device = None
-
-
-def _check_divisible(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
-    """Refuse, with StartupError, a model or a device whose layers are not divided among ranks."""
-    asked = f"--tensor-parallel-size {config.num_ranks}"
-    if device.is_gpu:
-        raise StartupError(
-            f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
-        )
-    if kind.task is not Task.GENERATE or kind.is_encoder:
-        raise StartupError(
-            f"{asked} divides models that generate, and this one is made to {kind.task.value}",
-            fix="leave it out",
-        )

@@ -29,6 +29,7 @@ def report_signals_for_stacks() -> int:
     Both are done by handlers in C, which a thread that is stuck there does not keep from running.
     """
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    faulthandler.unregister(SIGNAL_FOR_STACKS)  # it would keep its place before the next one
     signal.signal(SIGNAL_FOR_STACKS, lambda _signal, _frame: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     faulthandler.register(SIGNAL_FOR_STACKS, all_threads=True, chain=True)

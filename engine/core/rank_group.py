@@ -25,7 +25,7 @@ from scheduler.messages import SchedulerOutput
 
 log = logging.getLogger(__name__)
 
-_STACKS_S = 0.2
+_STACKS_S = 0.1
 """Time for the other ranks to write their stacks."""
 _GOODBYE_S = 1.0
 
@@ -109,7 +109,7 @@ class RankGroup:
             self._end(exit_code)  # it has reported why
         how = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
         log.critical(
-            "rank %d (pid %d) ended by %s, and all ranks end with it: where they stand follows",
+            "rank %d (pid %d) ended by %s, and all ranks end with it; their stacks are beside this line",
             *(rank, child.pid, how),
         )
         os.kill(os.getpid(), SIGNAL_FOR_STACKS)

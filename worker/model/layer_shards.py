@@ -13,6 +13,7 @@ from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerParts, Unrecognised
 from worker.model.linear import Axis, Segment
 from worker.ranks.ranks import Ranks
+from worker.worker_errors import StartupError
 
 
 def shard_layer(
@@ -54,16 +55,26 @@ def shard_layer(
     return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
 
 
-def shard_shape(shape: LayerShape, ranks: Ranks) -> LayerShape:
+def shard_shape(shape: LayerShape, num_ranks: int) -> LayerShape:
     """Count the KV heads of one rank; several ranks share one where there are fewer heads than ranks."""
-    if shape.num_heads % ranks.size and ranks.size % shape.num_heads:
-        raise Unrecognised(f"its {shape.num_heads} KV heads cannot be divided by {ranks.size}")
-    return replace(shape, num_heads=max(1, shape.num_heads // ranks.size))
+    if shape.num_heads % num_ranks and num_ranks % shape.num_heads:
+        raise Unrecognised(f"its {shape.num_heads} KV heads cannot be divided by {num_ranks}")
+    return replace(shape, num_heads=max(1, shape.num_heads // num_ranks))
 
 
-def shard_layout(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
+def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     """Divide the KV heads of all layers. Raises Unrecognised."""
-    return replace(layout, layers={key: shard_shape(shape, ranks) for key, shape in layout.layers.items()})
+    return replace(
+        layout, layers={key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
+    )
+
+
+def refuse_division(num_ranks: int, reason: str) -> StartupError:
+    """Make the error for a model that cannot be divided."""
+    return StartupError(
+        f"--tensor-parallel-size {num_ranks} does not fit this model: {reason}",
+        fix="ask for a number that divides its heads, or leave it out (docs/models.md)",
+    )
 
 
 def _shard_call(call: LayerCall, num_query_heads: int, ranks: Ranks) -> LayerCall:
@@ -71,4 +82,4 @@ def _shard_call(call: LayerCall, num_query_heads: int, ranks: Ranks) -> LayerCal
     if options.sinks is not None:
         first = ranks.rank * num_query_heads
         options = options._replace(sinks=options.sinks[first : first + num_query_heads])
-    return replace(call, shape=shard_shape(call.shape, ranks), options=options, is_shard=True)
+    return replace(call, shape=shard_shape(call.shape, ranks.size), options=options, is_shard=True)

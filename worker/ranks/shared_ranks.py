@@ -63,7 +63,8 @@ class SharedRanks:
     def gather(self, part_TP: Tensor) -> Tensor | None:
         """See Ranks."""
         parts_STP = self._gather(part_TP.contiguous(), is_wanted=self.rank == 0)
-        return None if parts_STP is None else parts_STP.transpose(0, 1).reshape(part_TP.shape[0], -1)
+        num_rows, num_own = part_TP.shape
+        return None if parts_STP is None else parts_STP.transpose(0, 1).reshape(num_rows, self.size * num_own)
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """See Ranks."""

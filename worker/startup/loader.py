@@ -194,6 +194,22 @@ def _refuse_quantized(checkpoint_config: dict[str, Any]) -> None:
         )
 
 
+def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
+    """Raise StartupError for ranks on a device, or of a kind of model, that is not divided among them."""
+    if config.num_ranks == 1:
+        return
+    asked = f"--tensor-parallel-size {config.num_ranks}"
+    if device.torch_device.type != "cpu":
+        raise StartupError(
+            f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
+        )
+    if kind.task is not Task.GENERATE or kind.is_encoder:
+        raise StartupError(
+            f"{asked} divides models that generate, and this one is made to {kind.task.value}",
+            fix="leave it out",
+        )
+
+
 def _class_of(task: Task) -> Any:
     match task:
         case Task.GENERATE:

@@ -24,7 +24,7 @@ from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.layer_parts import Unrecognised
-from worker.model.layer_shards import shard_layout
+from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.quantization import quantization_of, refuse_quantization
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
@@ -74,8 +74,8 @@ def start_loaded(
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
     layout = _divide(whole_layout, ranks)
-    largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     toolkit = _open_toolkit(config, device, loaded, stage)
+    largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
     size = _agreed(_size(config, layout, budget_bytes, checkpoint_len), ranks)
     cache = _allocate(device, layout, size)
@@ -98,16 +98,7 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        with toolkit.refusing_kernels():
-            surgery = put_kernels_under(
-                loaded.model, toolkit, device, max_model_len=size.max_model_len, ranks=ranks
-            )
-            log.info("%s", surgery.describe())
-            _refuse_unquantized(config, surgery)
-            if ranks.size > 1:
-                _finish_division(loaded, surgery, device, stage)
-                check = replace(check, cache=cache)
-            check.run_again(backend, expected, tolerance=_tolerance(config))
+        surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -116,6 +107,33 @@ def start_loaded(
         toolkit=toolkit,
         surgery=surgery,
     )
+
+
+def _put_kernels(
+    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: torch.Tensor
+) -> Surgery:
+    """Replace layers, by the shards of this rank where there are several, and try them.
+
+    Raises StartupError.
+    """
+    with toolkit.refusing_kernels():
+        surgery = _operate(config, toolkit, check, stage)
+        check.run_again(check.backend, expected, tolerance=_tolerance(config))
+    return surgery
+
+
+def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
+    loaded = check.loaded
+    surgery = put_kernels_under(
+        loaded.model, toolkit, check.device, max_model_len=check.max_model_len, ranks=loaded.ranks
+    )
+    log.info("%s", surgery.describe())
+    _refuse_unquantized(config, surgery)
+    if loaded.ranks.size > 1:
+        _refuse_undivided(check, surgery)
+        move_weights(loaded.model, check.device, stage)
+        stage.enter(LoadPhase.WARMING_UP)
+    return surgery
 
 
 def _open_toolkit(
@@ -148,12 +166,9 @@ def _describe_origin(config: WorkerConfig) -> str:
 def _divide(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
     """Keep the heads of one rank. Raises StartupError where they cannot be divided."""
     try:
-        return shard_layout(layout, ranks)
+        return shard_layout(layout, ranks.size)
     except Unrecognised as uneven:
-        raise StartupError(
-            f"--tensor-parallel-size {ranks.size} does not fit this model: {uneven}",
-            fix="ask for a number that divides its heads, or for 1",
-        ) from uneven
+        raise refuse_division(ranks.size, str(uneven)) from uneven
 
 
 def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
@@ -170,17 +185,12 @@ def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
     return KVCache(layout, num_blocks, memory)
 
 
-def _finish_division(loaded: LoadedModel, surgery: Surgery, device: Device, stage: LoadStage) -> None:
-    """Refuse layers that are not divided; copy the weights that are left. Raises StartupError."""
-    ranks = loaded.ranks
+def _refuse_undivided(check: SelfCheck, surgery: Surgery) -> None:
+    """Raise StartupError if a layer with keys and values stayed whole."""
+    ranks = check.loaded.ranks
     ranks.check_same("layers", surgery.describe())
-    if surgery.num_fused < surgery.num_layers:
-        raise StartupError(
-            f"--tensor-parallel-size {ranks.size} does not fit this model: {surgery.describe()}",
-            fix="leave it out, or serve a model whose layers can be divided (docs/models.md)",
-        )
-    move_weights(loaded.model, device, stage)
-    stage.enter(LoadPhase.WARMING_UP)
+    if surgery.num_fused < len(check.cache.layout.layers):
+        raise refuse_division(ranks.size, surgery.describe())
 
 
 def _largest_step(
