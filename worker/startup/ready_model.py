@@ -22,7 +22,7 @@ from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.quantization import quantization_of, refuse_quantization
@@ -305,5 +305,14 @@ def _facts(
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
     )
-    log.info("loaded %s", facts)
+    log.info(
+        "loaded %s: weights %s, KV cache %s in %s blocks of %s tokens, context %s tokens, %s",
+        facts.model_type,
+        format_size(facts.weight_bytes),
+        format_size(facts.kv_cache_bytes),
+        facts.num_blocks,
+        facts.block_size,
+        facts.max_model_len,
+        facts.dtype,
+    )
     return facts
