@@ -1,4 +1,4 @@
-"""LiteLLM, LangChain and the Node SDK take us for OpenAI."""
+"""LiteLLM, LangChain and the Node SDK take us for OpenAI, and Anthropic's SDK takes us for Anthropic."""
 
 import shutil
 
@@ -17,6 +17,16 @@ def test_langchain_streams_what_it_gets_whole(server, python):
     assert said["whole"] == said["streamed"] == "3, 4, 5, 6, 7, 8"
     assert said["whole_tokens"] == said["streamed_tokens"] > 0
     assert said["num_chunks"] > 3
+
+
+def test_anthropics_sdk_streams_what_it_gets_whole_and_reads_calls_and_errors(server, python):
+    said = run(python, HERE / "call_anthropic.py", url=server.url)
+    assert said["whole"] == said["pieces"] == said["streamed"] == "3, 4, 5, 6, 7, 8"
+    assert said["usage"][0] == said["usage"][1] > 0
+    assert said["stop_reasons"] == ["end_turn", "end_turn", "tool_use"]
+    assert said["unit"] in ("C", "F")
+    assert said["num_counted"] > 0
+    assert said["refusal"] == ["NotFoundError", "not_found_error"]
 
 
 def test_the_node_sdk_streams_fails_and_aborts_as_with_openai(server, node):
