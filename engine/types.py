@@ -16,6 +16,7 @@ from scheduler.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
+    Page,
     PoolingParams,
     PoolingTask,
     PromptComputation,
@@ -36,12 +37,14 @@ __all__ = [
     "Health",
     "LogprobEntry",
     "ModelInfo",
+    "Page",
     "PooledOutput",
     "PoolingFacts",
     "PoolingParams",
     "PoolingRequest",
     "PoolingTask",
     "PromptComputation",
+    "QueueForecast",
     "SamplingParams",
     "ServiceTerms",
     "TextCut",
@@ -51,6 +54,17 @@ __all__ = [
     "TokenText",
     "TokenizedText",
 ]
+
+
+class QueueForecast(NamedTuple):
+    """Place that a request would have in the queue now."""
+
+    num_ahead: int
+    """Sequences that have not begun and would be served before it; with fairness others may come first."""
+    expected_start_s: float | None
+    """Seconds until those have begun, as fast as in the last ones; None if none has begun lately."""
+    wait_reason: str
+    """Reason why the queue waited last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
+from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, SequenceStart
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,18 @@ class ActiveRequests:
             return
         with self._metrics.counting_refusals():
             raise self._queue_limits.refusal(1, now_s=now_s)
+
+    def forecast(self, terms: ServiceTerms, wait_reason: str) -> QueueForecast:
+        """Place that one more request of these terms would have; `wait_reason` is the whole queue's."""
+        now_s = time.monotonic()
+        call = CallTerms(
+            priority=terms.priority,
+            tenant=terms.tenant,
+            arrived_s=now_s,
+            time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
+        )
+        num_ahead = self._waiting.num_ahead(call, next_id=self._next_id)
+        return QueueForecast(num_ahead, self._queue_limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
 
     def admit(self, requests: Sequence[GenerationRequest], readable: asyncio.Event) -> list[ActiveText]:
         """Admit all requests or none. `readable` is set whenever one of them has something to read.

@@ -115,6 +115,12 @@ class EngineMetrics:
         for gauge in self._waiting_by_reason.values():
             gauge.set(0)
 
+    @property
+    def wait_reason(self) -> str:
+        """Reason why the queue of the engine process waited, as of the last beat."""
+        last = self._last
+        return (last.wait_reason if last is not None and last.num_waiting else WaitReason.STEP).value
+
     def engine_restarted(self, cause: DeathCause) -> None:
         self._restarts[cause].inc()
 

@@ -80,6 +80,14 @@ class EdgeOptions:
         open_default="none",
         default=(),
     )
+    page: str | None = declared(
+        Group.EDGE,
+        Choice(words=("on", "off")),
+        "Serve a web page at / with a chat and a live view of the scheduler. The live view needs a key that "
+        "may administer; without keys it is shown on a loopback address only, or with --enable-admin.",
+        open_default="on at a loopback address or with API keys, else off",
+        default=None,
+    )
     send_timeout: float = declared(
         Group.EDGE,
         Duration(low=0.1, high=3600.0),

@@ -197,10 +197,10 @@ class Options(EdgeOptions):
     )
     priority_aging: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.001, high=1e6),
+        Duration(low=0.0, high=1e6),
         "Waiting time that makes up for one level of priority, so that no request waits for ever. Shorter is "
-        "fairer to less urgent requests, longer is stricter.",
-        open_default="priorities are strict",
+        "fairer to less urgent requests, longer is stricter; 0 is strict priority.",
+        open_default="30s under the priority policy, unless --order-among-equals deadline",
         default=None,
     )
     order_among_equals: str = _option(

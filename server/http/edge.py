@@ -5,7 +5,7 @@ tests both fit `Engine`.
 Never: behaviour.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, cast
@@ -22,8 +22,11 @@ from engine.types import (
     Grammar,
     Health,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenOutput,
@@ -69,11 +72,13 @@ class Engine(Protocol):
 
     # Work.
     def require_room(self, priority: int | None) -> None: ...
+    def forecast(self, terms: ServiceTerms) -> QueueForecast: ...
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs: ...
     async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]: ...
 
     # Operators.
-    async def explain(self) -> list[dict[str, Any]]: ...
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]: ...
+    def watch(self) -> AsyncGenerator[bytes, None]: ...
     def reset_prefix_cache(self) -> None: ...
 
 
@@ -100,6 +105,8 @@ class EdgeSettings(Protocol):
     def reasoning_parser(self) -> str: ...
     @property
     def enable_admin(self) -> bool: ...
+    @property
+    def shown_options(self) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

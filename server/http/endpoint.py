@@ -30,6 +30,8 @@ class Endpoint:
     """Models of stream events that are no whole replies."""
     open_paths: frozenset[str] = frozenset()
     """Paths that are served without a key, for probes and scrapers: logged at DEBUG, not traced."""
+    keyless_paths: frozenset[str] = frozenset()
+    """Paths that are served without a key, and are no probes: they have no place in the reserve."""
     batch_paths: frozenset[str] = frozenset()
     """Paths that a line of a batch file may name."""
     operations: Mapping[str, str] = field(default_factory=dict)

@@ -24,8 +24,11 @@ from engine.types import (
     Health,
     LogprobEntry,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenLogprob,
@@ -96,8 +99,19 @@ class FakeEngine:
     num_running: int = 0
     num_resets: int = 0
 
-    async def explain(self) -> list[dict[str, Any]]:
-        return [{"request_id": request.request_id, "state": "running"} for request in self.requests]
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]:
+        live = [{"request_id": request.request_id, "state": "running"} for request in self.requests]
+        return live[page.first :][: page.most], len(live)
+
+    views: tuple[bytes, ...] = ()
+    """What a viewer sees, before the stream ends."""
+    viewers_error: Exception | None = None
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        if self.viewers_error is not None:
+            raise self.viewers_error
+        for view in self.views:
+            yield view
 
     @property
     def info(self) -> ModelInfo:
@@ -188,6 +202,9 @@ class FakeEngine:
         self.asked_room.append(priority)
         if self.full_up_to is not None and priority is not None and priority >= self.full_up_to:
             raise Overloaded("the queue is full", retry_after_s=3.0)
+
+    def forecast(self, terms: ServiceTerms) -> QueueForecast:
+        return QueueForecast(7, 2.5, "places") if terms.priority else QueueForecast(0, None, "step")
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
         return merged([self.generate(request) for request in requests])

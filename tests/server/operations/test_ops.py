@@ -104,7 +104,7 @@ async def test_metrics_are_one_page_of_known_series(client):
 
 
 async def test_live_requests_are_listed_only_where_the_operator_wants_it(engine, client):
-    assert (await client.get("/admin/requests")).json() == {"requests": []}
+    assert (await client.get("/admin/requests")).json() == {"requests": [], "total": 0}
     closed = build_app(FakeEngine(), Settings(enable_admin=False))
     async with connect(closed) as other:
         assert (await other.get("/admin/requests")).status_code == 404
@@ -156,3 +156,17 @@ async def test_the_page_has_the_names_that_the_operator_chose(names, shown):
         page = (await client.get("/metrics")).text
     prefixes = {family.name.partition(":")[0] for family in text_string_to_metric_families(page)}
     assert {prefix for prefix in prefixes if prefix in ("tokenyard", "vllm")} == shown
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("first=10000&limit=1000", 200),
+        ("limit=0", 200),
+        ("first=-1", 400),
+        ("limit=1001", 400),
+        ("first=٣", 400),
+    ],
+)
+async def test_live_requests_come_in_pages(client, query: str, status: int) -> None:
+    assert (await client.get(f"/admin/requests?{query}")).status_code == status
