@@ -9,7 +9,7 @@ client = Anthropic(base_url=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), a
 asked = {
     "model": "tokenyard-demo",
     "max_tokens": 30,
-    "temperature": 0,
+    "extra_body": {"temperature": 0},
     "messages": [{"role": "user", "content": "Count from 3 to 8."}],
 }
 tool = {
