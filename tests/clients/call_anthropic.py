@@ -16,11 +16,12 @@ tool = {
     "name": "weather",
     "input_schema": {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]},
 }
+one = {"type": "any", "disable_parallel_tool_use": True}
 whole = client.messages.create(**asked)
 with client.messages.stream(**asked) as stream:
     pieces = list(stream.text_stream)
     streamed = stream.get_final_message()
-with client.messages.stream(**asked, tools=[tool], tool_choice={"type": "any"}) as stream:
+with client.messages.stream(**asked, tools=[tool], tool_choice=one) as stream:
     called = stream.get_final_message()
 count = client.messages.count_tokens(model=asked["model"], messages=asked["messages"])
 try:
