@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, and what Ollama's clients ask about models: /api/tags, /api/show, /api/version.
+"""POST /api/chat and /api/generate, and the model described: GET /api/tags, POST /api/show, GET /api/version.
 
 Owns: the way from body to reply, and the description of the served model.
 Never: rendering or generating: that is the chat path, step for step.
@@ -36,8 +36,8 @@ from server.ollama.ollama_models import (
     OllamaVersion,
 )
 from server.ollama.ollama_protocol import (
-    OLLAMA_CHAT_REFUSALS,
-    OLLAMA_GENERATE_REFUSALS,
+    PROMPT_REFUSALS,
+    TURN_REFUSALS,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
@@ -59,8 +59,8 @@ router = APIRouter()
 ENDPOINT = Endpoint(
     router=router,
     requests={
-        OllamaChatRequest: OLLAMA_CHAT_REFUSALS,
-        OllamaGenerateRequest: OLLAMA_GENERATE_REFUSALS,
+        OllamaChatRequest: TURN_REFUSALS,
+        OllamaGenerateRequest: PROMPT_REFUSALS,
         OllamaShowRequest: (),
     },
     operations={_CHAT: "chat", _GENERATE: "generate_content"},
@@ -71,16 +71,14 @@ ENDPOINT = Endpoint(
 @router.post(_CHAT, **_documentation(OllamaReply, request=OllamaChatRequest))
 async def chat_in_lines(request: Request) -> Response:
     """Answer a conversation in Ollama's words: a line of JSON for each piece, unless `stream` is false."""
-    body, origin = await read_call(request, OllamaChatRequest, OLLAMA_CHAT_REFUSALS, reply_id=_reply_id())
+    body, origin = await read_call(request, OllamaChatRequest, TURN_REFUSALS, reply_id=_reply_id())
     return await _answer(request, body, origin, is_empty=not body.messages)
 
 
 @router.post(_GENERATE, **_documentation(OllamaReply, request=OllamaGenerateRequest))
 async def generate_in_lines(request: Request) -> Response:
     """Answer one prompt, by the chat template."""
-    body, origin = await read_call(
-        request, OllamaGenerateRequest, OLLAMA_GENERATE_REFUSALS, reply_id=_reply_id()
-    )
+    body, origin = await read_call(request, OllamaGenerateRequest, PROMPT_REFUSALS, reply_id=_reply_id())
     return await _answer(request, body, origin, is_empty=not body.prompt)
 
 

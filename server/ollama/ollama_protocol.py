@@ -15,9 +15,9 @@ from server.generate.protocol import INT32_MAX, Penalty, Seed, ServiceFields, St
 from server.generate.structured_output import Schema
 from server.wire_model import WireModel
 
-OLLAMA_CHAT_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
-OLLAMA_GENERATE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
-    **OLLAMA_CHAT_REFUSALS,
+TURN_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
+PROMPT_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
+    **TURN_REFUSALS,
     "context": ([],),
     "images": ([],),
     "raw": (False,),

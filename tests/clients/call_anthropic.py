@@ -21,7 +21,7 @@ whole = client.messages.create(**asked)
 with client.messages.stream(**asked) as stream:
     pieces = list(stream.text_stream)
     streamed = stream.get_final_message()
-with client.messages.stream(**asked, tools=[tool], tool_choice=one) as stream:
+with client.messages.stream(**{**asked, "max_tokens": 100}, tools=[tool], tool_choice=one) as stream:
     called = stream.get_final_message()
 count = client.messages.count_tokens(model=asked["model"], messages=asked["messages"])
 try:

@@ -1,4 +1,4 @@
-"""LiteLLM, LangChain and the Node SDK take us for OpenAI, and Anthropic's SDK takes us for Anthropic."""
+"""Other clients take us for OpenAI, Anthropic's for Anthropic, Ollama's for Ollama."""
 
 import shutil
 
@@ -27,6 +27,15 @@ def test_anthropics_sdk_streams_what_it_gets_whole_and_reads_calls_and_errors(se
     assert said["unit"] in ("C", "F")
     assert said["num_counted"] > 0
     assert said["refusal"] == ["NotFoundError", "not_found_error"]
+
+
+def test_ollamas_client_streams_what_it_gets_whole_and_finds_the_model(server, python):
+    said = run(python, HERE / "call_ollama.py", url=server.url)
+    assert said["whole"] == said["streamed"] == said["generated"] == "3, 4, 5, 6, 7, 8"
+    assert said["num_tokens"][0] == said["num_tokens"][1] > 0
+    assert said["models"] == ["tokenyard-demo"]
+    assert "completion" in said["capabilities"]
+    assert said["status"] == 404
 
 
 def test_the_node_sdk_streams_fails_and_aborts_as_with_openai(server, node):

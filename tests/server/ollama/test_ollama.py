@@ -54,14 +54,8 @@ async def test_a_chat_comes_in_lines_and_adds_up_to_the_whole_reply(client, thin
 
 
 async def test_options_and_format_become_sampling_parameters(client, engine):
-    options = {
-        "temperature": 0.25,
-        "repeat_penalty": 1.5,
-        "seed": 7,
-        "num_predict": 3,
-        "stop": ["x"],
-        "num_ctx": 9,
-    }
+    options = {"temperature": 0.25, "repeat_penalty": 1.5, "seed": 7, "num_predict": 3, "stop": ["x"]}
+    options["num_ctx"] = 9  # for Ollama's own engine
     body = {"model": "fake", "prompt": "hi", "system": "be brief", "options": options, "format": "json"}
     found = lines(await client.post(GENERATE, json=body))
     (request,) = engine.requests
