@@ -173,6 +173,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             gpu_kernels=options.gpu_kernels,
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
+            quantize_head=options.quantize_head,
+            activations=options.activations,
             num_threads=options.num_threads,
         ),
     )
