@@ -64,6 +64,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Not at the top: importing torch takes seconds, and the first message should leave before.
     from worker.attention.interface import num_layers_begun
+    from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker import Worker
     from worker.worker_errors import StartupError
 
@@ -79,7 +80,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     scheduler = Scheduler(scheduler_config(config.scheduler, facts))
     checked = CheckedWorker(worker, vocab_size=facts.vocab_size)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
-    pulse = StepPulse(directory, num_layers_begun)
+    pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
     pulse.start()
     try:
         loop.run()
