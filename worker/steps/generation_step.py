@@ -157,7 +157,7 @@ class _PendingStep:
         if not (result.failed or result.logprobs or self._known.failures):
             tokens = dict(zip(self._sequence_ids, zip(result.token_ids, strict=True), strict=True))
             return replace(self._known, token_ids=tokens)
-        failures, unfit = dict(self._known.failures), {}
+        failures, unfit = dict(self._known.failures), dict[SequenceId, str]()
         for index, reason in result.failed.items():
             (unfit if index in result.unfit else failures)[self._sequence_ids[index]] = reason
         ended = {*failures, *unfit}
