@@ -394,7 +394,7 @@ def test_of_many_choices_that_grow_dear_at_one_token_a_few_are_computed_and_no_n
     dear, modest = _rows(clock, [0.03] * 128, name=1), _rows(clock, [0.0005] * 100, name=2)
     grammars.begin_step()
     grammars.bitmasks([*dear, *modest])
-    budget = 0.06 * min(8, os.cpu_count() or 1)
+    budget = 0.03 * min(8, os.cpu_count() or 1)
     assert num_masks(dear) <= budget / 0.03 + 10  # and one more for each thread
     assert sum(bool(row.failure) for row in dear) == 128 - num_masks(dear)
     assert num_masks(modest) == 100
@@ -430,7 +430,7 @@ def test_the_masks_of_a_step_have_one_budget_in_however_many_parts_they_are_comp
     grammars.begin_step()
     for part in range(0, 64, 4):
         grammars.bitmasks(rows[part : part + 4])
-    assert num_masks(rows) <= 0.06 * min(8, os.cpu_count() or 1) / 0.03 + 12
+    assert num_masks(rows) <= 0.03 * min(8, os.cpu_count() or 1) / 0.03 + 12
 
 
 def test_masks_count_as_progress(clock: _Clock, grammars: Grammars) -> None:

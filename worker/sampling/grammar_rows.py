@@ -66,7 +66,7 @@ class RowGrammar:
             if self._matcher is not None:
                 began_s = time.thread_time()
                 self._matcher.consume_token(token_id)
-                self.account.pay_extra(time.thread_time() - began_s)
+                self.account.advance_s = time.thread_time() - began_s
         else:
             self.is_active = token_id == self._begins_after
 
@@ -186,9 +186,7 @@ class Grammars:
             _num_masks_begun += 1
             began_s = time.thread_time()
             matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
-            cost_s = time.thread_time() - began_s
-            row.account.pay_mask(cost_s)
-            self._step.pay(row.name, cost_s)
+            self._step.pay(row.name, row.account.pay_mask(time.thread_time() - began_s))
             if time.monotonic() > until_s:
                 return
 

@@ -14,7 +14,7 @@ TOKEN_ALLOWANCE_S = 0.005
 """Seconds that each token adds to what a row may spend. A usual schema takes a hundredth of it."""
 MAX_OVERDRAFT_S = 0.05
 """Seconds by which a row may exceed its allowance: one very dear mask, or ten of twice the allowance."""
-MAX_STEP_S = 0.06
+MAX_STEP_S = 0.03
 """Seconds for all masks of a step, for each thread. Beyond, only modest rows get theirs."""
 MODEST_S = 0.001
 """Seconds below which a mask is never refused: 256 of them are computed by two threads in 0.13 s."""
@@ -27,6 +27,8 @@ class RowAccount:
 
     average_s: float = 0.0
     """Per token, the newest ones weighing most."""
+    advance_s: float = 0.0
+    """Seconds that advancing by the last token took; they count with the next mask."""
     overdraft_s: float = 0.0
     """Seconds beyond the allowance, of which each cheap token pays back a little."""
 
@@ -34,14 +36,12 @@ class RowAccount:
     def is_overdrawn(self) -> bool:
         return self.overdraft_s > MAX_OVERDRAFT_S
 
-    def pay_mask(self, cost_s: float) -> None:
-        """Take in the cost of a token's mask."""
+    def pay_mask(self, mask_s: float) -> float:
+        """Take in the cost of a token's mask; return that of the whole token."""
+        cost_s, self.advance_s = mask_s + self.advance_s, 0.0
         self.average_s += _NEWEST_SHARE * (cost_s - self.average_s)
         self.overdraft_s = max(0.0, self.overdraft_s + cost_s - TOKEN_ALLOWANCE_S)
-
-    def pay_extra(self, cost_s: float) -> None:
-        """Take in a cost that comes beside a mask: that of advancing by a token."""
-        self.overdraft_s += cost_s
+        return cost_s
 
 
 class StepAccount:
