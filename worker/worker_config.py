@@ -27,7 +27,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     """Context window. None takes the checkpoint's own, cut to the size of the KV cache."""
     block_size: int | None = None
-    """Tokens per KV block. None: 16 on CUDA, 32 on CPU (docs/decisions/0006-block-size.md)."""
+    """Tokens per KV block, 1 to 1024. None: the device's default (worker/devices/device.py)."""
     num_blocks: int | None = None
     """Blocks that sequences can use; the padding block is extra. None measures free memory."""
     gpu_memory_utilization: float = 0.9
@@ -45,7 +45,12 @@ class WorkerConfig:
     enforce_eager: bool = False
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
-    """int8 keeps the layers' weights as integers with a scale for each output. CPU kernels only."""
+    """int8 keeps the layers' weights as integers with a scale for each output; int4 as integers of four bits
+    with a scale for each 32 of them. CPU kernels only."""
+    quantize_head: str = "none"
+    """int8 keeps the output layer so. CPU kernels only."""
+    activations: str = "none"
+    """int8 rounds each row before it is multiplied by codes in groups. CPU kernels only."""
     num_threads: int | None = None
     """Compute threads on CPU. None: one per physical core that this process may use."""
 

@@ -1,8 +1,8 @@
-"""Mixtures of experts: what they consist of, and modules of our own in the place of transformers'.
+"""Mixtures of experts: their parts, and modules of our own in the place of transformers'.
 
-Owns: the reading of an experts module (those that declare their layout, as transformers' experts interface
-asks), the gate found by its values, and a trial of each kind on the module's own weights.
-Never: the router, or the products (cpu/experts.py, gpu/experts.py).
+Owns: the reading of experts modules that declare their layout, as transformers' experts interface asks; the
+gate, found by its values; and a trial of each kind on the module's own weights.
+Never: the router, or the products (cpu/cpu_experts.py, gpu/triton_experts.py).
 
 Shapes: T tokens, K experts per token, E experts, H numbers of a hidden state, I gates of an expert.
 """
@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.model.layer_parts import Activation, Unrecognised
+from worker.model.layer_parts import GateActivation, Unrecognised
+from worker.model.linear import Linear, PlainWeight, merge
 
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
 _NUM_TOKENS = 5
@@ -27,12 +28,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Gate(NamedTuple):
-    """What a gate and what it weighs go through: act(min(gate, limit)) * (up within +-limit, + up_offset).
+    """The function of a gate and its up: act(min(gate, limit)) * (up within +-limit, + up_offset).
 
     The activation is SILU, its exponent scaled by `alpha`, or GELU_TANH.
     """
 
-    activation: Activation
+    activation: GateActivation
     alpha: float = 1.0
     limit: float = float("inf")
     up_offset: float = 0.0
@@ -43,7 +44,7 @@ class Gate(NamedTuple):
 
     @property
     def is_gelu(self) -> bool:
-        return self.activation is Activation.GELU_TANH
+        return self.activation is GateActivation.GELU_TANH
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit) + self.up_offset
@@ -52,8 +53,27 @@ class Gate(NamedTuple):
         return gate * torch.sigmoid(self.alpha * gate) * up
 
 
+class ExpertLinears(Protocol):
+    """The experts of a layer, each as two linear layers with the gate between them."""
+
+    @property
+    def gate(self) -> Gate: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    def gate_up(self, expert: int) -> Linear:
+        """Return the merged gates and ups of one expert: all gates, then all ups."""
+
+    def down(self, expert: int) -> Linear:
+        """Return the way down of one expert."""
+
+
 class Experts(NamedTuple):
-    """The weights of all experts of a layer; views of any strides, whatever the layout was."""
+    """The plain weights of all experts of a layer; views of any strides, whatever the layout was.
+
+    See ExpertLinears.
+    """
 
     gate_ENH: Tensor
     """[E, I, H]"""
@@ -65,10 +85,27 @@ class Experts(NamedTuple):
     down_bias_EH: Tensor | None
     gate: Gate
 
+    @property
+    def num_experts(self) -> int:
+        return len(self.down_EHI)
+
+    def gate_up(self, expert: int) -> Linear:
+        """Return the merged gates and ups of one expert, copied."""
+        parts = ((self.gate_ENH, self.gate_bias_EN), (self.up_ENH, self.up_bias_EN))
+        return merge([_linear(weights_ENK[expert], biases, expert) for weights_ENK, biases in parts])
+
+    def down(self, expert: int) -> Linear:
+        """Return the way down of one expert, copied where it is transposed."""
+        return _linear(self.down_EHI[expert].contiguous(), self.down_bias_EH, expert)
+
+
+def _linear(weight_NK: Tensor, bias_EN: Tensor | None, expert: int) -> Linear:
+    return Linear.of(PlainWeight(weight_NK), None if bias_EN is None else bias_EN[expert])
+
 
 @dataclass(slots=True)
 class ReplacedExperts:
-    """How many layers have experts, of how many they were replaced, and why not."""
+    """The number of layers with experts, of those replaced, and why others were not."""
 
     num_found: int = 0
     num_replaced: int = 0
@@ -76,14 +113,27 @@ class ReplacedExperts:
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of all experts that declare their layout."""
+    """Yield names and modules of all experts that declare their layout, or have `as_experts`."""
     for name, module in model.named_modules():
-        if all(hasattr(module, attribute) for attribute in _LAYOUT):
+        if declares_layout(module) or hasattr(module, "as_experts"):
             yield name, module
 
 
-def read_experts(module: Any) -> Experts:
+def declares_layout(module: nn.Module) -> bool:
+    """Tell whether it is a module of transformers' experts interface, with plain weights."""
+    return all(hasattr(module, attribute) for attribute in _LAYOUT)
+
+
+def read_experts(module: Any) -> ExpertLinears:
     """Take experts apart without copying their weights. Raises Unrecognised."""
+    if hasattr(module, "as_experts"):
+        found: ExpertLinears = module.as_experts()
+        return found
+    return read_plain_experts(module)
+
+
+def read_plain_experts(module: Any) -> Experts:
+    """Take experts apart that declare their layout. Raises Unrecognised."""
     if not module.has_gate:
         raise Unrecognised("its experts have no gates")
     if getattr(module, "has_post_expert_norm", False):
@@ -96,22 +146,22 @@ def read_experts(module: Any) -> Experts:
     if module.has_bias:
         gate_bias, up_bias = _gates_and_ups(module, module.gate_up_proj_bias.detach())
         down_bias = module.down_proj_bias.detach()
-    return Experts(gate_ENH, up_ENH, gate_bias, up_bias, down, down_bias, _find_gate(module))
+    return Experts(gate_ENH, up_ENH, gate_bias, up_bias, down, down_bias, find_gate(module))
 
 
 def _gates_and_ups(module: Any, merged: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves of dimension 1, or the even and the odd."""
+    """Split dimension 1 into halves, or into the even and the odd."""
     if module.is_concatenated:
         gates, ups = merged.chunk(2, dim=1)
         return gates, ups
     return merged[:, ::2], merged[:, 1::2]
 
 
-def _find_gate(module: Any) -> Gate:
+def find_gate(module: Any) -> Gate:
     """Recognise the gate by its values, with the numbers that the module has for limits and the like."""
     apply_gate = getattr(module, "_apply_gate", None)
     if apply_gate is None:
-        raise Unrecognised("its experts do not tell their gate")
+        raise Unrecognised("its experts do not show their gate")
     points = torch.tensor(
         [-120.0, -30.0, -9.0, -2.5, -0.7, -0.04, 0.0, 0.02, 0.3, 1.9, 6.5, 12.0, 40.0, 150.0]
     )
@@ -121,34 +171,35 @@ def _find_gate(module: Any) -> Gate:
     found = apply_gate(merged)[0]
     floats = [value for value in vars(module).values() if type(value) is float and value > 0]
     numbers = [float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0]
-    kinds = [Gate(Activation.GELU_TANH)]
+    kinds = [Gate(GateActivation.GELU_TANH)]
     for alpha, limit, offset in product((1.0, *floats), (float("inf"), *numbers), (0.0, 1.0)):
-        kinds.append(Gate(Activation.SILU, alpha, limit, offset))
+        kinds.append(Gate(GateActivation.SILU, alpha, limit, offset))
     for gate in kinds:
         if torch.allclose(found, gate(gates, ups), rtol=1e-4, atol=1e-5):
             return gate
     raise Unrecognised("its experts have a gate of their own")
 
 
-def check_experts(ours: nn.Module, module: Any) -> None:
+def check_experts(ours: nn.Module, module: Any, experts: ExpertLinears) -> None:
     """Compute some tokens both ways. Raises Unrecognised if they differ."""
-    weight: Tensor = module.down_proj
+    down = experts.down(0)
+    dtype: torch.dtype = module.down_proj.dtype if declares_layout(module) else module.dtype
     generator = torch.Generator().manual_seed(_SEED)
-    num_experts, hidden_size = weight.shape[0], weight.shape[1 if not module.is_transposed else 2]
-    num_chosen = min(4, num_experts)
-    scores_TE = torch.rand((_NUM_TOKENS, num_experts), generator=generator).to(weight.device)
+    num_chosen = min(4, experts.num_experts)
+    device = down.weight.device
+    scores_TE = torch.rand((_NUM_TOKENS, experts.num_experts), generator=generator).to(device)
     scores_TK, ids_TK = scores_TE.topk(num_chosen)
-    hidden_TH = torch.randn((_NUM_TOKENS, hidden_size), generator=generator).to(weight)
+    hidden_TH = torch.randn((_NUM_TOKENS, down.num_outputs), generator=generator).to(device, dtype)
     with torch.inference_mode():
-        expected_TH = module(hidden_TH.clone(), ids_TK, scores_TK.to(weight.dtype)).float()
-        found_TH = ours(hidden_TH, ids_TK, scores_TK.to(weight.dtype)).float()
+        expected_TH = module(hidden_TH.clone(), ids_TK, scores_TK.to(dtype)).float()
+        found_TH = ours(hidden_TH, ids_TK, scores_TK.to(dtype)).float()
     errors = (found_TH - expected_TH).norm(dim=-1) / expected_TH.norm(dim=-1)
     error = float(errors.max().nan_to_num(torch.inf))
-    if error > _TOLERANCE[weight.dtype]:
+    if error > _TOLERANCE[dtype]:
         raise Unrecognised(f"its experts compute something else (error {error:.1e})")
 
 
-def replace_experts(model: nn.Module, make: Callable[[Experts], nn.Module]) -> ReplacedExperts:
+def replace_experts(model: nn.Module, make: Callable[[ExpertLinears], nn.Module]) -> ReplacedExperts:
     """Put modules of our own in the place of experts that compute the same.
 
     `make` may raise Unrecognised. Weights may move: each layer's old ones are freed before the next.
@@ -158,8 +209,9 @@ def replace_experts(model: nn.Module, make: Callable[[Experts], nn.Module]) -> R
         module = model.get_submodule(name)
         done.num_found += 1
         try:
-            ours = make(read_experts(module))
-            check_experts(ours, module)
+            experts = read_experts(module)
+            ours = make(experts)
+            check_experts(ours, module, experts)
         except Unrecognised as unusual:
             done.reasons[str(unusual)] += 1
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:

@@ -1,0 +1,70 @@
+"""AsyncEngine over a real engine process with a tiny model."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.errors import EngineUnavailable, Overloaded
+from engine.frontend.client import AsyncEngine
+from engine.options.engine_config import resolve
+from engine.options.option_sources import read_options
+from engine.types import EngineState, FinishReason, GenerationRequest, Page, SamplingParams
+
+
+def make_engine(folder: Path, **options: str) -> AsyncEngine:
+    config, _ = resolve(read_options({"model": str(folder), **options}, {}), environment={})
+    return AsyncEngine(config)
+
+
+def request(name: str, *, max_tokens: int = 400, n: int = 1) -> GenerationRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerationRequest(request_id=name, prompt_token_ids=(5, 6, 7), params=params, n=n)
+
+
+async def finish_reasons(engine: AsyncEngine, name: str, **changes: int) -> list[FinishReason]:
+    outputs = [output async for _, output in engine.generate_all([request(name, **changes)])]
+    return [output.finish_reason for output in outputs if output.finish_reason is not None]
+
+
+async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model, max_queued_requests="4")
+    with pytest.raises(EngineUnavailable, match="not loaded"):
+        _ = engine.info
+    engine.start()
+    assert engine.health().state is EngineState.LOADING
+    with pytest.raises(EngineUnavailable, match="loading"):
+        await finish_reasons(engine, "too early")
+    info = await engine.ready()
+    assert info.served_names == ("tiny",)
+    assert engine.health().is_ready
+
+    assert await finish_reasons(engine, "n", max_tokens=5, n=3) == [FinishReason.LENGTH] * 3
+
+    aborted = asyncio.create_task(finish_reasons(engine, "abort me"))
+    await asyncio.sleep(0.05)
+    await engine.abort("abort me")
+    assert await aborted == [FinishReason.ABORTED]
+
+    left = engine.generate_all([request("left alone")])
+    await anext(left)
+    await left.aclose()
+    assert await engine.explain(Page(0, 9)) == ([], 0)
+
+    crowd = asyncio.ensure_future(finish_reasons(engine, "crowd", max_tokens=5, n=4))
+    await asyncio.sleep(0)
+    two = engine.generate_all([request("a", n=1), request("b", n=1)])
+    with pytest.raises(Overloaded):
+        await anext(two)
+    assert await crowd == [FinishReason.LENGTH] * 4
+    assert await engine.explain(Page(0, 9)) == ([], 0), "together or not at all"
+
+    cut_off = asyncio.create_task(finish_reasons(engine, "cut off"))
+    await asyncio.sleep(0.05)
+    assert not await engine.drain(timeout_s=0.01)
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        await cut_off
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        await finish_reasons(engine, "too late")
+    await engine.close()
+    assert engine.pid is None

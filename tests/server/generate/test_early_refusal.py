@@ -1,0 +1,90 @@
+"""A full queue is asked before a body is read, and again before its text is tokenized."""
+
+import hashlib
+
+import pytest
+
+from engine.errors import Overloaded
+from engine.options.api_keys import ApiKey
+from server.access.key_ring import KeyRing
+from server.app import build_app
+from tests.server.conftest import Settings, connect
+
+BODIES = {
+    "/v1/completions": {"prompt": "abc", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+}
+QUEUED_PATHS = (*BODIES, "/v1/embeddings", "/v1/score", "/v1/rerank")
+
+
+def full_for_all(engine, monkeypatch):
+    def refuse(priority):
+        engine.asked_room.append(priority)
+        raise Overloaded("the queue is full", retry_after_s=3.0)
+
+    monkeypatch.setattr(engine, "require_room", refuse)
+
+
+@pytest.mark.parametrize("path", QUEUED_PATHS)
+async def test_when_nobody_would_give_way_the_body_is_not_looked_at(client, engine, monkeypatch, path):
+    full_for_all(engine, monkeypatch)
+    reply = await client.post(path, content=b"no JSON at all")
+    assert reply.status_code == 429
+    assert reply.json()["error"]["code"] == "server_overloaded"
+    assert reply.headers["retry-after"] == "3"
+    assert engine.asked_room == [None]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_what_does_not_wait_in_the_queue_is_served(client, engine, monkeypatch, path):
+    full_for_all(engine, monkeypatch)
+    reply = await client.post(path, json={"prompt": "x"} if path == "/tokenize" else {"tokens": [65]})
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_priority_in_the_body_decides_before_anything_is_tokenized(client, engine, path):
+    engine.full_up_to = 5
+    refused = await client.post(path, json={**BODIES[path], "priority": 5})
+    assert refused.status_code == 429
+    assert engine.requests == engine.chats == []
+    served = await client.post(path, json={**BODIES[path], "priority": 4})
+    assert served.status_code == 200
+    assert engine.asked_room == [None, 5, None, 4]
+
+
+async def test_a_priority_in_a_header_decides_before_the_body_is_read(client, engine):
+    engine.full_up_to = 5
+    refused = await client.post(
+        "/v1/completions", content=b"no JSON at all", headers={"x-tokenyard-priority": "5"}
+    )
+    assert refused.status_code == 429
+    urgent = {"x-tokenyard-priority": "-1"}
+    served = await client.post("/v1/completions", json={"prompt": "abc", "priority": 9}, headers=urgent)
+    assert served.status_code == 200
+    assert engine.asked_room == [5, -1, -1]
+
+
+async def test_a_key_that_may_not_be_urgent_is_refused_without_its_body(engine):
+    engine.full_up_to = 0
+    key = ApiKey(name="team", digest=hashlib.sha256(b"word").digest(), most_urgent_priority=0)
+    app = build_app(engine, Settings(), keys=KeyRing([key]))
+    async with connect(app) as client:
+        headers = {"authorization": "Bearer word"}
+        reply = await client.post("/v1/completions", content=b"no JSON at all", headers=headers)
+    assert reply.status_code == 429
+    assert engine.asked_room == [0]
+
+
+async def test_a_client_that_asks_gets_its_place_in_the_queue_with_the_reply(client) -> None:
+    body = {"prompt": "x", "priority": 1}
+    reply = await client.post("/v1/completions", json=body, headers={"x-tokenyard-forecast": "1"})
+    assert reply.status_code == 200
+    assert reply.headers["x-tokenyard-sequences-ahead"] == "7"
+    assert reply.headers["x-tokenyard-wait-reason"] == "places"
+    assert reply.headers["x-tokenyard-expected-start"] == "2.500"
+    silent = await client.post("/v1/completions", json=body)
+    assert "x-tokenyard-sequences-ahead" not in silent.headers
+    odd = await client.post("/v1/completions", json=body, headers={"x-tokenyard-forecast": "soon"})
+    assert odd.status_code == 400
