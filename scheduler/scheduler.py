@@ -407,6 +407,8 @@ class Scheduler:
         sequence_id = seq.sequence_id
         if sequence_id in result.failures:
             self._fail(seq, result.failures[sequence_id])
+        elif sequence_id in result.unfit:
+            self._finish(seq, FinishReason.UNFIT, result.unfit[sequence_id])
         elif share.samples and sequence_id in result.pooled:
             self._take_pooled(seq, result.pooled[sequence_id])
         elif share.samples:
