@@ -28,6 +28,7 @@ from worker.worker_config import ModelFacts, PoolingFacts
 
 __all__ = [
     "ChatOptions",
+    "EngineLoad",
     "EngineState",
     "FinishReason",
     "GenerationRequest",
@@ -203,6 +204,18 @@ class ChatOptions:
     """Variables from the caller, such as `enable_thinking`. The template must read each of them."""
     template_hints: dict[str, Any] = field(default_factory=dict)
     """Variables that are ignored by a template that does not read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The work that the engine has now."""
+
+    num_requests: int
+    """Requests that are admitted and not over."""
+    num_waiting: int
+    """Sequences that wait for a place or for memory."""
+    kv_cache_usage: float
+    """Share of the blocks in use, 0 to 1."""
 
 
 class EngineState(StrEnum):

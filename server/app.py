@@ -24,7 +24,17 @@ from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
-from server.endpoints import ADMIN, KEYLESS_PATHS, OPEN_PATHS, OPENAPI_PATH, PAGE, PUBLIC, ROUTES, YARD
+from server.endpoints import (
+    ADMIN,
+    ERROR_SHAPES,
+    KEYLESS_PATHS,
+    OPEN_PATHS,
+    OPENAPI_PATH,
+    PAGE,
+    PUBLIC,
+    ROUTES,
+    YARD,
+)
 from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
 from server.http.body_limit import BodyLimit
@@ -120,7 +130,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
             ),
             *_cors(settings.edge.cors_origins),
             Middleware(LastReplies, health=edge.engine.health),
-            Middleware(ErrorBoundary, count=edge.metrics.count_error),
+            Middleware(ErrorBoundary, count=edge.metrics.count_error, shapes=ERROR_SHAPES),
             Middleware(ReservedPlaces, open_paths=OPEN_PATHS),
             Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),
             Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),

@@ -7,10 +7,11 @@ Never: anything about one endpoint: its own module says that (server/http/endpoi
 
 from collections.abc import Iterable
 
+from server.anthropic import anthropic_messages
 from server.chat import chat
 from server.completions import completions
 from server.http.endpoint import Endpoint
-from server.operations import admin, models, ops, tokenization
+from server.operations import admin, invocations, models, ops, tokenization
 from server.page import page, yard
 from server.pooling import embeddings, scoring
 from server.responses import responses
@@ -24,6 +25,8 @@ PUBLIC: tuple[Endpoint, ...] = (
     tokenization.ENDPOINT,
     embeddings.ENDPOINT,
     scoring.ENDPOINT,
+    invocations.ENDPOINT,
+    anthropic_messages.ENDPOINT,
 )
 PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
 """The web page's own files."""
@@ -45,3 +48,5 @@ KEYLESS_PATHS = _union(each.keyless_paths for each in PAGE)
 BATCH_PATHS = _union(each.batch_paths for each in PUBLIC)
 OPERATIONS = {path: name for each in PUBLIC for path, name in each.operations.items()}
 """`gen_ai.operation.name` by path."""
+ERROR_SHAPES = {path: shape for each in PUBLIC for path, shape in each.error_shapes.items()}
+"""Shapes of errors by path; elsewhere OpenAI's."""

@@ -147,7 +147,7 @@ class ActiveRequests:
             if active.abort_cause is not None:
                 self._metrics.request_aborted(active.abort_cause)
                 active.request.journal.abort_cause = active.abort_cause
-        self._metrics.request_finished(time.monotonic() - active.arrived_s)
+        self._metrics.request_finished(time.monotonic() - active.arrived_s, active.timeline)
         if not self._by_id:
             self.is_empty.set()
 
@@ -303,6 +303,9 @@ class ActiveRequests:
             self._by_sequence.update(dict.fromkeys(active.choices, active))
             self.is_empty.clear()
             self._metrics.request_admitted(active.num_prompt_tokens)
+            if isinstance(active, ActiveText):
+                params = active.request.params
+                self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
         try:
             for active in admitted:
@@ -356,6 +359,8 @@ class ActiveRequests:
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:
+            active.started_s = active.arrived_s + start.queue_s
+            active.num_cached_tokens = start.num_cached_tokens
             active.request.journal.note_cached_tokens(start.num_cached_tokens)
         self._waiting.discard(active)
         active.num_unstarted -= 1
@@ -367,6 +372,8 @@ class ActiveRequests:
         self, active: AnyActive, choice: RequestChoice, num_tokens: int, now_s: float
     ) -> None:
         since_arrival_s = now_s - active.arrived_s
+        if active.first_token_s is None:
+            active.first_token_s = now_s
         self._metrics.first_token_arrived(num_tokens, since_arrival_s, active.request.terms.priority)
         active.request.journal.note_first_token(since_arrival_s)
         choice.last_token_s = now_s

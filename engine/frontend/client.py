@@ -36,6 +36,7 @@ from engine.text.tokenizer import SpecialTokens
 from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     GenerationRequest,
     Grammar,
     Health,
@@ -145,6 +146,10 @@ class AsyncEngine:
 
     def health(self) -> Health:
         return self._health.judge(now_s=time.monotonic())
+
+    def load(self) -> EngineLoad:
+        """Report the work that the engine has now."""
+        return self.metrics.load(len(self._requests))
 
     # Requests.
 

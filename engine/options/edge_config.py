@@ -75,6 +75,8 @@ class EdgeConfig:
 
     api_keys_file: str | None
     metrics_auth: bool
+    metric_names: str
+    """tokenyard, vllm or both."""
     admin_port: int | None
     """Port of the admin routes; None: no port of their own."""
     admin_host: str
@@ -102,6 +104,7 @@ def edge_config(options: Options) -> EdgeConfig:
     return EdgeConfig(
         api_keys_file=options.api_keys_file,
         metrics_auth=options.metrics_auth,
+        metric_names=options.metric_names,
         admin_port=options.admin_port,
         admin_host=options.admin_host,
         tls=tls,

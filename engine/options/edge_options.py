@@ -28,6 +28,13 @@ class EdgeOptions:
         "Ask for a key at /metrics too. Probes never need one.",
         default=False,
     )
+    metric_names: str = declared(
+        Group.SERVER,
+        Choice(words=("tokenyard", "vllm", "both")),
+        "Names on /metrics: Tokenyard's own, the `vllm:` names that boards and autoscalers know, or both, "
+        "which makes the page twice as long.",
+        default="both",
+    )
     admin_port: int | None = declared(
         Group.EDGE,
         Count(low=0, high=65535, metavar="PORT"),

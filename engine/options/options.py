@@ -250,10 +250,10 @@ class Options(EdgeOptions):
     )
     target_itl: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.0001, high=3600.0),
+        Duration(low=0.0, high=3600.0),
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
-        "Shorter makes streams smoother and first tokens later.",
-        open_default="steps are as large as --max-num-batched-tokens allows",
+        "Shorter makes streams smoother and first tokens later. 0 is no target.",
+        open_default="200ms, and half of each step to prefill where decodes alone take more than half of it",
         default=None,
     )
     batching: str = _option(
@@ -442,8 +442,8 @@ class Options(EdgeOptions):
         Group.SERVER,
         Duration(low=0.0, high=3600.0),
         "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
-        "the proxies' own limit; 0 sends none.",
-        default=15.0,
+        "the proxies' own limit, which is often 60 seconds; some clients cannot read comments. 0 sends none.",
+        default=45.0,
     )
     shutdown_timeout: float = _option(
         Group.SERVER,

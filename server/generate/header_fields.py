@@ -16,6 +16,8 @@ FORECAST_HEADER = "x-tokenyard-forecast"
 MAX_TENANT_CHARS = 256
 _MAX_NUMBER_CHARS = 64
 _FIELDS = {
+    # The name without a prefix, which other gateways set. Ours comes after it, and so wins.
+    "x-priority": "priority",
     "x-tokenyard-priority": "priority",
     "x-tokenyard-timeout": "timeout",
     "x-tokenyard-queue-timeout": "queue_timeout",

@@ -17,6 +17,7 @@ from engine.options.edge_config import EdgeConfig
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     GenerationRequest,
     Grammar,
     Health,
@@ -54,6 +55,7 @@ class Engine(Protocol):
     @property
     def info(self) -> ModelInfo: ...
     def health(self) -> Health: ...
+    def load(self) -> EngineLoad: ...
 
     # Text.
     async def encode(self, text: str) -> tuple[int, ...]: ...
@@ -111,7 +113,7 @@ class EdgeSettings(Protocol):
 class Patience:
     """Time limits for clients, and the number of their connections."""
 
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = 45.0
     """Silence after which a comment line is sent, so that no proxy takes the stream for dead; 0: none."""
     send_timeout_s: float = 30.0
     """Seconds in which a client may leave its socket full before its request is aborted."""

@@ -21,6 +21,7 @@ from tests.server.fake_engine import FakeEngine
 EDGE = EdgeConfig(
     api_keys_file=None,
     metrics_auth=False,
+    metric_names="both",
     admin_port=None,
     admin_host="127.0.0.1",
     tls=None,

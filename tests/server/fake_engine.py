@@ -16,6 +16,7 @@ from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, Request
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     EngineState,
     FinishReason,
     GenerationRequest,
@@ -117,6 +118,9 @@ class FakeEngine:
         if self.state.state is not EngineState.READY:
             raise EngineUnavailable("the model is loading", retry_after_s=2.5)
         return self.model_info
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_requests=len(self.requests), num_waiting=3, kv_cache_usage=0.25)
 
     def health(self) -> Health:
         return self.state

@@ -113,6 +113,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "max_queued_tokens": ("1M", 2**20),
     "max_body_size": ("1MB", 1_000_000),
     "strict_fields": ("on", True),
+    "metric_names": ("vllm", "vllm"),
     "stream_keep_alive": ("0", 0.0),
     "responses_store_size": ("0", 0),
     "responses_store_memory": ("1MiB", 2**20),
