@@ -4,18 +4,30 @@ from pathlib import Path
 
 from bench.simulate.fitted_step_time import LinearStepTime
 from engine.core.step_trace import StepTrace
-from engine.process_messages import StepTimes
+from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulingPolicy
+from scheduler.messages import SamplingParams, SequenceId, ServiceTerms
 from tests.fakes import make_sequence
 from tests.world import World, small_config
 
 MODEL = LinearStepTime(base_s=0.004, per_token_s=3e-5, per_decode_s=2e-5, per_context_token_s=1e-6)
 
 
+def arrival(sequence_id: SequenceId) -> AddRequest:
+    """A request as the trace notes it: by its sequences alone."""
+    return AddRequest(
+        sequence_ids=(sequence_id,),
+        prompt_token_ids=(1,),
+        params=SamplingParams(max_tokens=1, seed=0),
+        terms=ServiceTerms(),
+    )
+
+
 def write_trace(path: Path, world: World, *, max_steps: int = 200) -> None:
     """Run `world` to its end; each step takes what MODEL says."""
     trace = StepTrace(path)
-    trace.note_arrivals([seq.sequence_id for seq in world.scheduler.waiting_sequences()])
+    for seq in world.scheduler.waiting_sequences():
+        trace.note_arrivals(arrival(seq.sequence_id))
     execute_s = 0.0
     for _ in range(max_steps):
         if not world.scheduler.has_unfinished_requests:

@@ -13,6 +13,7 @@ from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SamplingParams, SchedulerOutput, SchedulerStats, SequenceId, ServiceTerms
 from scheduler.scheduler import Scheduler
+from tests.bench.traces import arrival
 from tests.fakes import make_sequence
 from tests.world import World, small_config
 
@@ -153,7 +154,7 @@ def test_a_full_disk_ends_the_trace_and_is_logged_once(
     with caplog.at_level(logging.ERROR):
         for second in range(5):
             record(trace, plan_of(3), now_s=10.0 * second)
-            trace.note_arrivals([SequenceId(second)])
+            trace.note_arrivals(arrival(SequenceId(second)))
         trace.close()
     assert [entry.getMessage().endswith("No space left on device") for entry in caplog.records] == [True]
     assert disk.is_closed
