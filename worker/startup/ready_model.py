@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 import transformers
+from torch import Tensor
 
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
@@ -25,7 +26,8 @@ from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
-from worker.model.quantization import quantization_of, refuse_quantization
+from worker.model.quantization import rounding_of
+from worker.model.quantized_layers import Codes, describe_codes, find_codes
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
@@ -69,7 +71,6 @@ def start_loaded(
 ) -> ReadyModel[AnyRunner]:
     """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
-
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
@@ -82,7 +83,6 @@ def start_loaded(
     host_pool = HostPool(config.swap_space_bytes // ranks.size, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
-
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = cache if ranks.size == 1 else _small_cache(device, whole_layout)
     backend: AttentionBackend = RefAttention(whole_cache, device)
@@ -95,10 +95,13 @@ def start_loaded(
         max_model_len=size.max_model_len,
     )
     expected = check.run()
+    stored_codes = find_codes(loaded.model)
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
+        check = replace(check, cache=cache, backend=backend)
+        surgery = _put_kernels(config, toolkit, check, stage, expected)
+    _log_codes(stored_codes, loaded)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -107,33 +110,6 @@ def start_loaded(
         toolkit=toolkit,
         surgery=surgery,
     )
-
-
-def _put_kernels(
-    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: torch.Tensor
-) -> Surgery:
-    """Replace layers, by the shards of this rank where there are several, and try them.
-
-    Raises StartupError.
-    """
-    with toolkit.refusing_kernels():
-        surgery = _operate(config, toolkit, check, stage)
-        check.run_again(check.backend, expected, tolerance=_tolerance(config))
-    return surgery
-
-
-def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
-    loaded = check.loaded
-    surgery = put_kernels_under(
-        loaded.model, toolkit, check.device, max_model_len=check.max_model_len, ranks=loaded.ranks
-    )
-    log.info("%s", surgery.describe())
-    _refuse_unquantized(config, surgery)
-    if loaded.ranks.size > 1:
-        _refuse_undivided(check, surgery)
-        move_weights(loaded.model, check.device, stage)
-        stage.enter(LoadPhase.WARMING_UP)
-    return surgery
 
 
 def _open_toolkit(
@@ -193,6 +169,31 @@ def _refuse_undivided(check: SelfCheck, surgery: Surgery) -> None:
         raise refuse_division(ranks.size, surgery.describe())
 
 
+def _log_codes(stored: dict[str, Codes], loaded: LoadedModel) -> None:
+    for line in describe_codes(stored, find_codes(loaded.model)):
+        log.info("%s", line)
+
+
+def _put_kernels(
+    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: Tensor
+) -> Surgery:
+    """Prove the kernels' products, and replace the layers that they compute the same. Raises StartupError."""
+    model = check.loaded.model
+    with toolkit.refusing_kernels():
+        toolkit.prove(model)
+        surgery = put_kernels_under(
+            model, toolkit, check.device, max_model_len=check.max_model_len, ranks=check.loaded.ranks
+        )
+        log.info("%s", surgery.describe())
+        _refuse_unquantized(config, surgery)
+        if check.loaded.ranks.size > 1:
+            _refuse_undivided(check, surgery)
+            move_weights(model, check.device, stage)
+            stage.enter(LoadPhase.WARMING_UP)
+        check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
+    return surgery
+
+
 def _largest_step(
     config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, checkpoint_len: int
 ) -> Callable[[], None]:
@@ -207,18 +208,12 @@ def _largest_step(
     return run
 
 
-def _tolerance(config: WorkerConfig) -> float | None:
-    """Return the error that quantization explains; None without any."""
-    quantization = quantization_of(config)
-    return None if quantization is None else quantization.tolerance
-
-
 def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
-    if surgery.num_fused == surgery.num_kept_mlps:
+    quantization = rounding_of(config).layers
+    if quantization is not None and surgery.num_fused == surgery.num_kept_mlps:
         weights = "the MLPs of this model" if surgery.num_fused else "this model"
-        refuse_quantization(
-            config,
-            f" has no effect on {weights} ({surgery.describe()})",
+        raise StartupError(
+            f"--quantization {quantization.word} has no effect on {weights} ({surgery.describe()})",
             fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
         )
 
