@@ -84,9 +84,8 @@ class Options(EdgeOptions):
     tensor_parallel_size: int = _option(
         Group.MODEL,
         Count(low=1, high=64, metavar="RANKS"),
-        "Processes that compute the model together, each with a part of every layer and of the KV cache, on "
-        "CPUs only. For machines with several memory nodes: a rank uses --num-threads threads, and ranks "
-        "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
+        "Processes that compute the model together, each with a part of every layer and --num-threads threads, "
+        "on CPUs only. For machines with several memory nodes: ranks wait for each other twice in a layer.",
         default=1,
     )
 

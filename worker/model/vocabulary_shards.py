@@ -20,11 +20,11 @@ class VocabularyShard(NamedTuple):
     """The tokens of one rank; the last ranks may have fewer than the others, or none."""
 
     num_tokens: int
-    """Of all ranks."""
+    """Tokens of all ranks."""
     first: int
     num_own: int
     num_padded: int
-    """Of the rank with most."""
+    """Tokens of the rank with most."""
 
 
 def shard_vocabulary(num_tokens: int, ranks: Ranks) -> VocabularyShard:
