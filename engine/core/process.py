@@ -68,6 +68,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Not at the top: importing torch takes seconds, and the first message should leave before.
     from worker.attention.interface import num_layers_begun
+    from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker_errors import StartupError
 
     worker, group = _open_worker(config, directory)
@@ -86,7 +87,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
         executor = group
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
-    pulse = StepPulse(directory, num_layers_begun)
+    pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
     pulse.start()
     try:
         loop.run()

@@ -347,12 +347,17 @@ def _check_ranks(options: Options) -> None:
         raise OptionError(
             f"{asked} with --device {options.device}", "it divides models on CPUs only", "use --device cpu"
         )
-    if options.quantization != "none":
-        raise OptionError(
-            f"{asked} with --quantization {options.quantization}",
-            "rounded weights are not divided among ranks",
-            "leave one of them out",
-        )
+    for key, word in (
+        ("--quantization", options.quantization),
+        ("--quantize-head", options.quantize_head),
+        ("--activations", options.activations),
+    ):
+        if word != "none":
+            raise OptionError(
+                f"{asked} with {key} {word}",
+                "rounded numbers are not divided among ranks",
+                "leave one of them out",
+            )
     if options.cpu_kernels == "off":
         raise OptionError(
             f"{asked} with --cpu-kernels off", "only layers of the CPU kernels are divided", "drop one"

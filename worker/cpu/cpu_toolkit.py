@@ -8,20 +8,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, randn
 
 from worker.attention.kv_cache import KVCache
 from worker.cpu.cpu_attention import CpuAttention, LayerAttention
 from worker.cpu.cpu_experts import PackedExperts
 from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_products import TAKEN, pack_linear
-from worker.cpu.cpu_proof import prove_products
+from worker.cpu.cpu_proof import prove_product, prove_products
 from worker.cpu.grouped_packing import Inputs
-from worker.cpu.native import Kernels, PackedWeight
+from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
-from worker.model.linear import Linear, linear_of
+from worker.model.linear import Linear, PlainWeight, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.model.quantized_layers import QuantizedLinear
@@ -31,6 +31,7 @@ from worker.model.vocabulary_shards import (
     shard_output,
     shard_vocabulary,
 )
+from worker.quantized.grouped_weight import GroupedWeight
 from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_errors import StartupError
 
@@ -38,6 +39,7 @@ ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device, Kernels], LayerAttentio
     "native": CpuAttention,
 }
 """The first serves unless another is named."""
+_EXAMPLE_INPUTS = 256
 _DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
 
 
@@ -116,7 +118,14 @@ class CpuToolkit:
 
     def prove(self, model: Any) -> None:
         """See Toolkit."""
-        is_rounded_so = self._quantization is not None and self._quantization.takes_int8_inputs
+        is_rounded_so = False
+        if self._quantization is not None:
+            plain = Linear.of(PlainWeight(randn(WIDEST_VECTOR, _EXAMPLE_INPUTS)))
+            example = self._quantization.quantize(plain).weight
+            is_rounded_so = isinstance(example, GroupedWeight)
+            if isinstance(example, GroupedWeight):
+                name = f"--quantization {self._quantization.word}"
+                prove_product(name, example, self._kernels, self._inputs)
         has_codes = prove_products(model, self._kernels, self._inputs)
         if self._inputs is Inputs.INT8 and not (has_codes or is_rounded_so):
             raise StartupError(

@@ -83,6 +83,7 @@ def start_loaded(
     host_pool = HostPool(config.swap_space_bytes // ranks.size, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
+
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = cache if ranks.size == 1 else _small_cache(device, whole_layout)
     backend: AttentionBackend = RefAttention(whole_cache, device)
@@ -99,9 +100,8 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        check = replace(check, cache=cache, backend=backend)
-        surgery = _put_kernels(config, toolkit, check, stage, expected)
-    _log_codes(stored_codes, loaded)
+        surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
+    _log_codes(loaded, stored_codes)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -110,6 +110,40 @@ def start_loaded(
         toolkit=toolkit,
         surgery=surgery,
     )
+
+
+def _log_codes(loaded: LoadedModel, stored: dict[str, Codes]) -> None:
+    """Log what computes with the weights that the checkpoint holds as codes."""
+    for line in describe_codes(stored, find_codes(loaded.model)):
+        log.info("%s", line)
+
+
+def _put_kernels(
+    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: Tensor
+) -> Surgery:
+    """Prove the products, replace layers, by the shards of this rank where there are several, and try them.
+
+    Raises StartupError.
+    """
+    with toolkit.refusing_kernels():
+        toolkit.prove(check.loaded.model)
+        surgery = _operate(config, toolkit, check, stage)
+        check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
+    return surgery
+
+
+def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
+    loaded = check.loaded
+    surgery = put_kernels_under(
+        loaded.model, toolkit, check.device, max_model_len=check.max_model_len, ranks=loaded.ranks
+    )
+    log.info("%s", surgery.describe())
+    _refuse_unquantized(config, surgery)
+    if loaded.ranks.size > 1:
+        _refuse_undivided(check, surgery)
+        move_weights(loaded.model, check.device, stage)
+        stage.enter(LoadPhase.WARMING_UP)
+    return surgery
 
 
 def _open_toolkit(
@@ -167,31 +201,6 @@ def _refuse_undivided(check: SelfCheck, surgery: Surgery) -> None:
     ranks.check_same("layers", surgery.describe())
     if surgery.num_fused < len(check.cache.layout.layers):
         raise refuse_division(ranks.size, surgery.describe())
-
-
-def _log_codes(stored: dict[str, Codes], loaded: LoadedModel) -> None:
-    for line in describe_codes(stored, find_codes(loaded.model)):
-        log.info("%s", line)
-
-
-def _put_kernels(
-    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: Tensor
-) -> Surgery:
-    """Prove the kernels' products, and replace the layers that they compute the same. Raises StartupError."""
-    model = check.loaded.model
-    with toolkit.refusing_kernels():
-        toolkit.prove(model)
-        surgery = put_kernels_under(
-            model, toolkit, check.device, max_model_len=check.max_model_len, ranks=check.loaded.ranks
-        )
-        log.info("%s", surgery.describe())
-        _refuse_unquantized(config, surgery)
-        if check.loaded.ranks.size > 1:
-            _refuse_undivided(check, surgery)
-            move_weights(model, check.device, stage)
-            stage.enter(LoadPhase.WARMING_UP)
-        check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
-    return surgery
 
 
 def _largest_step(
