@@ -222,11 +222,6 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     if config.num_ranks == 1:
         return
     asked = f"--tensor-parallel-size {config.num_ranks}"
-    if kind.quantization is not None:
-        raise StartupError(
-            f"{asked} does not divide quantized checkpoints",
-            fix="leave it out, or serve the model in bfloat16",
-        )
     if device.torch_device.type != "cpu":
         raise StartupError(
             f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
