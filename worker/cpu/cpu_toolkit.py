@@ -171,8 +171,8 @@ class CpuToolkit:
         """Pack a rank's part of the output layer, and divide an embedding that only looks up."""
         shard = shard_vocabulary(linear.num_outputs, self._ranks)
         embedding = model.get_input_embeddings()
-        weight = pack_linear(shard_output(linear, shard))
-        model.set_output_embeddings(DividedOutput(PackedLinear(weight, self._kernels), shard, self._ranks))
+        weight = pack_linear(shard_output(linear, shard), self._inputs)
+        model.set_output_embeddings(DividedOutput(PackedOutput(weight, self._kernels), shard, self._ranks))
         if type(embedding) is not nn.Embedding:
             return  # one that does more than look up stays whole
         rows = shard_vocabulary(embedding.num_embeddings, self._ranks)

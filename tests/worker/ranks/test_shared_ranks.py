@@ -1,0 +1,100 @@
+"""Ranks exchange sums, parts and numbers, here in the threads of one process."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.ranks.shared_page import PAGE_BYTES, make_page
+from worker.ranks.shared_ranks import SharedRanks
+from worker.worker_errors import StartupError
+
+SIZE = 3
+# None, one, some, exactly one part of the page, and more than two parts.
+LENGTHS = (0, 1, 576, 100_003, PAGE_BYTES // (2 * SIZE * 4), PAGE_BYTES // 8 + 5)
+
+Result = TypeVar("Result")
+
+
+@pytest.fixture(scope="module")
+def three() -> list[SharedRanks]:
+    try:
+        library = find_library() or build_library()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    page = make_page()
+    ranks = [SharedRanks(page, rank=rank, size=SIZE) for rank in range(SIZE)]
+    os.close(page)
+    for each in ranks:
+        each.join(library)
+    return ranks
+
+
+def together(three: list[SharedRanks], work: Callable[[SharedRanks], Result]) -> list[Result]:
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(work, three))
+
+
+def numbers_of(rank: int, length: int) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sums_are_added_in_the_order_of_ranks_with_the_same_bits_on_each(
+    three: list[SharedRanks], length: int
+) -> None:
+    def reduce(ranks: SharedRanks) -> torch.Tensor:
+        sums = numbers_of(ranks.rank, length)
+        ranks.reduce(sums)
+        return sums
+
+    expected = numbers_of(0, length)
+    for rank in range(1, SIZE):
+        expected = expected + numbers_of(rank, length)
+    for found in together(three, reduce):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 700])
+def test_rank_0_gets_the_parts_side_by_side(three: list[SharedRanks], num_rows: int) -> None:
+    parts = [numbers_of(rank, num_rows * 1001).view(num_rows, 1001) for rank in range(SIZE)]
+    first, *others = together(three, lambda ranks: ranks.gather(parts[ranks.rank]))
+    assert first is not None
+    assert torch.equal(first, torch.cat(parts, dim=1))
+    assert others == [None] * (SIZE - 1)
+
+
+def test_many_exchanges_of_different_kinds_stay_in_step(three: list[SharedRanks]) -> None:
+    def work(ranks: SharedRanks) -> list[int]:
+        found = []
+        for turn in range(300):
+            sums = torch.full((1 + turn % 7,), float(ranks.rank + turn))
+            ranks.reduce(sums)
+            found.append(int(sums[-1]))
+            found += ranks.broadcast([turn + 100 * ranks.rank] * (turn % 3))
+        return found
+
+    first, *others = together(three, work)
+    assert all(each == first for each in others)
+    assert first[:4] == [3, 6, 1, 9]
+
+
+def test_the_smallest_number_is_agreed_on(three: list[SharedRanks]) -> None:
+    assert together(three, lambda ranks: ranks.agree_min(90 - ranks.rank)) == [88] * SIZE
+
+
+def test_ranks_that_differ_are_refused_on_each_of_them(three: list[SharedRanks]) -> None:
+    together(three, lambda ranks: ranks.check_same("checkpoint", "the same on all"))
+
+    def differ(ranks: SharedRanks) -> str:
+        with pytest.raises(StartupError) as refusal:
+            ranks.check_same("checkpoint", "old" if ranks.rank == 2 else "new")
+        return refusal.value.what
+
+    first, _, last = together(three, differ)
+    assert first == "ranks 0 and 2 differ in checkpoint; on rank 0 it is: new"
+    assert last == "ranks 0 and 2 differ in checkpoint; on rank 2 it is: old"
