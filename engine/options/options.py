@@ -336,16 +336,24 @@ class Options(EdgeOptions):
     )
     tool_call_parser: str = _option(
         Group.SERVER,
-        Choice(words=("auto", "hermes", "llama3_json", "mistral", "json", "none")),
+        Choice(
+            words=(
+                *("auto", "hermes", "llama3_json", "llama4_json", "mistral", "granite", "phi4", "json"),
+                *("deepseek", "kimi_k2", "harmony", "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2"),
+                *("olmo3", "gemma4", "functiongemma", "generic", "none"),
+            )
+        ),
         "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
-        "template.",
+        "template; generic shows the tools in the prompt and lets a grammar keep to their schemas, for "
+        "models that were not trained to call, at the cost of a mask for each token; none refuses.",
         default="auto",
     )
     reasoning_parser: str = _option(
         Group.SERVER,
-        Choice(words=("auto", "think", "none")),
-        "think tells reasoning between <think> and </think> apart from the answer; auto does so if the "
-        "chat template or the tokenizer knows these marks.",
+        Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none")),
+        "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
+        "</think>, mistral [THINK], harmony the channels of gpt-oss. auto looks for the marks in the chat "
+        "template and the tokenizer.",
         default="auto",
     )
     max_queued_requests: int = _option(
