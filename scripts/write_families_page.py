@@ -2,8 +2,8 @@
 
     python scripts/write_families_page.py
 
-Owns: the lines between the two marks of that page. tests/worker/test_family_matrix.py tries the same families
-and fails where a row is stale.
+Owns: the lines between the two marks of that page. tests/worker/startup/test_family_matrix.py tries the
+same families and fails where a row is stale.
 Never: a word about a family that was not found by trying it.
 """
 

@@ -27,7 +27,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     """Context window. None takes the checkpoint's own, cut to the size of the KV cache."""
     block_size: int | None = None
-    """Tokens per KV block. None: 16 on CUDA, 32 on CPU (docs/decisions/0006-block-size.md)."""
+    """Tokens per KV block, 1 to 1024. None: the device's default (worker/devices/device.py)."""
     num_blocks: int | None = None
     """Blocks that sequences can use; the padding block is extra. None measures free memory."""
     gpu_memory_utilization: float = 0.9

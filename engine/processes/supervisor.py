@@ -22,9 +22,10 @@ from engine.processes.transport import ClientSide
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
-    # With the default, a thread that waits spins: one busy neighbour (our own API process) then makes
-    # a decode step 30 times slower; passive waiting costs 13 % on an idle machine. Measured on 2 cores,
-    # docs/decisions/0005-openmp-wait-policy.md.
+    # OpenMP's threads spin between two parallel regions by default, and a decode step on a CPU has more than
+    # a hundred. One busy neighbour (our own API process) then makes a step of 38 ms take 1,130 ms. Passive
+    # waiting takes 43 ms on the idle machine and 52 ms beside the neighbour (Qwen3-0.6B's shape, one
+    # sequence, 2 cores of a Zen 4). It must be set before torch is loaded; the operator's environment wins.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
 }

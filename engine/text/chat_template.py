@@ -4,7 +4,7 @@ Owns: finding the template, the sandbox it runs in, and the fault of a failure, 
 checkpoint's or the request's.
 Never: tokenizes; knows a model family; lets a request set the template's own variables.
 Source: the template language that `apply_chat_template` of Hugging Face transformers defines; its
-results are matched text for text (tests/engine/test_chat_template.py).
+results are matched text for text (tests/engine/text/test_chat_template.py).
 """
 
 import json

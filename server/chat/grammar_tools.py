@@ -49,7 +49,7 @@ def _grammar(*rules: str, body: dict[str, Any]) -> Grammar:
 
 
 class CallForm(StrEnum):
-    """How the model learns the form of its calls."""
+    """Source of the form of calls."""
 
     MARKS = "marks"  # the prompt says it
     GRAMMAR = "grammar"  # a grammar forces it, marks or not

@@ -38,7 +38,7 @@ class Wanted:
 
     names: FieldNames
     max_tokens: int | None
-    """As asked; must fit the context window."""
+    """The number asked for; must fit the context window."""
     default_max_tokens: int | None = None
     """Cut to the room there is; None: all of it."""
     num_choices: int

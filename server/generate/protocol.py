@@ -209,7 +209,7 @@ class GenerationFields(SamplingFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """Keep that many tokens at the end of the prompt; -1: as many as leave room for max_tokens."""
     prompt_logprobs: NumLogprobs | None = None
-    """That many alternatives for each token of the prompt."""
+    """Number of alternatives for each token of the prompt."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and reply."""
     return_tokens_as_token_ids: bool | None = None

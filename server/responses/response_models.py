@@ -1,6 +1,6 @@
 """Shapes of a response object and its events, for /openapi.json only.
 
-Owns: the documentation of /v1/responses; tests/server/test_responses.py holds real replies against it.
+Owns: the documentation of /v1/responses; test_responses.py holds replies against it.
 Never: imported by code that builds replies.
 """
 

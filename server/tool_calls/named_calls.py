@@ -39,7 +39,7 @@ class NamedSyntax:
     opening: str
     closing: str
     read_header: Callable[[str], CallHeader | None]
-    """None: the text cannot be a header."""
+    """Reader of a header; it returns None for a text that cannot be one."""
     wrappers: tuple[str, ...] = ()
     """Marks around several calls."""
     separators: tuple[str, ...] = ()

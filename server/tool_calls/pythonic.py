@@ -59,7 +59,7 @@ class PythonicParser(ToolCallParser):
             self._log.content(self._finder.flush())
 
     def _first(self, char: str) -> None:
-        """Nothing but white space so far."""
+        """White space so far."""
         if char.isspace():
             self._log.content(char)
         elif char == "[":

@@ -43,7 +43,7 @@ PAGES = [
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed"}
 """Flags of the commands that talk to a server; docs/clients.md."""
-CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench")
+CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
 
 
 def read(name: str) -> str:
@@ -140,6 +140,8 @@ def test_pictures_are_used_named_and_need_nothing_from_elsewhere(image: Path) ->
     assert "<title" in text
     assert not re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?(?:http|//)", text)
     assert any(f"images/{image.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+    for path in re.findall(r"\b(?:server|engine|scheduler|worker|bench|campaigns)/[\w/.]+", text):
+        assert (ROOT / path).exists(), path
 
 
 # Options.
@@ -160,7 +162,7 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     flags = {
         word.removeprefix("--").split(" ")[0] for word in code_words(text) if re.match(r"--\w.*\w$", word)
     }
-    others = {"extra-index-url", "gpus", "tmpfs", "build-arg", "config", "help", "json"} | OF_CLIENTS
+    others = {"extra-index-url", "gpus", "tmpfs", "build-arg", "config", "help", "json", "dist"} | OF_CLIENTS
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
@@ -283,9 +285,74 @@ def test_the_exit_codes_of_the_clients_are_those_of_their_source() -> None:
     assert listed == {0} | codes
 
 
-def test_every_way_to_end_is_in_the_life_of_a_request() -> None:
-    listed = re.findall(r"^ +\| `(\w+)` \|", read("docs/request-life.md"), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(FinishReason)
+def test_every_way_to_end_is_on_the_page_of_the_architecture() -> None:
+    table = read("docs/architecture.md").split("## How a request ends")[1].split("## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == sorted(FinishReason)
+
+
+# Stations: `file:function` in a link.
+
+
+def stations(page: Path) -> list[tuple[str, str, str]]:
+    """File, function and target of every link whose text is `file:function`."""
+    return re.findall(r"\[`([\w/.]+):(\w+)`\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+
+
+def defined_names(path: Path) -> set[str]:
+    """Functions, methods and classes of a Python file; functions of a C++ file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return set(re.findall(r"^\w[\w:<>&* ]*\b(\w+)\(", text, flags=re.MULTILINE))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_function_that_is_linked_is_in_its_file(page: Path) -> None:
+    for file, name, target in stations(page):
+        assert (page.parent / target).resolve() == ROOT / file, target
+        assert name in defined_names(ROOT / file), f"{file}:{name}"
+
+
+def test_the_way_of_a_request_has_twelve_stations_from_the_handler_to_the_kernel() -> None:
+    way = read("docs/architecture.md").split("## The way of a request")[1].split("\n## ")[0]
+    numbers = re.findall(r"^\*\*(\d+)\. ", way, flags=re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, 13)]
+    parts = re.split(r"^\*\*\d+\. ", way, flags=re.MULTILINE)[1:]
+    assert all(re.search(r"\[`[\w/.]+:\w+`\]", part) for part in parts)
+    folders = {file.split("/")[0] for file, _, _ in stations(ROOT / "docs" / "architecture.md")}
+    assert folders == {"server", "engine", "scheduler", "worker"}
+
+
+# Decision records.
+
+RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=name_of)
+def test_a_record_has_its_number_in_its_title_and_says_whether_it_holds(record: Path) -> None:
+    title, blank, status = record.read_text(encoding="utf-8").splitlines()[:3]
+    number = record.name[:4]
+    assert title.startswith(f"# {number}: ")
+    assert not blank
+    others = r"\[(\d{4})\]\((\d{4}-[\w-]+\.md)\)"
+    found = re.fullmatch(
+        rf"\*\*Status\.\*\* (?:accepted|(?:superseded|narrowed) by {others}(?: and {others})?)\.", status
+    )
+    assert found, status
+    for named, target in (found.group(1, 2), found.group(3, 4)):
+        if named:
+            assert target.startswith(named)
+            assert named != number
+
+
+def test_the_index_has_all_records_in_order_by_their_titles() -> None:
+    rows = re.findall(
+        r"^\| \[(\d{4})\]\(decisions/([\w-]+\.md)\) \| (.*) \|$", read("docs/README.md"), flags=re.MULTILINE
+    )
+    titles = [record.read_text(encoding="utf-8").splitlines()[0] for record in RECORDS]
+    assert [name for _, name, _ in rows] == [record.name for record in RECORDS]
+    assert [f"# {number}: {title}" for number, _, title in rows] == titles
 
 
 # Models, dependencies, layout.
@@ -306,14 +373,23 @@ def test_every_dependency_has_its_reason() -> None:
 
 def test_the_readme_has_a_line_for_each_folder() -> None:
     listed = set(re.findall(r"^\| `(\w+)/` \|", read("README.md"), flags=re.MULTILINE))
-    assert {*CODE_FOLDERS, "docs", "scripts", "tests"} <= listed
+    assert {*CODE_FOLDERS, "deploy", "docs", "scripts", "tests"} <= listed
     assert all((ROOT / folder).is_dir() for folder in listed)
+
+
+@pytest.mark.parametrize("package", ["server", "engine", "scheduler", "worker"])
+def test_the_readme_names_every_folder_of_a_package(package: str) -> None:
+    (row,) = re.findall(rf"^\| `{package}/` \|(.*)\|$", read("README.md"), flags=re.MULTILINE)
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert set(re.findall(r"`(\w+)`", row)) == folders
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page: Path) -> None:
     for word in code_words(page.read_text(encoding="utf-8")):
-        if re.fullmatch(r"(?:server|engine|scheduler|worker|bench|tests|scripts|docs)/[\w/.-]*", word):
+        if re.fullmatch(
+            r"(?:server|engine|scheduler|worker|bench|campaigns|deploy|tests|scripts|docs)/[\w/.-]*", word
+        ):
             assert (ROOT / word).exists(), word
 
 

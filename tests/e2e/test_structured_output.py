@@ -16,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from tests.e2e.serving import RunningServer, running_server, wait_for
-from tests.engine.test_grammar_compiler import ENDLESS, used_ticks
+from tests.engine.grammars.test_grammar_compiler import ENDLESS, used_ticks
 
 CHAT = [{"role": "user", "content": "Write a JSON object with name and age"}]
 

@@ -12,7 +12,7 @@ from scheduler import scheduler as scheduler_module
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, ServiceTerms
 from scheduler.scheduler import Scheduler
-from tests.engine.test_loop import Desk
+from tests.engine.core.test_loop import Desk
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu.ahead import let_work_ahead
 from worker.worker import Worker

@@ -1,9 +1,11 @@
-"""The one attention function that every model calls, and what a backend must do for it.
+"""The one attention function that every model calls, and the interface of its backends.
 
-Owns: the name under which transformers' models find us, the check of what they ask for, and the
-hand-over of a step's metadata: some families drop keyword arguments on the way to attention, so it
-travels beside the call, in one module-level place that only `active` sets.
+Owns: the name under which transformers' models find us, the check of their arguments, and the backend of the
+step that is under way. Some families drop keyword arguments on the way to attention, so it travels beside the
+call, in one module-level place that only `active` sets.
 Never: computes (ref_attention.py and its siblings), or chooses blocks.
+
+Fused layers call more of a backend than this: cpu/cpu_attention.py and gpu/gpu_attention.py declare it.
 Source: transformers' AttentionInterface. A name without a mask function makes its models build no
 mask at all; causality and windows are the backend's.
 
@@ -25,11 +27,11 @@ from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
 FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER = "full_attention", "sliding_attention", "chunked_attention"
-"""What transformers calls layers in `layer_types`."""
+"""Names of layers in transformers' `layer_types`."""
 
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout"})
-# Arguments that say nothing new here: what they describe comes with the step's metadata, or belongs
-# to training and to outputs that nobody asks for.
+# Arguments without meaning here: their content comes with the step's metadata, or belongs to training and to
+# outputs that are not asked for.
 _MEANINGLESS = frozenset(
     {
         *("position_ids", "cache_position", "use_cache", "past_key_values", "past_key_value"),
@@ -43,18 +45,18 @@ _Positions = TypeVar("_Positions", int, Tensor, NDArray[np.int64])
 
 
 class Reach(NamedTuple):
-    """How far back the tokens of a layer see: to the beginning, through a window, or into their chunk."""
+    """The tokens that a layer's token sees: from the beginning on, in a window, or in its chunk."""
 
     sliding_window: int | None
     chunk_size: int | None
 
     @property
     def most_tokens(self) -> int | None:
-        """How many tokens one sees at most, itself included; None: all before it."""
+        """The most tokens that one sees, itself included; None for all before it."""
         return self.sliding_window if self.chunk_size is None else self.chunk_size
 
     def first_seen(self, positions: _Positions) -> _Positions:
-        """The first position that a token at each position sees; below 0 where the window reaches further."""
+        """Return the first position seen from each position; below 0 where the window is longer."""
         if self.chunk_size is not None:
             return positions // self.chunk_size * self.chunk_size
         if self.sliding_window is not None:
@@ -63,7 +65,7 @@ class Reach(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """How one layer attends."""
+    """The attention of one layer."""
 
     scaling: float
     sliding_window: int | None
@@ -82,19 +84,19 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """One step as attention sees it, on the host. Sequences stand in the order of the flattened batch."""
+    """One step for attention, on the host. Sequences are in the order of the flattened batch."""
 
     num_decodes: int
-    """The first so many sequences have one query token each."""
+    """The number of sequences, from the first on, that have one query token each."""
     query_starts: NDArray[np.int64]
-    """[R + 1]: the tokens of sequence r are query_starts[r] to query_starts[r + 1]."""
+    """[R + 1]: tokens query_starts[r] to query_starts[r + 1] are those of sequence r."""
     seq_lens: NDArray[np.int64]
     """[R], after this step."""
     block_tables: NDArray[np.int32]
     """[R, longest table]. Entries behind a sequence's last block, and before the window where all layers have
-    one, are 0 or blocks of others: they must not be read."""
+    one, are 0 or blocks of others and must not be read."""
     token_blocks: NDArray[np.int64]
-    """[T]: the block that each token's key and value go to."""
+    """[T]: the block of each token's key and value."""
     token_offsets: NDArray[np.int64]
     """[T]: the place within that block."""
 
@@ -112,7 +114,7 @@ class LayerExecutor(Protocol):
 
 
 class AttentionBackend(LayerExecutor, Protocol):
-    """A LayerExecutor over the paged cache."""
+    """A LayerExecutor over the paged cache. Serves any model whose layers are transformers' own."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the step share."""
@@ -133,25 +135,30 @@ def active(executor: LayerExecutor) -> Iterator[None]:
         _active = previous
 
 
-def active_executor() -> LayerExecutor | None:
-    """Whoever attends now; None outside of a step. Each layer asks once in a step."""
+def executor_of_step() -> LayerExecutor:
+    """Return the executor of the step that is under way, and count a layer. Each layer asks once in a step.
+
+    Raises UnsupportedAttention outside of a step.
+    """
     note_layer_begun()
+    if _active is None:
+        raise UnsupportedAttention(f"{ATTENTION_NAME} attention was called outside of a step")
     return _active
 
 
 def note_layer_begun() -> None:
-    """Of a layer that does not ask."""
+    """Count a layer that does not ask for its executor."""
     note_layers_begun(1)
 
 
 def note_layers_begun(num_layers: int) -> None:
-    """Of a step whose layers do not ask: one that was recorded before."""
+    """Count the layers of a step that was recorded before, and is replayed."""
     global _num_layers_begun
     _num_layers_begun += num_layers
 
 
 def num_layers_begun() -> int:
-    """Since the start of the process: it grows within a step. Any thread may ask."""
+    """Return the layers begun since the start of the process: it grows within a step. For any thread."""
     return _num_layers_begun
 
 
@@ -168,9 +175,7 @@ def attention_forward(
     query [1, Hq, T, D], key [1, Hk, T, D], value [1, Hk, T, V]; returns [1, T, Hq, V] and no weights.
     Raises UnsupportedAttention for an argument that would change the result and is not known here.
     """
-    executor = active_executor()
-    if executor is None:
-        raise UnsupportedAttention(f"{ATTENTION_NAME} attention was called outside of a step")
+    executor = executor_of_step()
     if attention_mask is not None:
         raise UnsupportedAttention("attention over a mask of the model's own making")
     layer_idx = getattr(module, "layer_idx", None)
@@ -201,10 +206,10 @@ def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -
 
 
 def _read_reach(module: Any, kwargs: Mapping[str, Any]) -> Reach:
-    """Take what the layer says; where it says nothing, what its configuration does.
+    """Read the layer's arguments and, where they leave it open, its configuration.
 
     A model by itself makes masks from its configuration: chunks are never an argument, and some families
-    (qwen2_moe) do not hand on their window. Raises UnsupportedAttention where it stays open.
+    (qwen2_moe) do not pass on their window. Raises UnsupportedAttention where it stays open.
     """
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
@@ -222,14 +227,14 @@ def _read_reach(module: Any, kwargs: Mapping[str, Any]) -> Reach:
 
 
 def is_plain(options: AttentionOptions) -> bool:
-    """Scaled dot products and nothing else, so that torch's fused kernels apply."""
+    """Tell whether these are scaled dot products and nothing else, so that torch's fused kernels apply."""
     return options.softcap is None and options.sinks is None
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension in float32, back in the scores' dtype.
+    """Apply softmax over the last dimension in float32, and return the scores' dtype.
 
-    scores [..., K]; sinks broadcasts to [..., 1] and takes its share of the sum, or None.
+    scores [..., K]; sinks broadcasts to [..., 1] and takes its part of the sum, or None.
     """
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)

@@ -1,4 +1,4 @@
-"""The KV cache: one pool, block-major, handed out to the layers as strided views.
+"""The KV cache: one pool, block-major, given to the layers as strided views.
 
 Owns: the layout of a block and the tensor behind it.
 Never: which block belongs to whom (scheduler/), or the indices of a step (inputs.py, attention/).
@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of each token, and for how long.
+    """The keys and values that one layer keeps of each token, and for how long.
 
     Key and value sizes differ in some families (DeepSeek's MLA).
     """
@@ -35,15 +35,15 @@ class LayerShape:
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
-    """How many tokens one sees at most, itself included; None sees all. Chunks count as windows."""
+    """The most tokens that one sees, itself included; None for all. Chunks count as windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """Where in a block each layer's keys and values stand. Counts are in numbers, not bytes."""
+    """The place of each layer's keys and values in a block. Counts are of numbers, not of bytes."""
 
     layers: dict[int, LayerShape]
-    """By the layer_idx of the model's attention module."""
+    """Keys are the layer_idx of the model's attention modules."""
     block_size: int
     dtype: torch.dtype
 
@@ -97,7 +97,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The pool and its views. `pool_NE` is one row per block: what swapping and copying move.
+    """The pool and its views. `pool_NE` is one row per block, as swapping and copying move them.
 
     `memory` is flat and zeroed, of (num_blocks + 1) * layout.block_numel numbers. Zeroed because slots
     that were never written are gathered too, and 0 * NaN is NaN even where the weight is 0.

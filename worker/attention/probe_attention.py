@@ -1,4 +1,4 @@
-"""Attention without a cache, for one whole sequence: what a layer keeps per token, and what a step costs.
+"""Attention without a cache, for one whole sequence, to learn the shape of layers and the cost of a step.
 
 Owns: the record of each layer's shape, taken from a real call, so that no configuration key is guessed.
 Never: runs in a served step.

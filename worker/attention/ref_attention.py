@@ -3,7 +3,7 @@
 Owns: the indices of a step into the pool's pages, and the two paths over them. Decodes are batched:
 pages are gathered into one buffer, then product, softmax, product, the query heads of one KV head
 together. Prefill chunks go one by one through dense_attention.py.
-Never: decides what is computed (inputs.py).
+Never: decides which tokens are computed (step_inputs.py).
 
 Decodes are grouped by length, so that a short sequence is not padded to the longest one's length.
 Index tensors depend on the step, the layer's reach and its shape; they are made once and shared by
@@ -37,7 +37,7 @@ class _DecodeGroup:
     """Decodes that are computed together."""
 
     name: tuple[Reach, int]
-    """How far back its layers see, and a number: names the group within its step."""
+    """The reach of its layers and a number, which name the group within its step."""
     decodes: Tensor | slice
     """[R]: which of the step's decodes."""
     blocks_RB: NDArray[np.int64]
@@ -163,7 +163,7 @@ class RefAttention:
         return gathered.view(-1, blocks_RB.shape[1] * block_size, dim)
 
     def _forget_unwritten(self, values_HKV: Tensor, group: _DecodeGroup) -> None:
-        """Zero what an earlier owner left in last blocks: its NaN would pass through a weight of 0."""
+        """Zero an earlier owner's numbers in last blocks: a NaN would pass through a weight of 0."""
         num_seqs, num_keys = group.hidden_R11K.shape[0], values_HKV.shape[1]
         num_heads = values_HKV.shape[0] // num_seqs
         key = ("unwritten", group.name, num_heads)

@@ -1,19 +1,19 @@
-"""Paged attention by the CPU's kernels: an AttentionBackend, and the door for whole fused layers.
+"""Paged attention by the CPU's kernels, for single calls of attention and for whole fused layers.
 
-Owns: a step and the layers' caches in the kernels' own form.
-Never: computes. What the kernels cannot (head sizes that are no multiple of a vector, chunks),
-ref_attention.py does.
+Owns: the interface that fused layers of a CPU call, and a step and its caches in the kernels' own form.
+Never: computes. Layers that the kernels cannot take (head sizes that are no multiple of a vector, chunks)
+are left to ref_attention.py.
 
 Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from worker.attention.interface import AttentionMetadata, AttentionOptions
+from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.attention.ref_attention import RefAttention
 from worker.cpu.native import (
@@ -35,15 +35,27 @@ from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, Rotation
 
 
-class HandedAngles(NamedTuple):
-    """What a model hands to a layer, and how it is to be read."""
+class GivenAngles(NamedTuple):
+    """The rotation that a model passes to a layer, and the order of its angles."""
 
     rotation: Rotation
     order: AngleOrder
 
 
+class LayerAttention(AttentionBackend, Protocol):
+    """An attention backend that fused layers call (cpu_layer.py)."""
+
+    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None) -> None:
+        """Compute a whole fused layer, in place."""
+
+    def run_attention_part(
+        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None
+    ) -> Tensor:
+        """Compute a fused layer without its MLP, in place; return the MLP's input [T, H]."""
+
+
 class CpuAttention:
-    """See AttentionBackend. One step at a time."""
+    """See LayerAttention. One step at a time."""
 
     def __init__(self, cache: KVCache, device: Device, kernels: Kernels) -> None:
         self._ref = RefAttention(cache, device)
@@ -104,17 +116,15 @@ class CpuAttention:
         self._kernels.attend(attention, self._dtype)
         return out_THV
 
-    def run_layer(
-        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, handed: HandedAngles | None
-    ) -> None:
-        """Compute a whole fused layer, in place."""
-        self._kernels.run_layer(layer, self._place_of(layer_idx, handed), hidden_TH, None)
+    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None) -> None:
+        """See LayerAttention."""
+        self._kernels.run_layer(layer, self._place_of(layer_idx, given), hidden_TH, None)
 
     def run_attention_part(
-        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, handed: HandedAngles | None
+        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None
     ) -> Tensor:
-        """Compute a fused layer that has its MLP elsewhere, in place; return the MLP's input [T, H]."""
-        place = self._place_of(layer_idx, handed)
+        """See LayerAttention."""
+        place = self._place_of(layer_idx, given)
         if layer.mlp_norm.weight is None and not layer.mlp_is_parallel:
             self._kernels.run_layer(layer, place, hidden_TH, None)
             return hidden_TH
@@ -122,17 +132,17 @@ class CpuAttention:
         self._kernels.run_layer(layer, place, hidden_TH, mlp_input_TH)
         return mlp_input_TH
 
-    def _place_of(self, layer_idx: int, handed: HandedAngles | None) -> LayerPlace:
-        return LayerPlace(self._step, self._read_angles(handed), self._caches[layer_idx])
+    def _place_of(self, layer_idx: int, given: GivenAngles | None) -> LayerPlace:
+        return LayerPlace(self._step, self._read_angles(given), self._caches[layer_idx])
 
-    def _read_angles(self, handed: HandedAngles | None) -> CAngles:
+    def _read_angles(self, given: GivenAngles | None) -> CAngles:
         """Convert a rotation once for all layers of the step that share it."""
-        if handed is None:
+        if given is None:
             return CAngles(None, None)
-        rotation = handed.rotation
+        rotation = given.rotation
         found = self._angles.get(id(rotation[0]))
         if found is None:
-            cosines, sines = (_all_and_all_again(angles[0].float(), handed.order) for angles in rotation)
+            cosines, sines = (_all_and_all_again(angles[0].float(), given.order) for angles in rotation)
             # The tensors are kept too: an id is only unique among those that live.
             found = (CAngles(pointer(cosines), pointer(sines)), rotation, (cosines, sines))
             self._angles[id(rotation[0])] = found
@@ -147,7 +157,7 @@ def attention_options(options: AttentionOptions, sinks: Tensor | None) -> CAtten
 
 
 def _all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:
-    """As the kernels read them, contiguous."""
+    """Reorder angles as the kernels read them, contiguous."""
     if order is AngleOrder.IN_PAIRS:
         angles_TR = torch.cat((angles_TR[:, ::2], angles_TR[:, 1::2]), dim=1)
     return angles_TR.contiguous()

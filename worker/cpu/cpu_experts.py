@@ -1,4 +1,4 @@
-"""A mixture of experts by the CPU's kernels: each expert that was chosen computes its tokens once.
+"""A mixture of experts by the CPU's kernels: each chosen expert computes its tokens once.
 
 Owns: the packed weights of a layer's experts.
 Never: the router.
@@ -9,28 +9,29 @@ Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state.
 import torch
 from torch import Tensor, nn
 
-from worker.cpu.native import TAKEN, Kernels, PackedWeight, pack, pack_gate_up
-from worker.model.layer_parts import Unrecognised
+from worker.cpu.cpu_products import TAKEN, pack_gate_up, pack_linear
+from worker.cpu.native import Kernels, PackedWeight
+from worker.model.layer_parts import GatedMlp, Unrecognised
 from worker.model.mixture import Experts
 
 
 class PackedExperts(nn.Module):
-    """Raises Unrecognised for what the kernels cannot compute."""
+    """The experts of one layer. Raises Unrecognised where the kernels cannot compute them."""
 
     def __init__(self, experts: Experts, kernels: Kernels) -> None:
         super().__init__()
         if not experts.gate.is_plain or experts.gate_bias_EN is not None:
             raise Unrecognised("its experts have a gate of their own")
-        if not TAKEN.include(experts.gate_ENH[0]) or not TAKEN.include(experts.down_EHI[0]):
+        if not TAKEN.include(experts.gate_up(0)) or not TAKEN.include(experts.down(0)):
             raise Unrecognised(f"its experts are {tuple(experts.down_EHI.shape)} {experts.down_EHI.dtype}")
         self._kernels = kernels
         self._packed: list[tuple[PackedWeight, PackedWeight]] = []
-        for gate_NH, up_NH, down_HI in zip(experts.gate_ENH, experts.up_ENH, experts.down_EHI, strict=True):
-            gate_up = pack_gate_up(gate_NH.contiguous(), up_NH.contiguous(), experts.gate.activation)
-            self._packed.append((gate_up, pack(down_HI.contiguous())))
+        for expert in range(len(experts.down_EHI)):
+            mlp = GatedMlp(experts.gate_up(expert), experts.down(expert), experts.gate.activation)
+            self._packed.append((pack_gate_up(mlp), pack_linear(mlp.down)))
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
-        """The sum of what each token's experts make of it, weighed: [T, H]."""
+        """Return the weighed sum of the outputs of each token's experts: [T, H]."""
         num_chosen, ids_P = expert_ids_TK.shape[1], expert_ids_TK.reshape(-1)
         order = ids_P.argsort()
         inputs = hidden_TH[order // num_chosen]

@@ -1,6 +1,6 @@
-"""Whether this worker computes with the CPU's kernels, and why not.
+"""The choice between the CPU's kernels and torch.
 
-Owns: the one line of the log that says so, and what `tokenyard doctor` says before.
+Owns: the reasons against kernels, the line of the log that gives one, the forecast for `tokenyard doctor`.
 Never: fails a start that torch alone could serve: it computes the same, more slowly.
 """
 
@@ -8,25 +8,27 @@ import logging
 
 import torch
 
+from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
 from worker.devices.device import Device
 from worker.doctor_findings import Finding, Verdict
+from worker.model.quantization import quantization_of, refuse_quantization
+from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
 _TOPIC = "CPU kernels"
 
 
-def open_kernels(
+def open_toolkit(
     config: WorkerConfig, device: Device, dtype: torch.dtype, stage: LoadStage
-) -> Kernels | None:
-    """Build them if need be, some seconds once for each machine; None where there are none.
+) -> Toolkit | None:
+    """Open the kernels, and build them if need be, some seconds once for each machine; None without any.
 
-    Raises StartupError if weights are to be quantized, which only the kernels can.
+    Raises StartupError if weights are to be quantized, which needs the kernels.
     """
     try:
         _check_wanted(config, device, dtype)
@@ -34,15 +36,16 @@ def open_kernels(
         if library is None:
             stage.enter(LoadPhase.COMPILING)
             library = build_library()
-        return Kernels(library, torch.get_num_threads())
+        kernels = Kernels(library, torch.get_num_threads())
     except (CannotBuild, OSError) as error:
         _refuse_quantization(config, error)
         log.info("no CPU kernels, torch computes: %s", error)
         return None
+    return CpuToolkit(kernels, device, quantization_of(config))
 
 
 def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) -> Finding:
-    """What `open_kernels` would come to, but for a compiler that fails; compiles nothing.
+    """Foresee the result of `open_toolkit`, but for a compiler that fails; compiles nothing.
 
     Raises StartupError where it would.
     """
@@ -80,8 +83,6 @@ def _check_wanted(config: WorkerConfig, device: Device, dtype: torch.dtype) -> N
 
 
 def _refuse_quantization(config: WorkerConfig, error: Exception) -> None:
-    if config.quantization != "none":
-        raise StartupError(
-            f"--quantization {config.quantization} needs the CPU kernels, and {error}",
-            fix="leave it out, or see --cpu-kernels",
-        ) from error
+    refuse_quantization(
+        config, f" needs the CPU kernels, and {error}", fix="leave it out, or see --cpu-kernels"
+    )

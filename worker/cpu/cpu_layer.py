@@ -1,61 +1,59 @@
 """A decoder layer as one call of the kernels, in the place of transformers' own.
 
-Owns: a layer's packed weights and the struct that points to them. An MLP of another make stays in it.
-Never: decides whether the kernels compute what the layer did (surgery.py).
+Owns: a layer's packed weights and the struct that points to them. An MLP that kernels cannot compute stays.
+Never: decides whether the kernels compute the same as the layer (surgery.py).
 
 Shapes: T tokens, H numbers of a hidden state.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
-from worker.attention.interface import active_executor
-from worker.cpu.cpu_attention import CpuAttention, HandedAngles, attention_options
+from worker.attention.interface import executor_of_step
+from worker.cpu.cpu_attention import GivenAngles, LayerAttention, attention_options
+from worker.cpu.cpu_products import pack_gate_up, pack_linear
 from worker.cpu.native import (
     CHeadShape,
     CLayer,
     CNorm,
     CPackedWeight,
     CRotation,
-    Numbers,
     PackedWeight,
-    pack,
-    pack_gate_up,
     pointer,
 )
 from worker.model.layer_call import HeadShape, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerNorm, LayerParts, RmsNorm
 
 
-class FusedLayer(nn.Module):
-    """Runs only while a CpuAttention executes a step. Raises Unrecognised."""
+class CpuLayer(nn.Module):
+    """A layer that runs only while a LayerAttention executes a step. Raises Unrecognised."""
 
-    def __init__(self, parts: LayerParts, call: LayerCall, *, numbers: Numbers = Numbers.AS_THEY_ARE) -> None:
+    def __init__(self, parts: LayerParts, call: LayerCall) -> None:
         super().__init__()
         heads = head_shape(parts, call)
         parts = in_halves(parts, call)
         self._layer_idx = call.layer_idx
-        self._turning = call.turning
-        self._kept: list[Any] = []  # what the struct points to
+        self._rotary = call.rotary
+        self._kept: list[Any] = []  # the struct points to it
         sinks = None if call.options.sinks is None else call.options.sinks.float().contiguous()
         self._kept.append(sinks)
         self._after_mlp_norm = parts.after_mlp_norm
         self._residual_multiplier = parts.residual_multiplier
-        gate_up, down = self._take_mlp(parts.mlp, numbers)
+        gate_up, down = self._take_mlp(parts.mlp)
         query_norm, all_queries_norm = self._head_norms(parts.query_norm, heads)
         key_norm, all_keys_norm = self._head_norms(parts.key_norm, heads)
         self._c = CLayer(
-            hidden_size=len(parts.attention_output.weight_NK),
+            hidden_size=parts.attention_output.num_outputs,
             attention_norm=self._norm(parts.attention_norm),
-            query_key_value=self._packed(pack(*parts.query_key_value, numbers=numbers)),
+            query_key_value=self._packed(pack_linear(parts.query_key_value)),
             heads=CHeadShape(*heads),
             all_queries_norm=all_queries_norm,
             all_keys_norm=all_keys_norm,
             rotation=CRotation(query_norm, key_norm, rotated_dim=call.rotated_dim),
             attention=attention_options(call.options, sinks),
-            attention_output=self._packed(pack(*parts.attention_output, numbers=numbers)),
+            attention_output=self._packed(pack_linear(parts.attention_output)),
             after_attention_norm=self._norm(parts.after_attention_norm),
             mlp_norm=self._norm(parts.mlp_norm),
             gate_up=gate_up,
@@ -68,22 +66,22 @@ class FusedLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation | None = None, **__: Any
     ) -> Tensor:
-        """Compute [1, T, H] in place: nothing else of the model reads what a layer was given."""
-        executor = active_executor()
-        assert isinstance(executor, CpuAttention), "a fused layer has no other attention than the kernels'"
-        handed = None
-        if self._turning is not None and position_embeddings is not None:
-            handed = HandedAngles(position_embeddings, self._turning.order)
+        """Compute [1, T, H] in place: nothing else of the model reads a layer's input."""
+        # The toolkit that made this layer made the backend.
+        executor = cast("LayerAttention", executor_of_step())
+        given = None
+        if self._rotary is not None and position_embeddings is not None:
+            given = GivenAngles(position_embeddings, self._rotary.order)
         hidden_TH = hidden_states[0]
         if not hasattr(self, "mlp"):
-            executor.run_layer(self._c, self._layer_idx, hidden_TH, handed)
+            executor.run_layer(self._c, self._layer_idx, hidden_TH, given)
         else:
-            mlp_input_TH = executor.run_attention_part(self._c, self._layer_idx, hidden_TH, handed)
+            mlp_input_TH = executor.run_attention_part(self._c, self._layer_idx, hidden_TH, given)
             self._add(hidden_TH, self.mlp(mlp_input_TH.unsqueeze(0))[0])
         return hidden_states
 
     def _add(self, hidden_TH: Tensor, delta_TH: Tensor) -> None:
-        """As the kernels add what an MLP gives."""
+        """Add the MLP's output to the residual, as the kernels do."""
         norm = self._after_mlp_norm
         if norm is None:
             hidden_TH.add_(delta_TH, alpha=self._residual_multiplier)
@@ -94,21 +92,19 @@ class FusedLayer(nn.Module):
         else:
             hidden_TH.add_(rms_norm(delta_TH.float(), norm.weight_H.shape, norm.weight_H, norm.epsilon))
 
-    def _take_mlp(self, mlp: GatedMlp | nn.Module, numbers: Numbers) -> tuple[CPackedWeight, CPackedWeight]:
-        """Pack it; of a module that stays, the kernels get weights without outputs."""
+    def _take_mlp(self, mlp: GatedMlp | nn.Module) -> tuple[CPackedWeight, CPackedWeight]:
+        """Pack the MLP; for a module that stays, the kernels get weights without outputs."""
         if not isinstance(mlp, GatedMlp):
             self.mlp = mlp  # under its name: experts in it are looked for, and replaced
             return CPackedWeight(), CPackedWeight()
-        gate_NK, up_NK = mlp.gate_up_NK.chunk(2)
-        gate_up = pack_gate_up(gate_NK, up_NK, mlp.activation, numbers=numbers)
-        return self._packed(gate_up), self._packed(pack(*mlp.down, numbers=numbers))
+        return self._packed(pack_gate_up(mlp)), self._packed(pack_linear(mlp.down))
 
     def _packed(self, weight: PackedWeight) -> CPackedWeight:
         self._kept.append(weight)
         return weight.c
 
     def _head_norms(self, norm: RmsNorm | None, heads: HeadShape) -> tuple[CNorm, CNorm]:
-        """The norm of each head, and that of all heads of a token as one: a layer has at most one of them."""
+        """Return the norm of each head, and that of all heads as one: a layer has at most one of them."""
         found, none = self._norm(norm), self._norm(None)
         return (none, found) if norms_all_heads(norm, heads) else (found, none)
 

@@ -1,22 +1,33 @@
-"""The CPU's kernels as the surgery uses them: a Toolkit.
+"""The CPU's kernels as surgery uses them: a Toolkit.
 
-Owns: the output layer and the embedding tied to it, in packed form.
-Never: decides what is replaced (surgery.py).
+Owns: the table of attention backends, and the output layer with the embedding tied to it, in packed form.
+Never: decides which layers are replaced (surgery.py).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from worker.attention.kv_cache import KVCache
-from worker.cpu.cpu_attention import CpuAttention
+from worker.cpu.cpu_attention import CpuAttention, LayerAttention
 from worker.cpu.cpu_experts import PackedExperts
-from worker.cpu.cpu_layer import FusedLayer
-from worker.cpu.native import TAKEN, Kernels, Numbers, PackedWeight, pack
+from worker.cpu.cpu_layer import CpuLayer
+from worker.cpu.cpu_products import TAKEN, pack_linear
+from worker.cpu.native import Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
+from worker.model.linear import linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
+from worker.model.quantization import Quantization
+
+ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device, Kernels], LayerAttention]] = {
+    "native": CpuAttention,
+}
+"""The first serves unless another is named."""
+_DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
 
 
 class PackedLinear(nn.Module):
@@ -27,7 +38,7 @@ class PackedLinear(nn.Module):
         self._weight, self._kernels = weight, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
+        """Multiply [..., K] to [..., N]."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         return self._kernels.multiply_to_float(flat, self._weight).view(
             *x.shape[:-1], self._weight.num_outputs
@@ -42,43 +53,59 @@ class PackedEmbedding(nn.Module):
         self._weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[...] to [..., H]."""
+        """Look up [...] to [..., H]."""
         return self._weight.rows(token_ids)
 
 
 class CpuToolkit:
-    """See Toolkit. `numbers` holds for the layers that are fused; the output layer keeps its own."""
+    """See Toolkit. Quantization is of the layers that are fused; the output layer stays in its format."""
 
+    device_kind, option = "CPU", "--cpu-kernels"
+    runs_ahead = False
     weights = TAKEN
 
-    def __init__(self, kernels: Kernels, device: Device, numbers: Numbers = Numbers.AS_THEY_ARE) -> None:
-        self._kernels, self._device, self._numbers = kernels, device, numbers
+    def __init__(
+        self,
+        kernels: Kernels,
+        device: Device,
+        quantization: Quantization | None = None,
+        attention_backend: str = _DEFAULT_BACKEND,
+    ) -> None:
+        self._kernels, self._device, self._quantization = kernels, device, quantization
+        self._open_attention = ATTENTION_BACKENDS[attention_backend]
         self.name = kernels.instruction_set
-        self.fused = "fused" if numbers is Numbers.AS_THEY_ARE else f"fused, their weights {numbers.value}"
+        self.fused = "fused" if quantization is None else f"fused, their weights {quantization.word}"
 
-    def attention_over(self, cache: KVCache) -> CpuAttention:
-        return CpuAttention(cache, self._device, self._kernels)
+    def attention_over(self, cache: KVCache) -> LayerAttention:
+        return self._open_attention(cache, self._device, self._kernels)
 
     def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return FusedLayer(parts, call)
+        return CpuLayer(parts, call)
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return FusedLayer(parts, call, numbers=self._numbers)
+        if self._quantization is not None:
+            parts = parts.with_linears(self._quantization.quantize)
+        return CpuLayer(parts, call)
 
     def replace_others(self, model: Any) -> ReplacedExperts:
         """Pack mixtures of experts and the output layer."""
         self._pack_output(model)
         return replace_experts(model, lambda experts: PackedExperts(experts, self._kernels))
 
+    def refusing_kernels(self) -> AbstractContextManager[None]:
+        """Refuse nothing: the kernels were compiled before the toolkit was made."""
+        return nullcontext()
+
     def _pack_output(self, model: Any) -> None:
-        """An embedding that is tied to the output layer then reads the same memory."""
+        """Pack the output layer. An embedding that is tied to it then reads the same memory."""
         output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # None: an embedder
-        if type(output) is not nn.Linear or not TAKEN.include(output.weight):
+        linear = linear_of(output)
+        if linear is None or not TAKEN.include(linear):
             return
-        is_tied = embedding.weight is output.weight
+        is_tied = embedding.weight is getattr(output, "weight", None)
         if is_tied and type(embedding) is not nn.Embedding:
             return  # one that does more than look up; a second copy would be the larger loss
-        weight = pack(output.weight, output.bias)
+        weight = pack_linear(linear)
         model.set_output_embeddings(PackedLinear(weight, self._kernels))
         if is_tied:
             model.set_input_embeddings(PackedEmbedding(weight))

@@ -1,6 +1,6 @@
-"""From csrc/ to a shared library, once for each machine's compiler and version of the sources.
+"""The build of csrc/ into a shared library, once for each compiler and version of the sources.
 
-Owns: where the library lies, and that nobody loads half of one, or one that somebody else wrote.
+Owns: the place of the library, and the checks that it is whole and written by this user or root.
 Never: loads it (native.py), or needs torch: the kernels know pointers only, so that building takes seconds.
 
 By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --in-place` in a checkout,
@@ -90,7 +90,7 @@ def _library_name() -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Code is loaded from it: nobody else may have been able to write it."""
+    """Tell whether no other user could have written the file: code is loaded from it."""
     try:
         found = path.stat()
     except OSError:

@@ -1,35 +1,47 @@
 """The compiled kernels as Python calls them: ctypes over the C functions of csrc/api.cpp.
 
 Owns: the structs of csrc/kernels.h and csrc/layer.h once more, field by field, and the packed form of a
-weight. What is wrong here is read or written unchecked there.
-Never: builds the library (kernel_build.py), or knows what a model is (fused_layer.py).
+weight. A wrong field is read or written unchecked there.
+Never: builds the library (kernel_build.py), or knows a model (cpu_layer.py).
 
 Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H numbers of a hidden state.
 """
 
 import ctypes
 import weakref
-from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker.model.layer_parts import Activation, TakenWeights
+from worker.model.layer_parts import GateActivation
 
 COLUMNS = 32
 """Outputs of a packed weight that stand together."""
 WIDEST_VECTOR = 16
 """Every size that the kernels step through must be a multiple of it."""
-_HIGHEST_BYTE = 127
 _ZERO_OF_INPUTS = 128
 """Added to whole inputs, which the processor's products want without a sign."""
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
-TAKEN = TakenWeights(dtypes=DTYPES, size_multiple=WIDEST_VECTOR, takes_layer_norms=True)
+
+
+class CGroupedCodes(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("kind", c_int),
+        ("takes_bytes", c_bool),
+        ("group_size", c_int64),
+        ("table", c_void_p),
+        ("lookup", c_void_p),
+        ("shift", c_int32),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("permutation", c_void_p),
+    )
 
 
 class CPackedWeight(Structure):
@@ -42,6 +54,7 @@ class CPackedWeight(Structure):
         ("bytes", c_void_p),
         ("scales", c_void_p),
         ("offsets", c_void_p),
+        ("grouped", CGroupedCodes),
     )
 
 
@@ -56,6 +69,7 @@ class CProduct(Structure):
         ("bytes", c_void_p),
         ("scales", c_void_p),
         ("multiplier", c_float),
+        ("run_sums", c_void_p),
     )
 
 
@@ -140,7 +154,7 @@ class CLayer(Structure):
 
 
 class LayerPlace(NamedTuple):
-    """Where in a step a layer is computed."""
+    """The place of a layer in a step."""
 
     step: CStep
     angles: CAngles
@@ -148,7 +162,7 @@ class LayerPlace(NamedTuple):
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """The address of a contiguous tensor's first number; None is C's null."""
+    """Return the address of a contiguous tensor's first number; None is C's null."""
     if tensor is None:
         return None
     assert tensor.is_contiguous(), "kernels know no strides"
@@ -160,74 +174,76 @@ class PackedWeight:
     """A weight in the order in which the kernels read it, and its struct, whose pointers it keeps alive."""
 
     data: Tensor
-    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32, [B, K / 4, 32, 4] for int8."""
+    """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32, [B, K / 4, 32, 4] for int8; uint8 for codes
+    with scales of groups (grouped_packing.py)."""
     c: CPackedWeight
     kept: tuple[Tensor | None, ...]
     """Bias, scales and the like, for each of B * 32 outputs."""
 
     @property
     def num_outputs(self) -> int:
-        """Of a product by it: ups that were weighed by their gates are half of what was multiplied."""
+        """Count the outputs of a product: ups that were weighed by their gates are half of the sums."""
         num_rows = int(self.c.num_outputs)
-        return num_rows if self.c.activation == Activation.NONE else num_rows // 2
+        return num_rows if self.c.activation == GateActivation.NONE else num_rows // 2
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Take rows of the weight as it was before: indices [...] to [..., K]. What an embedding does."""
+        """Look up rows of the weight as it was before, like an embedding: indices [...] to [..., K]."""
+        assert self.data.dtype in DTYPES, "numbers in codes are no embedding"
         flat = indices.reshape(-1)
         found = self.data[flat // COLUMNS, :, flat % COLUMNS]
         return found.reshape(*indices.shape, int(self.c.num_inputs))
 
 
-class Numbers(Enum):
-    """What packed weights consist of."""
-
-    AS_THEY_ARE = "as they are"
-    INT8 = "int8"
-
-
 def pack(
-    weight_NK: Tensor, bias_N: Tensor | None = None, *, numbers: Numbers = Numbers.AS_THEY_ARE
+    weight_NK: Tensor, bias_N: Tensor | None = None, activation: GateActivation = GateActivation.NONE
 ) -> PackedWeight:
-    """Copy a weight and its bias into the kernels' order."""
-    return _pack(weight_NK, bias_N, Activation.NONE, numbers)
+    """Copy a weight and its bias into the kernels' order.
+
+    With an activation the outputs are in `gate_up_order`, and a product is half as many.
+    """
+    data = _in_blocks(weight_NK, step=2 if weight_NK.dtype is torch.bfloat16 else 1)
+    c, bias = _struct(weight_NK, bias_N, activation)
+    c.data = pointer(data)
+    return PackedWeight(data, c, (bias,))
 
 
-def pack_gate_up(
-    gate_NK: Tensor, up_NK: Tensor, activation: Activation, *, numbers: Numbers = Numbers.AS_THEY_ARE
+def pack_int8(
+    codes_NK: Tensor,
+    scales_N: Tensor,
+    bias_N: Tensor | None = None,
+    activation: GateActivation = GateActivation.NONE,
 ) -> PackedWeight:
-    """Merge two weights of one shape: 16 gates, the 16 ups that they weigh, and so on."""
-    num_outputs, num_inputs = gate_NK.shape
-    groups = (num_outputs // WIDEST_VECTOR, WIDEST_VECTOR, num_inputs)
-    merged = torch.stack((gate_NK.view(groups), up_NK.view(groups)), dim=1)
-    return _pack(merged.view(2 * num_outputs, num_inputs), None, activation, numbers)
-
-
-def _pack(weight_NK: Tensor, bias_N: Tensor | None, activation: Activation, numbers: Numbers) -> PackedWeight:
-    num_outputs, num_inputs = weight_NK.shape
-    bias = None if bias_N is None else _padded(bias_N.float())
-    c = CPackedWeight(None, pointer(bias), num_inputs, num_outputs, activation)
-    if numbers is Numbers.AS_THEY_ARE:
-        data = _in_blocks(weight_NK, step=2 if weight_NK.dtype is torch.bfloat16 else 1)
-        c.data = pointer(data)
-        return PackedWeight(data, c, (bias,))
-    weight_NK = weight_NK.float()
-    scales_N = weight_NK.abs().amax(dim=1) / _HIGHEST_BYTE
-    whole_NK = (weight_NK / scales_N.clamp_min(1e-30)[:, None]).round().to(torch.int8)
-    offsets = _padded(_ZERO_OF_INPUTS * whole_NK.sum(dim=1, dtype=torch.int32))
-    data, scales = _in_blocks(whole_NK, step=4), _padded(scales_N)
+    """Copy a weight of one byte and one scale for each output, as `pack` does."""
+    offsets = _padded(_ZERO_OF_INPUTS * codes_NK.sum(dim=1, dtype=torch.int32))
+    data, scales = _in_blocks(codes_NK, step=4), _padded(scales_N)
+    c, bias = _struct(codes_NK, bias_N, activation)
     c.bytes, c.scales, c.offsets = pointer(data), pointer(scales), pointer(offsets)
     return PackedWeight(data, c, (bias, scales, offsets))
 
 
+def gate_up_order(num_gates: int, device: torch.device) -> Tensor:
+    """Order gates and ups, which come one after the other: 16 gates, the 16 ups they weigh, and so on."""
+    order = torch.arange(2 * num_gates, device=device).view(2, -1, WIDEST_VECTOR)
+    return order.transpose(0, 1).reshape(-1)
+
+
+def _struct(
+    weight_NK: Tensor, bias_N: Tensor | None, activation: GateActivation
+) -> tuple[CPackedWeight, Tensor | None]:
+    bias = None if bias_N is None else _padded(bias_N.float())
+    num_outputs, num_inputs = weight_NK.shape
+    return CPackedWeight(None, pointer(bias), num_inputs, num_outputs, activation), bias
+
+
 def _padded(values_N: Tensor) -> Tensor:
-    """Zeros to the next whole block of outputs."""
+    """Append zeros up to the next whole block of outputs."""
     padded = values_N.new_zeros(-(-len(values_N) // COLUMNS) * COLUMNS)
     padded[: len(values_N)] = values_N
     return padded
 
 
 def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
-    """To [B, K / step, 32, step]."""
+    """Reorder [N, K] to [B, K / step, 32, step]."""
     num_outputs, num_inputs = weight_NK.shape
     num_blocks = -(-num_outputs // COLUMNS)
     whole = num_outputs // COLUMNS
@@ -256,13 +272,13 @@ class Kernels:
         weakref.finalize(self, self._library.tokenyard_close, self._engine)  # its threads end
 
     def multiply(self, x_TK: Tensor, weight: PackedWeight) -> Tensor:
-        """Rows times the transposed weight, plus bias: [T, K] to [T, N], in the same dtype."""
+        """Multiply rows by the transposed weight and add the bias: [T, K] to [T, N], in the same dtype."""
         out_TN = x_TK.new_empty((x_TK.shape[0], weight.num_outputs))
         self._multiply(x_TK, weight, output=pointer(out_TN), float_output=None)
         return out_TN
 
     def multiply_to_float(self, x_TK: Tensor, weight: PackedWeight) -> Tensor:
-        """The same in float32, which the sums are before they are rounded."""
+        """Multiply without rounding the sums, which are float32."""
         out_TN = torch.empty((x_TK.shape[0], weight.num_outputs))
         self._multiply(x_TK, weight, output=None, float_output=pointer(out_TN))
         return out_TN
@@ -270,7 +286,7 @@ class Kernels:
     def _multiply(
         self, x_TK: Tensor, weight: PackedWeight, *, output: int | None, float_output: int | None
     ) -> None:
-        assert weight.data.dtype in (x_TK.dtype, torch.int8)
+        assert weight.data.dtype in (x_TK.dtype, torch.int8, torch.uint8)
         assert x_TK.shape[1] == weight.c.num_inputs
         product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output, multiplier=1.0)
         self._call("multiply", x_TK.dtype, byref(product))

@@ -26,7 +26,7 @@ from worker.memory_sizes import (
     check_weights_fit,
     cpu_budget_bytes,
     cuda_budget_bytes,
-    format_gib,
+    format_size,
     graph_bytes,
 )
 from worker.worker_config import WorkerConfig
@@ -157,6 +157,8 @@ class CpuDevice:
     """Processors of this machine. Sets the number of compute threads of the whole process."""
 
     torch_device = torch.device("cpu")
+    # Attention gathers block by block: longer runs use caches and prefetching better. Prefixes are shared in
+    # units of 32 tokens in return.
     default_block_size = 32
     kind = "CPU"
     is_gpu = False
@@ -171,7 +173,7 @@ class CpuDevice:
         return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
 
     def describe_memory(self) -> str:
-        return f"{format_gib(available_memory_bytes())} of memory available"
+        return f"{format_size(available_memory_bytes())} of memory available"
 
     def rows_at_once(self, row_numel: int) -> int:
         # A row for each thread at least: the sampler selects candidates on one thread a row.
@@ -238,6 +240,8 @@ class CpuDevice:
 class CudaDevice:
     """One GPU."""
 
+    # 1.75 to 2 MiB at 112 to 128 KiB a token (Qwen3-0.6B, Llama-3-8B, bfloat16), all layers together: copied
+    # at the full speed of the link already. Smaller blocks waste less at a sequence's end and share finer.
     default_block_size = 16
     kind = "GPU"
     is_gpu = True
@@ -253,7 +257,7 @@ class CudaDevice:
 
     def describe_memory(self) -> str:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
-        return f"{format_gib(free_bytes)} of {format_gib(total_bytes)} free"
+        return f"{format_size(free_bytes)} of {format_size(total_bytes)} free"
 
     def rows_at_once(self, row_numel: int) -> int:
         return max(1, _GPU_NUMEL // row_numel)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class AttentionBatch(NamedTuple):
-    """What attention reads. Counts on the host are fixed for a captured graph; bounds may be too high."""
+    """The inputs of attention. Counts on the host are fixed for a captured graph; bounds may be too high."""
 
     num_decodes: int
-    """The first so many sequences have one query token each, or are padding. 0 where the host does not know:
-    any may have several then."""
+    """The count of sequences, from the first on, that have one query token each or are padding. 0 if the host
+    does not know: any may have several then."""
     max_query_len: int
     """No sequence has more tokens in this step."""
     max_seq_len: int
@@ -44,22 +44,22 @@ class AttentionBatch(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """All that one step reads."""
+    """All inputs of one step."""
 
     attention: AttentionBatch
     input_ids_1T: Tensor
-    """int64; -1 stands for a token that the host does not know yet: the last one drawn for its row."""
+    """int64; -1 stands for a token that the host does not know yet: the last one sampled for its row."""
     position_ids_1T: Tensor
     """int64; 0 for padding."""
     rows_T: Tensor
-    """int32: whose token it is, where input_ids_1T is -1."""
+    """int32: the row of each token, read where input_ids_1T is -1."""
     logits_indices_N: Tensor
     """int64; padding points to token 0."""
     rows_N: Tensor
-    """int32: for whom a token is drawn; padding has the one row that belongs to nobody, max_num_seqs."""
+    """int32: the rows that sample a token; padding has the row of no sequence, max_num_seqs."""
     draws_NF: Tensor
-    """float64: how it is drawn (draw_fields.py); padding has line -1."""
+    """float64: the parameters of sampling (draw_fields.py); padding has line -1."""
     packed_tables: Tensor
-    """int32, flat: the block tables as they came, to be spread to those of `attention`."""
+    """int32, flat: the block tables as uploaded, to be spread to the tables of `attention`."""
     table_width_1: Tensor
     """int32: blocks of each line of packed_tables."""

@@ -1,7 +1,7 @@
-"""Whether this worker computes with Triton kernels on its GPU, and why not; and what they work in.
+"""The choice between Triton's kernels and torch on a GPU.
 
-Owns: the one line of the log that says so, what `tokenyard doctor` says before, and the sizes of the memory
-that steps and graphs take beside the KV cache.
+Owns: the reasons against kernels, the line of the log that gives one, the forecast for `tokenyard doctor`,
+and the sizes of the memory that steps and graphs take beside the KV cache.
 Never: imports Triton before it is known to be there and wanted.
 """
 
@@ -10,8 +10,6 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,27 +18,21 @@ from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding, Verdict
 from worker.gpu.graphs import GraphSizes
 from worker.gpu.step_buffers import Limits, StepBuffers
-from worker.model.surgery import Toolkit
-from worker.progress import LoadPhase, LoadStage
-from worker.sampling.grammar_rows import Grammars
-from worker.sampling.row_sampler import RowSampler
-from worker.startup.loader import LoadedModel
-from worker.startup.ready_model import ReadyModel
-from worker.steps.model_runner import ModelRunner, StepRunner
+from worker.model.quantization import refuse_quantization
+from worker.model.toolkit import Toolkit
+from worker.progress import LoadStage
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
 _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
 _SAMPLER_BYTES = 160 << 20
-"""What drawing takes at most, with what it takes for a moment: copies of some rows of logits in float32. An
-estimate."""
+"""The most memory that sampling takes, with its copies of some rows of logits in float32. An estimate."""
 
 
 def obstacle(config: WorkerConfig) -> str:
-    """Why a GPU is left to torch; empty if it is not."""
+    """Say why a GPU is left to torch; empty if it is not."""
     if config.gpu_kernels == "off":
         return "--gpu-kernels is off"
     if importlib.util.find_spec("triton") is None:
@@ -52,10 +44,12 @@ def obstacle(config: WorkerConfig) -> str:
     return ""
 
 
-def open_toolkit(config: WorkerConfig, device: Device) -> Toolkit | None:
-    """The kernels, which are compiled when they are first used; None where there are none.
+def open_toolkit(
+    config: WorkerConfig, device: Device, _dtype: torch.dtype, _stage: LoadStage
+) -> Toolkit | None:
+    """Open the kernels, which are compiled at their first use; None without any.
 
-    Raises StartupError for weights that are to be quantized, which only the CPU's kernels can.
+    Raises StartupError for weights that are to be quantized, which needs the CPU's kernels.
     """
     _refuse_quantization(config)
     reason = obstacle(config)
@@ -67,23 +61,8 @@ def open_toolkit(config: WorkerConfig, device: Device) -> Toolkit | None:
     return GpuToolkit(device)
 
 
-@contextmanager
-def refusing_kernels() -> Iterator[None]:
-    """Turn a kernel that this GPU cannot be given into a StartupError."""
-    from triton import TritonError
-
-    try:
-        yield
-    except TritonError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise StartupError(
-            f"Triton refuses a kernel on this GPU: {reason}",
-            fix="start with --gpu-kernels off, and report it",
-        ) from error
-
-
-def foresee_kernels(config: WorkerConfig) -> Finding:
-    """What `open_toolkit` would come to; compiles nothing. Raises StartupError where it would."""
+def foresee_kernels(config: WorkerConfig, _device: Device, _dtype: torch.dtype) -> Finding:
+    """Foresee the result of `open_toolkit`; compiles nothing. Raises StartupError where it would."""
     _refuse_quantization(config)
     reason = obstacle(config)
     if not reason:
@@ -98,72 +77,33 @@ def foresee_kernels(config: WorkerConfig) -> Finding:
     )
 
 
-def reserve(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
-    """What steps will hold beside weights and KV cache."""
+def reserve(config: WorkerConfig, *, checkpoint_len: int, vocab_size: int, dtype: torch.dtype) -> Reserve:
+    """Measure the memory that steps hold beside weights and KV cache."""
     if obstacle(config):
         return NO_RESERVE
-    longest = config.max_model_len or loaded.checkpoint_len
-    limits = _limits(config, longest, config.block_size or _SMALLEST_BLOCK)
+    longest = config.max_model_len or checkpoint_len
+    limits = step_limits(config, longest, config.block_size or _SMALLEST_BLOCK)
     num_graphs = 0 if config.enforce_eager else len(GraphSizes(limits, longest))
-    logits_bytes = _num_graph_logits(config, loaded.vocab_size) * loaded.dtype.itemsize
-    count_bytes = limits.num_sequences * loaded.vocab_size * torch.int32.itemsize  # for penalties
+    logits_bytes = num_graph_logits(config, vocab_size) * dtype.itemsize
+    count_bytes = limits.num_sequences * vocab_size * torch.int32.itemsize  # for penalties
     return Reserve(num_graphs, StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES)
 
 
-def open_steps(
-    config: WorkerConfig,
-    ready: ReadyModel[ModelRunner],
-    device: Device,
-    stage: LoadStage,
-    grammars: Grammars,
-) -> tuple[StepRunner, RowSampler]:
-    """Who computes steps, with graphs unless they are not wanted, and who draws. Raises StartupError."""
-    from worker.gpu.gpu_runner import GpuSteps
-    from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
-    from worker.gpu.sampling.gpu_sampler import GpuSampler
-    from worker.gpu.triton_attention import TritonAttention
-
-    facts = ready.facts
-    limits = _limits(config, facts.max_model_len, facts.block_size)
-    dtype: torch.dtype = getattr(torch, facts.dtype)
-    assert isinstance(ready.backend, TritonAttention)
-    try:
-        logits = device.zeros(_num_graph_logits(config, facts.vocab_size), dtype)
-        buffers = StepBuffers(device, limits)
-        sampler = GpuSampler(
-            vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device, grammars=grammars
-        )
-        with refusing_kernels():
-            sampler.warm_up(dtype)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(
-            "memory ran out beside the KV cache", fix="lower --gpu-memory-utilization or --max-num-seqs"
-        ) from error
-    if ready.host_pool.block_bytes % WORD_BYTES == 0:
-        ready.host_pool.copy_with(copy_blocks)
-    logits_NV = logits.view(-1, facts.vocab_size)
-    with refusing_kernels():
-        steps = GpuSteps(ready.runner, ready.backend, device, buffers, sampler, logits_NV)
-    if not config.enforce_eager:
-        stage.enter(LoadPhase.CAPTURING)
-        steps.capture(GraphSizes(limits, facts.max_model_len))
-    return steps, sampler
-
-
 def _refuse_quantization(config: WorkerConfig) -> None:
-    if config.quantization != "none":
-        raise StartupError(
-            f"--quantization {config.quantization} needs the CPU kernels, and the model runs on a GPU",
-            fix="leave it out, or ask for --device cpu",
-        )
+    refuse_quantization(
+        config,
+        " needs the CPU kernels, and the model runs on a GPU",
+        fix="leave it out, or ask for --device cpu",
+    )
 
 
-def _num_graph_logits(config: WorkerConfig, vocab_size: int) -> int:
-    """What graphs leave behind them, in one place for all."""
+def num_graph_logits(config: WorkerConfig, vocab_size: int) -> int:
+    """Count the logits that graphs leave, in one place for all."""
     return 0 if config.enforce_eager else config.max_num_seqs * vocab_size
 
 
-def _limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Limits:
+def step_limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Limits:
+    """Find the largest step, for which buffers are made."""
     return Limits(
         num_tokens=config.max_num_batched_tokens,
         num_sequences=config.max_num_seqs,

@@ -1,12 +1,12 @@
-"""A step on a GPU: what the host asks for, without waiting for anything.
+"""A step on a GPU, launched by the host without waiting for anything.
 
 Owns: the order of a step on the device (spread block tables, fill in tokens that the host does not know,
-attention's batch, the model, the logits, the draw, the last token of each row), and who does it: a captured
-graph, or the host kernel by kernel.
-Never: builds a step (inputs.py, step_buffers.py), or says how is drawn (gpu/sampler.py).
+attention's batch, the model, the logits, sampling, the last token of each row), and the choice between a
+captured graph and a launch kernel by kernel.
+Never: builds a step (step_inputs.py, step_buffers.py), or chooses how tokens are sampled (gpu_sampler.py).
 
-Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more that is nobody's, F fields
-of a draw.
+Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more of no sequence, F fields
+of a row's sampling.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.attention.interface import LayerExecutor, note_layers_begun
+from worker.attention.interface import note_layers_begun
 from worker.devices.device import Device
-from worker.gpu.device_batch import AttentionBatch, DeviceBatch
+from worker.gpu.device_batch import DeviceBatch
+from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens, spread_tables
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
@@ -27,39 +28,29 @@ from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
 
 
-class BatchAttention(LayerExecutor, Protocol):
-    """A LayerExecutor over the paged cache that reads its step on the device."""
-
-    def begin_batch(self, batch: AttentionBatch) -> None:
-        """Prepare what all layers of the step share, without waiting for the device."""
-
-
 class StepSampler(Protocol):
-    """Who knows how rows are drawn."""
+    """The sampler, as a step calls it."""
 
     def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
-        """[N, F]: how the step that is about to be launched draws for these rows."""
+        """Return the sampling fields [N, F] of these rows in the step that is about to be launched."""
 
     def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:
-        """Ask for the tokens of a step, without waiting; they stand in the memory that is returned, [N]."""
+        """Launch the sampling of a step, without waiting; returns the memory for its tokens, [N]."""
 
 
 class GpuSteps:
-    """A StepRunner that asks and does not wait. One step's memory: each is filled in after the one before."""
+    """A StepRunner that launches and does not wait. Steps share their memory, one after the other."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        backend: BatchAttention,
+        backend: PagedAttention,
         device: Device,
         buffers: StepBuffers,
         sampler: StepSampler,
         logits_NV: Tensor,
     ) -> None:
-        """`logits_NV` is where graphs leave their logits, for the most sequences that may draw at once.
-
-        Without graphs it may be empty.
-        """
+        """Take `logits_NV` for the logits of graphs; without graphs it may be empty."""
         self._runner = runner
         self._backend = backend
         self._device = device
@@ -74,7 +65,7 @@ class GpuSteps:
         self._warm_up()
 
     def capture(self, sizes: GraphSizes) -> None:
-        """Capture what there is memory for. Steps that fit into these sizes are replayed from then on."""
+        """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on."""
 
         def work_on(each: BatchSizes) -> "_Work":
             self._buffers.fill_with_padding(each)
@@ -127,13 +118,13 @@ class GpuSteps:
         )
 
     def compute_and_draw(self, batch: DeviceBatch) -> None:
-        """Compute a batch. Logits are left where those of graphs are found, tokens with the sampler."""
+        """Compute a batch. Its logits go to the memory for graphs, its tokens to the sampler."""
         logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
         logits_NV.copy_(self._forward(batch))
         self._draw(logits_NV, batch)
 
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
-        """A step of its own sizes, without padding."""
+        """Fill in a step without padding."""
         self._num_eager += 1
         sizes = sizes_of(inputs)
         self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), sizes)
@@ -155,7 +146,7 @@ class GpuSteps:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Compile now, with nobody's step, and not in the middle of the first one."""
+        """Compile now, with a step of padding, and not in the middle of the first one."""
         sizes = BatchSizes(1, 1, 1, 1, 1, 1)
         self._buffers.fill_with_padding(sizes)
         batch = self._buffers.view(sizes)
@@ -172,7 +163,7 @@ class GpuSteps:
 
 
 class _Work:
-    """What a graph records: it knows a batch's place in memory, and nothing of the host's step."""
+    """The work that a graph records: it knows a batch's place in memory, and nothing of the host's step."""
 
     def __init__(self, steps: GpuSteps, batch: DeviceBatch) -> None:
         self._steps, self._batch = steps, batch
@@ -183,13 +174,13 @@ class _Work:
 
 
 def sizes_of(inputs: StepInputs) -> BatchSizes:
-    """Of a step without padding."""
+    """Return the sizes of a step without padding."""
     metadata, num_tokens = inputs.metadata, len(inputs.input_ids_T)
     return BatchSizes(
         num_tokens=num_tokens,
         num_sequences=len(metadata.seq_lens),
         num_logits=len(inputs.rows),
-        # As graphs are: kernels that are told the decodes of a mixed step would be compiled in service.
+        # As for graphs: kernels with the decodes of a mixed step as a constant would be compiled in service.
         num_decodes=num_tokens if metadata.num_decodes == num_tokens else 0,
         max_query_len=int(np.diff(metadata.query_starts).max()),
         max_seq_len=int(metadata.seq_lens.max()),

@@ -1,43 +1,61 @@
-"""The GPU's kernels as the surgery uses them: a Toolkit.
+"""The GPU's kernels as surgery uses them: a Toolkit.
 
-Owns: what they can take.
-Never: decides what is replaced (surgery.py).
+Owns: the formats that they take, and the error for a kernel that Triton cannot compile.
+Never: decides which layers are replaced (surgery.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
+from triton import TritonError
 
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
-from worker.gpu.triton_attention import TritonAttention
+from worker.gpu.gpu_attention import ATTENTION_BACKENDS, DEFAULT_BACKEND, PagedAttention
+from worker.gpu.gpu_products import TAKEN
 from worker.gpu.triton_experts import TritonExperts
-from worker.gpu.triton_layer import FusedLayer
+from worker.gpu.triton_layer import TritonLayer
 from worker.model.layer_call import LayerCall
-from worker.model.layer_parts import LayerParts, TakenWeights
+from worker.model.layer_parts import LayerParts
 from worker.model.mixture import ReplacedExperts, replace_experts
+from worker.worker_errors import StartupError
 
 
 class GpuToolkit:
     """See Toolkit."""
 
-    name = "Triton"
+    name, device_kind, option = "Triton", "GPU", "--gpu-kernels"
     fused = "fused"
-    weights = TakenWeights(dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}), size_multiple=1)
+    runs_ahead = True
+    weights = TAKEN
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, attention_backend: str = DEFAULT_BACKEND) -> None:
         self._device = device
+        self._open_attention = ATTENTION_BACKENDS[attention_backend]
 
-    def attention_over(self, cache: KVCache) -> TritonAttention:
-        return TritonAttention(cache, self._device)
+    def attention_over(self, cache: KVCache) -> PagedAttention:
+        return self._open_attention(cache, self._device)
 
     def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return FusedLayer(parts, call)
+        return TritonLayer(parts, call)
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return FusedLayer(parts, call)
+        return TritonLayer(parts, call)
 
     def replace_others(self, model: Any) -> ReplacedExperts:
         """Replace mixtures of experts. The output layer is one product of cuBLAS as it is."""
         return replace_experts(model, TritonExperts)
+
+    @contextmanager
+    def refusing_kernels(self) -> Iterator[None]:
+        """Raise a StartupError for a kernel that Triton cannot compile for this GPU."""
+        try:
+            yield
+        except TritonError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise StartupError(
+                f"Triton refuses a kernel on this GPU: {reason}",
+                fix=f"start with {self.option} off, and report it",
+            ) from error

@@ -1,7 +1,7 @@
 """Steps that were captured as CUDA graphs, by their sizes.
 
-Owns: which sizes are captured, which of them a step is padded to, and when capturing ends early.
-Never: computes; what is captured comes from gpu_runner.py.
+Owns: the sizes to capture, the size to which a step is padded, and the early end of capturing.
+Never: computes; the work to capture comes from gpu_runner.py.
 
 A step of a few tokens is some three hundred kernels, each a few microseconds of the host's time to launch and
 less than that to compute. Captured, it is launched at once.
@@ -9,8 +9,8 @@ less than that to compute. Captured, it is launched at once.
     decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 sequences of one token each
     mixed     256 384 512 768 1024 1536 2048 tokens of any sequences
 
-Those in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
-for so long that nobody waits for the host.
+Sizes in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
+for longer than the host launches.
 """
 
 import logging
@@ -33,7 +33,7 @@ _MIXED = (256, 384, 512, 768, 1024, 1536, 2048)
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph, and what it was captured for."""
+    """A graph, and the sizes that it was captured for."""
 
     sizes: BatchSizes
     graph: Graph
@@ -57,13 +57,13 @@ class GraphSizes:
         return len(self.decodes) + len(self.mixed)
 
     def largest_first(self) -> Iterator[BatchSizes]:
-        """So that all find room in the memory that the first ones took."""
+        """Yield large sizes first, so that all later ones find room in the memory of earlier ones."""
         yield from reversed(self.mixed)
         yield from reversed(self.decodes)
 
 
 class StepGraphs:
-    """What was captured."""
+    """The graphs that were captured."""
 
     def __init__(self) -> None:
         self._decodes: list[CapturedStep] = []
@@ -100,11 +100,11 @@ def capture_all(
 ) -> StepGraphs:
     """Capture one graph for each of `sizes`, as long as there is memory.
 
-    `work_on` gives what a step of these sizes asks of the device. A model that waits for the device within
-    its step cannot be captured: it is computed without graphs, and the log says why.
+    `work_on` returns the work of a step of these sizes. A model that waits for the device within its step
+    cannot be captured: it is computed without graphs, and the log says why.
     """
     graphs = StepGraphs()
-    device.release_cached_memory()  # each capture does: it would be told as what graphs gave back
+    device.release_cached_memory()  # each capture does: it would be counted as memory that graphs gave back
     free_before = device.free_bytes()
     for each in sizes.largest_first():
         begun_before = num_layers_begun()

@@ -2,7 +2,7 @@
 
 Owns: the memory that graphs read a step from, at addresses that never change, and the pinned memory that it
 is copied from: two pieces in turn, so that one is filled while the other is still being read.
-Never: what the numbers mean (inputs.py), or who reads them (gpu_runner.py).
+Never: knows the meaning of the numbers (step_inputs.py), or their reader (gpu_runner.py).
 
     pinned  | token ids | positions | slots | logits indices | rows | ... | block tables, as wide as need be |
     device  | the same, in one copy                                      | -> of full width, within the step |
@@ -10,8 +10,8 @@ Never: what the numbers mean (inputs.py), or who reads them (gpu_runner.py).
 Where a field begins depends on the sizes alone. Block tables come last and narrow: at full width, those of
 256 sequences of a long context are 8 MiB, of which a step reads a hundredth.
 
-Shapes: T tokens, R sequences, B blocks of the longest table, N logits wanted, F fields of a draw; all with
-padding.
+Shapes: T tokens, R sequences, B blocks of the longest table, N logits wanted, F fields of a row's
+sampling; all with padding.
 """
 
 from functools import lru_cache
@@ -31,11 +31,11 @@ _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""
 
 _NUM_KEPT_SIZES = 256
-"""Of sizes, where in memory their fields are: all graphs', and some others."""
+"""The count of layouts that are kept: for all graphs, and some others."""
 
 
 class BatchSizes(NamedTuple):
-    """What a step is padded to. For a captured graph these are all the numbers that it knows of a step."""
+    """The sizes to which a step is padded. A captured graph knows no other numbers of a step."""
 
     num_tokens: int
     num_sequences: int
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     num_tokens: int
     num_sequences: int
     num_blocks: int
-    """Of one sequence."""
+    """The most blocks of one sequence."""
     block_size: int
 
 
@@ -70,7 +70,7 @@ class _Field(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where in the memory of a step its fields are."""
+    """The place of each field in the memory of a step."""
 
     draws_NF: _Field
     input_ids_T: _Field
@@ -121,7 +121,7 @@ class _HostFields(NamedTuple):
     rows_N: NDArray[np.int32]
     table_width_1: NDArray[np.int32]
     tables: NDArray[np.int32]
-    """All memory behind the others."""
+    """All memory behind the other fields."""
 
     @classmethod
     def of(cls, memory: Tensor, layout: _Layout) -> "_HostFields":
@@ -139,7 +139,7 @@ class _Staging:
         self._copied: DeviceEvent | None = None
 
     def wait(self) -> None:
-        """Until the device has read what it was last asked to: then it may be written to."""
+        """Wait until the device has read the memory: then it may be written to."""
         if self._copied is not None:
             self._copied.wait()
 
@@ -164,11 +164,11 @@ class StepBuffers:
 
     @staticmethod
     def num_bytes(limits: Limits) -> int:
-        """On the device, about."""
+        """Estimate the memory on the device."""
         return limits.num_tokens * 32 + limits.num_sequences * (24 + 8 * NUM_FIELDS + 8 * limits.num_blocks)
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
-        """Where a step of these sizes is found, whenever it is filled in."""
+        """Return the tensors of a step of these sizes, whenever it is filled in."""
         assert sizes.num_tokens <= self.limits.num_tokens, "a step of more tokens than max_num_batched_tokens"
         assert sizes.num_sequences <= self.limits.num_sequences
         layout, memory = _Layout.of(*sizes[:3]), self._memory
@@ -225,7 +225,7 @@ class StepBuffers:
 
     @torch.inference_mode()
     def fill_with_padding(self, sizes: BatchSizes) -> None:
-        """As `fill`, with a step that has nothing but padding."""
+        """Fill in a step of nothing but padding."""
         staging = self._stagings[self._turn]
         staging.wait()
         layout, host = self._host_fields(self._turn, *sizes[:3])

@@ -1,9 +1,7 @@
-"""Paged attention by our Triton kernels: an AttentionBackend for steps that are on the device.
+"""Paged attention by our Triton kernels, for steps that are on the device.
 
-Owns: which kernels a step needs.
+Owns: the choice of the kernels that a step needs.
 Never: computes (kernels/), builds a batch but from the host's form of one, or waits for the device.
-
-Nothing here depends on what is in the batch's tensors, so that a graph can capture it.
 
 Shapes: T tokens, R sequences, Hq and Hk query and KV heads, D key size, V value size.
 """
@@ -18,13 +16,13 @@ from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_decode import attend_decodes
 from worker.gpu.kernels.attention_prefill import attend_prefills
 from worker.gpu.kernels.kv_write import write_kv
-from worker.gpu.kernels.rotary import turn_and_write
+from worker.gpu.kernels.rotary import rotate_and_write
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
 
 
 class TritonAttention:
-    """See AttentionBackend. One step at a time."""
+    """See PagedAttention (gpu_attention.py). One step at a time."""
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
@@ -32,11 +30,11 @@ class TritonAttention:
         self._batch: AttentionBatch
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Take a step from the host, with one copy for each of its arrays: not for the served path."""
+        """Take a step from the host, with one copy for each of its arrays: too slow for serving."""
         self.begin_batch(batch_of(metadata, self._cache.layout.block_size, self._device))
 
     def begin_batch(self, batch: AttentionBatch) -> None:
-        """Take a step that is on the device. Its tensors are read when layers attend, and not before."""
+        """See PagedAttention. The batch's tensors are read when layers attend, and not before."""
         assert batch.num_decodes <= batch.num_sequences <= batch.num_tokens, "padding has tokens as well"
         self._batch = batch
 
@@ -51,7 +49,7 @@ class TritonAttention:
         """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's blocks."""
         write_kv(key, value, self._cache.layers[layer_idx], self._batch.slots_T)
 
-    def turn_and_write(
+    def rotate_and_write(
         self,
         layer_idx: int,
         merged_TM: Tensor,
@@ -59,15 +57,12 @@ class TritonAttention:
         norms: tuple[RmsNorm | None, RmsNorm | None],
         rotation: Rotation | None,
     ) -> Tensor:
-        """Take queries, keys and values apart, norm and turn them, write the latter two: for fused layers.
-
-        Returns the queries [T, Hq, D]. See kernels/rotary.py.
-        """
+        """See PagedAttention, and kernels/rotary.py."""
         cache, slots_T = self._cache.layers[layer_idx], self._batch.slots_T
-        return turn_and_write(merged_TM, heads, norms, rotation, cache, slots_T)
+        return rotate_and_write(merged_TM, heads, norms, rotation, cache, slots_T)
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend once the step's keys and values are in the cache; returns [T, Hq, V]. Padding gets zeros."""
+        """See PagedAttention."""
         if queries_THD.stride(-1) != 1:
             queries_THD = queries_THD.contiguous()
         cache, batch = self._cache.layers[layer_idx], self._batch

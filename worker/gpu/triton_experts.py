@@ -9,34 +9,34 @@ Shapes: T tokens, K experts per token, E experts, H numbers of a hidden state.
 import torch
 from torch import Tensor, nn
 
-from worker.gpu.kernels.expert_products import Tiles, multiply_down, multiply_gate_up, route
+from worker.gpu.kernels.expert_products import ExpertTiles, multiply_down, multiply_gate_up, route
 from worker.model.mixture import Experts
 
-# By how many pairs an expert has on average, at most. Two products share a program's registers in
+# Keys are the most pairs that an expert has on average. Two products share a program's registers in
 # gate_up_tiles. Warp-group products want 64 pairs; fewer are read by the tensor cores of before.
 _GATE_UP_TILES = (
-    (16, Tiles(pairs=16, outputs=64, inputs=128, num_warps=4, num_stages=3)),
-    (32, Tiles(pairs=32, outputs=64, inputs=128, num_warps=4, num_stages=3)),
-    (64, Tiles(pairs=64, outputs=128, inputs=64, num_warps=8, num_stages=3)),
+    (16, ExpertTiles(pairs=16, outputs=64, inputs=128, num_warps=4, num_stages=3)),
+    (32, ExpertTiles(pairs=32, outputs=64, inputs=128, num_warps=4, num_stages=3)),
+    (64, ExpertTiles(pairs=64, outputs=128, inputs=64, num_warps=8, num_stages=3)),
 )
 _DOWN_TILES = (
-    (16, Tiles(pairs=16, outputs=128, inputs=128, num_warps=4, num_stages=3)),
-    (32, Tiles(pairs=32, outputs=128, inputs=128, num_warps=4, num_stages=3)),
-    (64, Tiles(pairs=64, outputs=128, inputs=64, num_warps=4, num_stages=4)),
+    (16, ExpertTiles(pairs=16, outputs=128, inputs=128, num_warps=4, num_stages=3)),
+    (32, ExpertTiles(pairs=32, outputs=128, inputs=128, num_warps=4, num_stages=3)),
+    (64, ExpertTiles(pairs=64, outputs=128, inputs=64, num_warps=4, num_stages=4)),
 )
-_WIDE_ITEM_TILES = Tiles(pairs=16, outputs=32, inputs=32, num_warps=4, num_stages=2)
-"""For float32, which has no tensor cores here: it is for trials."""
+_WIDE_ITEM_TILES = ExpertTiles(pairs=16, outputs=32, inputs=32, num_warps=4, num_stages=2)
+"""Tiles of float32, which has no tensor cores here: it is for trials."""
 
 
 class TritonExperts(nn.Module):
-    """In the place of a module of transformers' experts."""
+    """The experts of one layer, in the place of transformers' module."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self._experts = experts
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
-        """The sum of what each token's experts make of it, weighed by their scores: [T, H]."""
+        """Return the sum of the outputs of each token's experts, weighed by their scores: [T, H]."""
         num_tokens, num_chosen = expert_ids_TK.shape
         num_experts = len(self._experts.down_EHI)
         gate_up_tiles, down_tiles = choose_tiles(num_tokens * num_chosen, num_experts, hidden_TH.dtype)
@@ -46,8 +46,8 @@ class TritonExperts(nn.Module):
         return out_TKH.sum(dim=1)
 
 
-def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
-    """For the gates and for the way down; both have tiles of as many pairs."""
+def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[ExpertTiles, ExpertTiles]:
+    """Choose tiles for the gates and for the way down; both have tiles of as many pairs."""
     if dtype is torch.float32:
         return _WIDE_ITEM_TILES, _WIDE_ITEM_TILES
     for (most, gate_up), (_, down) in zip(_GATE_UP_TILES, _DOWN_TILES, strict=True):

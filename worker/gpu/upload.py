@@ -1,7 +1,7 @@
 """Several host arrays -> the device, in one copy for which the host does not wait.
 
-Owns: where each lies in the common memory.
-Never: what they mean.
+Owns: the place of each in the common memory.
+Never: reads their content.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _ALIGNMENT = 16
 
 
 def upload(device: Device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """The same arrays as tensors of the device; they share one piece of memory."""
+    """Return the arrays as tensors of the device, which share one piece of memory."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)

@@ -1,14 +1,15 @@
-"""What a decoder layer of transformers is made of, where it is made as most are.
+"""The parts of a decoder layer of transformers, where it is built like most.
 
-Owns: the recognition of a block of attention and MLP, by the names of its modules and by what its norms
-and its activation do to numbers. A wrong guess is found by surgery.py, which compares the results.
+Owns: the recognition of a block of attention and MLP: modules by their names, norms and the activation by the
+values they compute. A wrong guess is found by surgery.py, which compares the results.
 Never: knows a model family, or reads a layer's code.
 
 Shapes: H numbers of a hidden state.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import product
 from typing import NamedTuple
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.model.linear import Linear, Segment, linear_of, merge
+
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _SPLIT_ROWS, _MERGED_ROWS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
 _OUTPUT_NAMES = ("o_proj", "dense")
@@ -24,12 +27,12 @@ _SPLIT_MLP, _MERGED_MLP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _MLP_NAMES = ("mlp", "block_sparse_moe")
 _RESIDUAL_MULTIPLIER_NAME = "residual_multiplier"
-# Only large numbers show what it does, and a trial has none behind a norm.
+# Only large numbers show its effect, and a trial has none behind a norm.
 _CLIPPING_NAME = "clip_qkv"
 
 
 class _NormNames(NamedTuple):
-    """What a layer calls the norms before and behind attention, before and behind the MLP."""
+    """Names of the norms before and behind attention, before and behind the MLP."""
 
     attention: str | None
     after_attention: str | None
@@ -57,11 +60,11 @@ _NORM_NAMES = (
 
 
 class Unrecognised(Exception):
-    """The layer stays as it is; the text says what is unusual about it."""
+    """A layer that stays as it is; the text names the unusual part."""
 
 
-class Activation(IntEnum):
-    """What the gates of a merged gate and up product go through. The CPU's kernels know the numbers."""
+class GateActivation(IntEnum):
+    """The function of the gates of a merged gate and up product. The CPU's kernels know the numbers."""
 
     NONE = 0
     SILU = 1
@@ -70,16 +73,17 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenWeights:
-    """Which weights a device's kernels can compute with."""
+    """The weights that a device's kernels can compute with."""
 
-    dtypes: frozenset[torch.dtype]
+    formats: frozenset[str]
+    """See Weight.format."""
     size_multiple: int
-    """Of the inputs of a product, of the numbers of a norm, a head or an MLP."""
+    """A divisor of the inputs of a product, of the numbers of a norm, a head or an MLP."""
     takes_layer_norms: bool = False
 
-    def include(self, weight: Tensor) -> bool:
-        """Tell whether the kernels can multiply by it: weight [N, K]."""
-        return weight.dtype in self.dtypes and weight.dim() == 2 and weight.shape[1] % self.size_multiple == 0
+    def include(self, linear: Linear) -> bool:
+        """Tell whether the kernels can multiply by it."""
+        return linear.weight.format in self.formats and linear.num_inputs % self.size_multiple == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +103,47 @@ class LayerNorm(RmsNorm):
     """float32"""
 
 
-class Projection(NamedTuple):
-    """What a linear module multiplies by and adds. Outputs N, inputs K."""
-
-    weight_NK: Tensor
-    bias_N: Tensor | None
-
-
 class GatedMlp(NamedTuple):
     """down(act(gate) * up)."""
 
-    gate_up_NK: Tensor
-    """All gates, then all ups."""
-    down: Projection
-    activation: Activation
+    gate_up: Linear
+    """Without a bias; of two segments, all gates and all ups."""
+    down: Linear
+    activation: GateActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """A norm that is None is not there."""
+    """A layer taken apart. Norms that it does not have are None."""
 
     attention_norm: RmsNorm | None
-    query_key_value: Projection
+    query_key_value: Linear
     """Queries, keys and values of all heads, in this order."""
     query_norm: RmsNorm | None
-    """Of each head; or of all heads of a token as one, if it has as many numbers."""
+    """The norm of each head; or of all heads of a token as one, if it has as many numbers."""
     key_norm: RmsNorm | None
-    attention_output: Projection
+    attention_output: Linear
     after_attention_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: GatedMlp | nn.Module
-    """A module, such as a mixture of experts: it stays as it is."""
+    """Or a module that stays as it is, such as a mixture of experts."""
     after_mlp_norm: RmsNorm | None
     residual_multiplier: float
-    """Of what attention and MLP add, where it is not normed."""
+    """A factor of the outputs of attention and MLP, where they are not normed."""
     mlp_is_parallel: bool
-    """It is given what attention is given, and both are added."""
+    """Whether the MLP has the same input as attention, and both outputs are added."""
+
+    def with_linears(self, change: Callable[[Linear], Linear]) -> "LayerParts":
+        """Change each linear layer in the same way: round it, or return it to plain numbers."""
+        mlp = self.mlp
+        if isinstance(mlp, GatedMlp):
+            mlp = mlp._replace(gate_up=change(mlp.gate_up), down=change(mlp.down))
+        return replace(
+            self,
+            query_key_value=change(self.query_key_value),
+            attention_output=change(self.attention_output),
+            mlp=mlp,
+        )
 
 
 def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
@@ -150,10 +159,10 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     norms = [None if name is None else _norm(children[name], taken) for name in norm_names]
     return LayerParts(
         attention_norm=norms[0],
-        query_key_value=_merged([_projection(attention, name, taken) for name in rows]),
+        query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
         query_norm=_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
         key_norm=_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
-        attention_output=_projection(attention, output, taken),
+        attention_output=_linear(attention, output, taken),
         after_attention_norm=norms[1],
         mlp_norm=norms[2],
         mlp=_mlp(children[mlp_name], taken),
@@ -164,12 +173,12 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
 
 
 def find_mlp(layer: nn.Module) -> nn.Module | None:
-    """Return what stands where layers have their MLP, whatever it consists of."""
+    """Return the module in the place of the MLP, whatever it consists of."""
     return next((child for name, child in layer.named_children() if name in _MLP_NAMES), None)
 
 
 def _names(children: dict[str, nn.Module]) -> tuple[str, _NormNames]:
-    """Of the MLP and of the norms."""
+    """Find the names of the MLP and of the norms. Raises Unrecognised."""
     for mlp_name, norm_names in product(_MLP_NAMES, _NORM_NAMES):
         if {*filter(None, norm_names), "self_attn", mlp_name} == set(children):
             return mlp_name, norm_names
@@ -187,17 +196,18 @@ def _gated_mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp:
     mlp = _children(module)
     gate_up = _MERGED_MLP if _MERGED_MLP[0] in mlp else _SPLIT_MLP
     _refuse_others(mlp, {*gate_up, "down_proj", *_ACTIVATION_NAMES}, "MLP")
-    gates_and_ups = _merged([_projection(mlp, name, taken) for name in gate_up])
-    if gates_and_ups.bias_N is not None:
+    gates_and_ups = _merged([_linear(mlp, name, taken) for name in gate_up])
+    if gates_and_ups.has_bias:
         raise Unrecognised("its MLP has biases")
-    num_gates = len(gates_and_ups.weight_NK) // 2
+    num_gates = gates_and_ups.num_outputs // 2
     if num_gates % taken.size_multiple:
         raise Unrecognised(f"its MLP has {num_gates} gates")
-    return GatedMlp(gates_and_ups.weight_NK, _projection(mlp, "down_proj", taken), _activation(module))
+    gates_and_ups = gates_and_ups.in_segments([Segment(num_gates), Segment(num_gates)])
+    return GatedMlp(gates_and_ups, _linear(mlp, "down_proj", taken), _activation(module))
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Those that do anything when nothing is trained."""
+    """Return the children that do anything when nothing is trained."""
     return {
         name: child
         for name, child in module.named_children()
@@ -211,31 +221,29 @@ def _refuse_others(children: dict[str, nn.Module], known: set[str], whose: str) 
         raise Unrecognised(f"its {whose} has {', '.join(others)}")
 
 
-def _projection(children: dict[str, nn.Module], name: str, taken: TakenWeights) -> Projection:
+def _linear(children: dict[str, nn.Module], name: str, taken: TakenWeights) -> Linear:
     found = children.get(name)
-    if type(found) is not nn.Linear:
+    linear = linear_of(found)
+    if linear is None:
         raise Unrecognised(f"its {name} is {'missing' if found is None else type(found).__name__}")
-    if not taken.include(found.weight):
-        raise Unrecognised(f"its {name} is {tuple(found.weight.shape)} {found.weight.dtype}")
-    return Projection(found.weight.detach(), None if found.bias is None else found.bias.detach())
+    if not taken.include(linear):
+        raise Unrecognised(f"its {name} is {linear.weight.shape} {linear.weight.format}")
+    return linear
 
 
-def _merged(projections: list[Projection]) -> Projection:
-    """Side by side, in the order given."""
-    if len(projections) == 1:
-        return projections[0]
-    weight_NK = torch.cat([each.weight_NK for each in projections])
-    if all(each.bias_N is None for each in projections):
-        return Projection(weight_NK, None)
-    zeros = [each.weight_NK.new_zeros(len(each.weight_NK)) for each in projections]
-    biases = [
-        zero if each.bias_N is None else each.bias_N for each, zero in zip(projections, zeros, strict=True)
-    ]
-    return Projection(weight_NK, torch.cat(biases))
+def _merged(linears: list[Linear]) -> Linear:
+    """Put layers of one input side by side. Raises Unrecognised."""
+    formats = sorted({each.weight.format for each in linears})
+    if len(formats) > 1:
+        raise Unrecognised(f"its projections of one input are {' and '.join(formats)}")
+    try:
+        return merge(linears)
+    except ValueError as unequal:
+        raise Unrecognised(f"its projections of one input cannot be merged: {unequal}") from unequal
 
 
 def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
-    """Read a norm off what it does to some vectors."""
+    """Read a norm's weight from its outputs for some vectors."""
     parameters = list(norm.parameters())
     epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
     shapes = {parameter.shape for parameter in parameters}
@@ -260,7 +268,7 @@ def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
     return LayerNorm(weight_H.contiguous(), epsilon, of_zeros_H.contiguous())
 
 
-def _activation(mlp: nn.Module) -> Activation:
+def _activation(mlp: nn.Module) -> GateActivation:
     """Recognise the MLP's function by its values."""
     function = next((getattr(mlp, name) for name in _ACTIVATION_NAMES if hasattr(mlp, name)), None)
     if not callable(function):
@@ -268,7 +276,7 @@ def _activation(mlp: nn.Module) -> Activation:
     x = torch.linspace(-6, 6, 97)
     found = function(x)
     if torch.allclose(found, functional.silu(x), atol=1e-6):
-        return Activation.SILU
+        return GateActivation.SILU
     if torch.allclose(found, functional.gelu(x, approximate="tanh"), atol=1e-6):
-        return Activation.GELU_TANH
+        return GateActivation.GELU_TANH
     raise Unrecognised(f"its activation is {type(function).__name__}")

@@ -1,8 +1,8 @@
-"""Mixtures of experts: what they consist of, and modules of our own in the place of transformers'.
+"""Mixtures of experts: their parts, and modules of our own in the place of transformers'.
 
-Owns: the reading of an experts module (those that declare their layout, as transformers' experts interface
-asks), the gate found by its values, and a trial of each kind on the module's own weights.
-Never: the router, or the products (cpu/experts.py, gpu/experts.py).
+Owns: the reading of experts modules that declare their layout, as transformers' experts interface asks; the
+gate, found by its values; and a trial of each kind on the module's own weights.
+Never: the router, or the products (cpu/cpu_experts.py, gpu/triton_experts.py).
 
 Shapes: T tokens, K experts per token, E experts, H numbers of a hidden state, I gates of an expert.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.model.layer_parts import Activation, Unrecognised
+from worker.model.layer_parts import GateActivation, Unrecognised
+from worker.model.linear import Linear, PlainWeight, merge
 
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
 _NUM_TOKENS = 5
@@ -27,12 +28,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Gate(NamedTuple):
-    """What a gate and what it weighs go through: act(min(gate, limit)) * (up within +-limit, + up_offset).
+    """The function of a gate and its up: act(min(gate, limit)) * (up within +-limit, + up_offset).
 
     The activation is SILU, its exponent scaled by `alpha`, or GELU_TANH.
     """
 
-    activation: Activation
+    activation: GateActivation
     alpha: float = 1.0
     limit: float = float("inf")
     up_offset: float = 0.0
@@ -43,7 +44,7 @@ class Gate(NamedTuple):
 
     @property
     def is_gelu(self) -> bool:
-        return self.activation is Activation.GELU_TANH
+        return self.activation is GateActivation.GELU_TANH
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit) + self.up_offset
@@ -65,10 +66,20 @@ class Experts(NamedTuple):
     down_bias_EH: Tensor | None
     gate: Gate
 
+    def gate_up(self, expert: int) -> Linear:
+        """Return the merged gates and ups of one expert, copied and without their biases."""
+        return merge(
+            [Linear.of(PlainWeight(weight_ENH[expert])) for weight_ENH in (self.gate_ENH, self.up_ENH)]
+        )
+
+    def down(self, expert: int) -> Linear:
+        """Return the way down of one expert, copied where it is transposed, without its bias."""
+        return Linear.of(PlainWeight(self.down_EHI[expert].contiguous()))
+
 
 @dataclass(slots=True)
 class ReplacedExperts:
-    """How many layers have experts, of how many they were replaced, and why not."""
+    """The number of layers with experts, of those replaced, and why others were not."""
 
     num_found: int = 0
     num_replaced: int = 0
@@ -76,7 +87,7 @@ class ReplacedExperts:
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of all experts that declare their layout."""
+    """Yield names and modules of all experts that declare their layout."""
     for name, module in model.named_modules():
         if all(hasattr(module, attribute) for attribute in _LAYOUT):
             yield name, module
@@ -100,7 +111,7 @@ def read_experts(module: Any) -> Experts:
 
 
 def _gates_and_ups(module: Any, merged: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves of dimension 1, or the even and the odd."""
+    """Split dimension 1 into halves, or into the even and the odd."""
     if module.is_concatenated:
         gates, ups = merged.chunk(2, dim=1)
         return gates, ups
@@ -111,7 +122,7 @@ def _find_gate(module: Any) -> Gate:
     """Recognise the gate by its values, with the numbers that the module has for limits and the like."""
     apply_gate = getattr(module, "_apply_gate", None)
     if apply_gate is None:
-        raise Unrecognised("its experts do not tell their gate")
+        raise Unrecognised("its experts do not show their gate")
     points = torch.tensor(
         [-120.0, -30.0, -9.0, -2.5, -0.7, -0.04, 0.0, 0.02, 0.3, 1.9, 6.5, 12.0, 40.0, 150.0]
     )
@@ -121,9 +132,9 @@ def _find_gate(module: Any) -> Gate:
     found = apply_gate(merged)[0]
     floats = [value for value in vars(module).values() if type(value) is float and value > 0]
     numbers = [float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0]
-    kinds = [Gate(Activation.GELU_TANH)]
+    kinds = [Gate(GateActivation.GELU_TANH)]
     for alpha, limit, offset in product((1.0, *floats), (float("inf"), *numbers), (0.0, 1.0)):
-        kinds.append(Gate(Activation.SILU, alpha, limit, offset))
+        kinds.append(Gate(GateActivation.SILU, alpha, limit, offset))
     for gate in kinds:
         if torch.allclose(found, gate(gates, ups), rtol=1e-4, atol=1e-5):
             return gate

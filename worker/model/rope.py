@@ -1,7 +1,7 @@
 """Rotary embeddings that choose their frequencies by the longest sequence of a batch.
 
-Owns: making that choice once, at load. In a server a neighbour's length would otherwise change
-everybody's tokens, and keys in the cache would no longer agree with queries.
+Owns: making that choice once, at load. Otherwise one sequence's length would change the tokens of others,
+and keys in the cache would no longer agree with queries.
 Never: computes a rotation; the model's own modules do.
 Source: rope types `dynamic` and `longrope` of transformers' modeling_rope_utils.
 """
@@ -52,7 +52,7 @@ def fix_rope(model: nn.Module, text_config: Any, max_model_len: int) -> None:
 
 
 def _deciding_position(text_config: Any, rope: dict[str, Any], max_model_len: int) -> int:
-    """One for which the frequencies are those that all sequences are to have."""
+    """Return a length whose frequencies all sequences shall have."""
     if rope["rope_type"] == "longrope":
         original = rope.get("original_max_position_embeddings")
         short_len = int(original or text_config.original_max_position_embeddings)

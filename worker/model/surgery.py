@@ -1,8 +1,8 @@
-"""Puts the kernels under a model: where a layer computes the same with them, it is replaced.
+"""Replacement of a model's layers by fused ones, where they compute the same.
 
-Owns: the trial. Of each kind of layer one is computed both ways in float32, on numbers of several sizes;
-a layer that differs stays what it was, and the report says why.
-Never: trusts a name: what layer_parts.py guessed counts only after the trial.
+Owns: the trial. One layer of each kind is computed both ways in float32, on numbers of several sizes; a layer
+that differs stays as it was, and the report says why.
+Never: trusts a name: a guess of layer_parts.py counts only after the trial.
 
 Shapes: T tokens, H numbers of a hidden state.
 """
@@ -10,7 +10,7 @@ Shapes: T tokens, H numbers of a hidden state.
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions, active
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
-from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Turning
-from worker.model.layer_parts import LayerParts, TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
+from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.mixture import ReplacedExperts
+from worker.model.toolkit import Toolkit
 
 _NUM_TOKENS = 21
 _BLOCK_SIZE = 8
@@ -32,44 +33,22 @@ _TOLERANCE = 1e-4
 _SEED = 11
 
 
-class Toolkit(Protocol):
-    """The kernels of one kind of device."""
-
-    name: str
-    """Of the kernels, for a person."""
-    fused: str
-    """What a fused layer is, for a person."""
-    weights: TakenWeights
-
-    def attention_over(self, cache: KVCache) -> AttentionBackend:
-        """Attend with the kernels over a small cache of the trial's own."""
-
-    def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        """Make the layer that is tried. Raises Unrecognised."""
-
-    def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        """Make the layer that stays, which may round its weights."""
-
-    def replace_others(self, model: Any) -> ReplacedExperts:
-        """Replace what can be replaced besides layers, mixtures of experts among it."""
-
-
 @dataclass(slots=True)
 class Surgery:
-    """What was replaced, and what was not and why."""
+    """The report: layers that were replaced, and why others were not."""
 
     kernels: str
     fused: str = "fused"
     num_layers: int = 0
     num_fused: int = 0
     num_kept_mlps: int = 0
-    """Of fused layers: the rest of the layer was replaced, and the MLP's module stayed."""
+    """Fused layers in which the MLP's module stayed as it was."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why layers stayed as they were."""
+    """Reasons why layers stayed as they were."""
     experts: ReplacedExperts = field(default_factory=ReplacedExperts)
 
     def describe(self) -> str:
-        """One line for a person."""
+        """Return one line for a person."""
         said = f"{self.kernels} kernels: {self.num_fused} of {self.num_layers} layers {self.fused}"
         if self.num_kept_mlps:
             said += f" ({self.num_kept_mlps} but for their MLPs)"
@@ -94,14 +73,14 @@ class _Call:
 
 
 class _Halve(nn.Module):
-    """Stands for an MLP that stays: too large to be copied, and the same in both layers of a trial."""
+    """A stand-in for an MLP that stays: too large to be copied, and the same in both layers of a trial."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / 2
 
 
 class _Recorder:
-    """A LayerExecutor that notes how each layer attends."""
+    """A LayerExecutor that notes the attention call of each layer."""
 
     def __init__(self) -> None:
         self.current: _Call | None = None
@@ -118,9 +97,9 @@ class _Recorder:
 
 
 def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model_len: int) -> Surgery:
-    """Replace what can be replaced. Weights move: each layer's old ones are freed before the next.
+    """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
 
-    What is replaced computes the same up to `max_model_len` tokens.
+    Weights move: those of a layer are freed before the next one is replaced.
     """
     done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
@@ -146,11 +125,11 @@ def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model
 
 
 def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
-    """Call the model once and see how its layers are called: those that hold one attention module.
+    """Call the model once and record the calls of its layers: modules that hold one attention module.
 
-    At the last positions: some families weigh queries by position, from some thousand tokens on.
+    The call is at the last positions: some families weigh queries by position, from some thousand tokens on.
 
-    The layers themselves are not kept: their weights are to be freed as soon as they are replaced.
+    Layers themselves are not kept: their weights are to be freed as soon as they are replaced.
     """
     recorder, calls, hooks = _Recorder(), {}, []
 
@@ -191,7 +170,7 @@ def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
 
 
 def _kind_of(layer: nn.Module, call: _Call) -> object:
-    """Layers of one kind differ in their weights alone: one trial speaks for all."""
+    """Return a key of layers that differ in their weights alone, so that one trial speaks for all."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     settings = tuple(
         (name, type(module), key, value)
@@ -205,7 +184,7 @@ def _kind_of(layer: nn.Module, call: _Call) -> object:
 
 
 def _try(layer: nn.Module, call: _Call, toolkit: Toolkit, device: Device) -> str | LayerCall:
-    """Compute one layer both ways; a text says why it must stay."""
+    """Compute one layer both ways. Returns the call that was understood, or why the layer must stay."""
     if call.layer_idx is None or call.shape is None or call.options is None:
         return "it did not call attention"
     if call.options.chunk_size is not None:
@@ -217,9 +196,12 @@ def _try(layer: nn.Module, call: _Call, toolkit: Toolkit, device: Device) -> str
     error = float("inf")
     try:
         layer = _copy_for_trial(layer, call, toolkit.weights)
-        for turning in _possible_turnings(call):
-            guess = LayerCall(layer_idx=call.layer_idx, shape=call.shape, options=options, turning=turning)
-            fused = toolkit.fuse_exactly(find_parts(layer, toolkit.weights), guess)
+        parts = find_parts(layer, toolkit.weights)
+        # The trial judges the layer; rounding of weights is the format's own.
+        parts = parts.with_linears(lambda linear: linear.dequantized(torch.float32))
+        for rotary in _possible_rotaries(call):
+            guess = LayerCall(layer_idx=call.layer_idx, shape=call.shape, options=options, rotary=rotary)
+            fused = toolkit.fuse_exactly(parts, guess)
             error = min(error, _error_of(fused, layer, call, _private_backend(guess, toolkit, device)))
             if error <= _TOLERANCE:
                 return guess
@@ -231,7 +213,7 @@ def _try(layer: nn.Module, call: _Call, toolkit: Toolkit, device: Device) -> str
 
 
 def _copy_for_trial(layer: nn.Module, call: _Call, taken: TakenWeights) -> nn.Module:
-    """In float32. Raises Unrecognised."""
+    """Copy the layer in float32. Raises Unrecognised."""
     mlp = find_parts(layer, taken).mlp
     if not isinstance(mlp, nn.Module):
         return deepcopy(layer).float()
@@ -240,18 +222,18 @@ def _copy_for_trial(layer: nn.Module, call: _Call, taken: TakenWeights) -> nn.Mo
     return deepcopy(layer, {id(mlp): _Halve()}).float()
 
 
-def _possible_turnings(call: _Call) -> list[Turning | None]:
+def _possible_rotaries(call: _Call) -> list[Rotary | None]:
     rotation = call.kwargs.get("position_embeddings")
     if not isinstance(rotation, tuple):
         return [None]
     cosines_1TR = rotation[0]
     is_in_pairs = torch.equal(cosines_1TR[..., ::2], cosines_1TR[..., 1::2])
     order = AngleOrder.IN_PAIRS if is_in_pairs else AngleOrder.TWICE
-    return [*(Turning(int(cosines_1TR.shape[-1]), pairing, order) for pairing in Pairing), None]
+    return [*(Rotary(int(cosines_1TR.shape[-1]), pairing, order) for pairing in Pairing), None]
 
 
 def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: AttentionBackend) -> float:
-    """The largest error of any token, over the size of what the layer adds. Both compute in float32."""
+    """Return the largest error of any token, over the size of the layer's own addition to it, in float32."""
     kwargs = {name: _as_float(value) for name, value in call.kwargs.items() if name != "hidden_states"}
     generator = torch.Generator().manual_seed(_SEED)
     worst = 0.0
@@ -271,7 +253,7 @@ def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: Attentio
 
 
 def _private_backend(call: LayerCall, toolkit: Toolkit, device: Device) -> AttentionBackend:
-    """A cache for one layer and one sequence, in the middle of its step."""
+    """Make a backend over a cache for one layer and one sequence, in the middle of its step."""
     num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
     layout = BlockLayout(layers={call.layer_idx: call.shape}, block_size=_BLOCK_SIZE, dtype=torch.float32)
     memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.dtype)

@@ -1,8 +1,8 @@
 """Attention temperatures that a model derives from the place of a token in its batch.
 
-Owns: deriving them from the token's position instead. In a flattened batch the two differ; the model would
-take the tokens of a neighbour for earlier ones of its own.
-Never: layers that are told positions; they do it right by themselves.
+Owns: deriving them from the token's position instead. In a flattened batch the two differ: the model would
+take the tokens of a neighbour for earlier ones of the same sequence.
+Never: layers that get positions; they are right by themselves.
 Source: temperature tuning of layers without rotation in transformers' Llama 4 (arXiv:2501.19399).
 
 Shapes: T tokens, N numbers of a projection's output.
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 
 class _Positions:
-    """Those of the forward pass that is under way."""
+    """The positions of the forward pass that is under way."""
 
     def __init__(self) -> None:
         self.position_ids_1T: Tensor | None = None
-        """None: one sequence from its beginning."""
+        """Positions; None for one sequence from its beginning."""
 
     def note(self, _model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pre-hook."""
@@ -28,7 +28,7 @@ class _Positions:
 
 
 def fix_temperatures(model: nn.Module) -> None:
-    """Let queries be scaled where they are projected; these layers do nothing to them in between."""
+    """Scale queries where they are projected: these layers do not change them in between."""
     tuned: list[Any] = [
         module
         for module in model.modules()

@@ -1,14 +1,13 @@
-"""From a configuration to a model that is ready to run steps.
+"""The way from loaded weights to a model that is ready to run steps.
 
-Owns: the order of loading. The weights come first; one call of the model then shows what each layer
-keeps, which gives the layout of the cache; what memory is left gives its size; the size gives the
-longest sequence; and at the end the whole is tried (self_check.py), and copies between the pools are timed.
-Never: runs a plan.
+Owns: the order of the start. One call of the model shows the keys and values that each layer keeps, which
+gives the layout of the cache; the memory that is left gives its size; the size gives the longest sequence.
+At the end the whole is tried (self_check.py), and copies between the pools are timed.
+Never: runs a plan, or asks for the kind of its device (kernel_choice.py).
 """
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,15 +18,15 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
-from worker.cpu.cpu_kernel_choice import open_kernels
-from worker.cpu.cpu_toolkit import CpuToolkit
-from worker.cpu.native import Numbers
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
+from worker.model.quantization import quantization_of, refuse_quantization
 from worker.model.rope import fix_rope, longest_right_len
-from worker.model.surgery import Surgery, Toolkit, put_kernels_under
+from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
+from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel
 from worker.startup.self_check import Runner, SelfCheck, refusing
 from worker.steps.host_pool import HostPool
@@ -36,23 +35,21 @@ from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 
-# Quantized weights answer a little otherwise, by intent; broken ones would answer anything.
-_TOLERANCE_OF_QUANTIZATION = {"int8": 0.3}
-
-# Products of so many rows are as fast as they get: docs/benchmarks/serving.md has the measurement.
-_CPU_SATURATING_TOKENS = 256
-
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyModel(Generic[AnyRunner]):
+    """A model with its cache and its attention backend."""
+
     facts: ModelFacts
     host_pool: HostPool
     runner: AnyRunner
     backend: AttentionBackend
+    toolkit: Toolkit | None
+    """Our own kernels; None where torch computes all."""
     surgery: Surgery | None
-    """Which layers our own kernels compute; None where torch computes all."""
+    """The layers that our own kernels compute; None where torch computes all."""
 
 
 def start_loaded(
@@ -64,7 +61,7 @@ def start_loaded(
     *,
     reserve: Reserve = NO_RESERVE,
 ) -> ReadyModel[AnyRunner]:
-    """All that comes after the weights; `reserve` is what comes after the cache. Raises StartupError."""
+    """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
 
     stage.enter(LoadPhase.MEASURING)
@@ -77,7 +74,7 @@ def start_loaded(
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
 
-    toolkit = _open_toolkit(config, device, loaded, stage)
+    toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
     stage.enter(LoadPhase.WARMING_UP)
     backend: AttentionBackend = RefAttention(cache, device)
     check = SelfCheck(
@@ -92,16 +89,17 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        with _refusing_kernels(device):
+        with toolkit.refusing_kernels():
             surgery = put_kernels_under(loaded.model, toolkit, device, max_model_len=size.max_model_len)
             log.info("%s", surgery.describe())
             _refuse_unquantized(config, surgery)
-            check.run_again(backend, expected, tolerance=_TOLERANCE_OF_QUANTIZATION.get(config.quantization))
+            check.run_again(backend, expected, tolerance=_tolerance(config))
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
         runner=runner,
         backend=backend,
+        toolkit=toolkit,
         surgery=surgery,
     )
 
@@ -109,7 +107,7 @@ def start_loaded(
 def _largest_step(
     config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, checkpoint_len: int
 ) -> Callable[[], None]:
-    """What is run to see how much memory a step takes."""
+    """Make a step of the most tokens, whose memory is measured."""
     num_tokens = config.max_num_batched_tokens
     positions = np.arange(num_tokens) % checkpoint_len
 
@@ -120,35 +118,18 @@ def _largest_step(
     return run
 
 
-def _open_toolkit(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, stage: LoadStage
-) -> Toolkit | None:
-    """The kernels of this device; None where torch computes all. Raises StartupError."""
-    if device.is_gpu:
-        # Only here: Triton is not installed on every machine.
-        from worker.gpu.gpu_kernel_choice import open_toolkit
-
-        return open_toolkit(config, device)
-    kernels = open_kernels(config, device, loaded.dtype, stage)
-    if kernels is None:
-        return None
-    return CpuToolkit(kernels, device, Numbers.INT8 if config.quantization == "int8" else Numbers.AS_THEY_ARE)
-
-
-def _refusing_kernels(device: Device) -> AbstractContextManager[None]:
-    """Turn what goes wrong in compiling or launching kernels into a StartupError."""
-    if not device.is_gpu:
-        return nullcontext()
-    from worker.gpu.gpu_kernel_choice import refusing_kernels
-
-    return refusing_kernels()
+def _tolerance(config: WorkerConfig) -> float | None:
+    """Return the error that quantization explains; None without any."""
+    quantization = quantization_of(config)
+    return None if quantization is None else quantization.tolerance
 
 
 def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
-    if config.quantization == "int8" and surgery.num_fused == surgery.num_kept_mlps:
+    if surgery.num_fused == surgery.num_kept_mlps:
         weights = "the MLPs of this model" if surgery.num_fused else "this model"
-        raise StartupError(
-            f"--quantization int8 has no effect on {weights} ({surgery.describe()})",
+        refuse_quantization(
+            config,
+            f" has no effect on {weights} ({surgery.describe()})",
             fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
         )
 
@@ -173,7 +154,7 @@ def _probe(
 
 
 def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
-    """Learn from one call what each layer keeps. Raises StartupError if attention does not come to us."""
+    """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
     with refusing(loaded.model_type):
         probe = _probe(runner, device, np.arange(2), num_logits=1)
     if not probe.shapes:
@@ -230,10 +211,19 @@ def _facts(
         sliding_window=cache.layout.sliding_window,
         num_host_blocks=host_pool.num_blocks,
         copy_s_per_block=host_pool.measure_copy_s(),
-        # Of a mixture each expert has a few of the rows only, and gains by more.
-        saturating_tokens=0 if device.is_gpu or loaded.has_experts else _CPU_SATURATING_TOKENS,
+        # Each expert of a mixture has a few of the rows only, and gains by more.
+        saturating_tokens=0 if loaded.has_experts else kernels_of(device).saturating_tokens,
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
     )
-    log.info("loaded %s", facts)
+    log.info(
+        "loaded %s: weights %s, KV cache %s in %s blocks of %s tokens, context %s tokens, %s",
+        facts.model_type,
+        format_size(facts.weight_bytes),
+        format_size(facts.kv_cache_bytes),
+        facts.num_blocks,
+        facts.block_size,
+        facts.max_model_len,
+        facts.dtype,
+    )
     return facts

@@ -10,11 +10,13 @@ from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
 from worker.sampling.grammar_rows import Grammars
-from worker.startup.device_kernels import open_step_parts, reserved_memory
+from worker.sampling.row_sampler import RowSampler
+from worker.sampling.sampler import Sampler
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.model_runner import ModelRunner
+from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -35,15 +37,23 @@ def start_generating(
         num_blocks=facts.num_blocks,
         sliding_window=facts.sliding_window,
     )
-    parts = open_step_parts(config, ready, device, stage, grammars)
-    facts = replace(facts, runs_ahead=parts.runs_ahead)
+    steps: StepRunner
+    sampler: RowSampler
+    if ready.toolkit is not None and ready.toolkit.runs_ahead:
+        from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
+
+        steps, sampler = open_steps(config, ready, ready.toolkit, device, stage, grammars)
+        facts = replace(facts, runs_ahead=True)
+    else:
+        steps = EagerSteps(ready.runner, ready.backend, device)
+        sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
     generation = GenerationSteps(
         device=device,
         facts=facts,
         rows=rows,
         host_pool=ready.host_pool,
-        steps=parts.steps,
-        sampler=parts.sampler,
+        steps=steps,
+        sampler=sampler,
     )
     return facts, generation
 
@@ -54,5 +64,5 @@ def load_generator(
     """Load the model with its cache, without a sampler. Raises StartupError."""
     loaded = load_model(config, kind, device, stage)
     runner = ModelRunner(loaded.model, loaded.vocab_size)
-    reserved = reserved_memory(config, device, loaded)
+    reserved = kernels_of(device).reserve(config, loaded)
     return start_loaded(config, device, stage, loaded, runner, reserve=reserved)

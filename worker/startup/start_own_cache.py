@@ -16,6 +16,7 @@ from torch import Tensor
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.model.quantization import refuse_quantization
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way, num_bytes
 from worker.own_cache.own_cache_steps import CacheTable, OwnCacheSteps
 from worker.progress import LoadPhase, LoadStage
@@ -202,10 +203,7 @@ def _steps(
 
 
 def _refuse_useless_options(config: WorkerConfig, refused: str) -> None:
-    asked = {
-        f"--swap-space {config.swap_space_bytes}": config.swap_space_bytes > 0,
-        f"--quantization {config.quantization}": config.quantization != "none",
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise StartupError(f"{option} needs a paged KV cache, and {refused}", fix="leave it out")
+    reason = f" needs a paged KV cache, and {refused}"
+    if config.swap_space_bytes > 0:
+        raise StartupError(f"--swap-space {config.swap_space_bytes}{reason}", fix="leave it out")
+    refuse_quantization(config, reason)

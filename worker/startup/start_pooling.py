@@ -15,6 +15,7 @@ from scheduler.messages import PoolingTask, PromptComputation
 from worker.checkpoint.pooling_files import PoolingMode, read_recipe, score_activation
 from worker.checkpoint.task import Task
 from worker.devices.device import Device
+from worker.model.quantization import refuse_quantization
 from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
 from worker.pooling.encoder_pooling import (
     EncoderModel,
@@ -161,11 +162,7 @@ def _refuse_useless_options(config: WorkerConfig) -> None:
     ):
         if value:
             raise StartupError(f"{flag}: an encoder has no KV cache", fix="leave it out")
-    if config.quantization != "none":
-        raise StartupError(
-            f"--quantization {config.quantization}: the layers of encoders are not quantized",
-            fix="leave it out",
-        )
+    refuse_quantization(config, ": the layers of encoders are not quantized")
 
 
 def _shortened(loaded: LoadedModel, length: int | None) -> LoadedModel:

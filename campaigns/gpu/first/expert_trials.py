@@ -12,7 +12,7 @@ from torch import Tensor
 
 from campaigns.gpu.first.trial import Build, Place, Trial, agreement
 from worker.gpu.triton_experts import TritonExperts
-from worker.model.layer_parts import Activation
+from worker.model.layer_parts import GateActivation
 from worker.model.mixture import Experts, Gate
 
 _NUM_EXPERTS, _NUM_CHOSEN, _HIDDEN_SIZE, _NUM_GATES = 4, 2, 96, 70
@@ -29,7 +29,7 @@ def _experts(place: Place, num_tokens: int) -> Trial:
         for size in ((_NUM_GATES, _HIDDEN_SIZE), (_NUM_GATES, _HIDDEN_SIZE), (_HIDDEN_SIZE, _NUM_GATES))
     ]
     gate, up, down = weights[0], weights[1].flip(0).contiguous(), weights[2]
-    experts = Experts(gate, up, None, None, down, None, Gate(Activation.SILU))
+    experts = Experts(gate, up, None, None, down, None, Gate(GateActivation.SILU))
     hidden_TH = place.random(num_tokens, _HIDDEN_SIZE)
     ids_TK = (torch.arange(num_tokens)[:, None] * 5 + torch.tensor([0, 3])) % _NUM_EXPERTS
     ids_TK, scores_TK = (

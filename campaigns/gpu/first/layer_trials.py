@@ -19,9 +19,9 @@ from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens, spread_tables
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.kernels.norm import add_and_norm, norm
-from worker.gpu.kernels.rotary import turn_and_write
+from worker.gpu.kernels.rotary import rotate_and_write
 from worker.model.layer_call import HeadShape
-from worker.model.layer_parts import Activation, RmsNorm
+from worker.model.layer_parts import GateActivation, RmsNorm
 
 _NUM_TOKENS = 5
 _BLOCK_SIZE = 16
@@ -32,8 +32,8 @@ def layer_trials(place: Place) -> list[Build]:
     return [
         partial(_norm, place),
         partial(_add_and_norm, place),
-        partial(_gates, place, Activation.SILU),
-        partial(_gates, place, Activation.GELU_TANH),
+        partial(_gates, place, GateActivation.SILU),
+        partial(_gates, place, GateActivation.GELU_TANH),
         *(partial(build, place) for build in (_write, _turn, _copy, _remember, _fill, _spread)),
     ]
 
@@ -65,12 +65,12 @@ def _add_and_norm(place: Place) -> Trial:
     )(place.tolerance)
 
 
-def _gates(place: Place, activation: Activation) -> Trial:
+def _gates(place: Place, activation: GateActivation) -> Trial:
     merged_TM = place.random(_NUM_TOKENS, 2 * 1100)
 
     def define() -> list[Tensor]:
         gate, up = merged_TM.float().chunk(2, dim=-1)
-        is_silu = activation is Activation.SILU
+        is_silu = activation is GateActivation.SILU
         return [(functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")) * up]
 
     name = f"gate, {activation.name.lower()}"
@@ -129,7 +129,10 @@ def _turn(place: Place) -> Trial:
     cache, slots_T = _cache(place, 2, dim), _slots(place)
 
     def compute() -> list[Tensor]:
-        return [turn_and_write(merged_TM, heads, (by, by), rotation, cache.layers[1], slots_T), cache.pool_NE]
+        return [
+            rotate_and_write(merged_TM, heads, (by, by), rotation, cache.layers[1], slots_T),
+            cache.pool_NE,
+        ]
 
     def turned(x_THD: Tensor) -> Tensor:
         x_THD = _defined_norm(x_THD, by)

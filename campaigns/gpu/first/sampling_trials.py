@@ -15,7 +15,7 @@ from campaigns.gpu.first.trial import Build, Place, Trial, agreement
 from worker.gpu.sampling.draw_fields import LINE, MIN_P, NUM_FIELDS, PLACE, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from worker.gpu.sampling_kernels.bitmask import copy_masked
 from worker.gpu.sampling_kernels.penalties import Penalties, count_tokens, penalize
-from worker.gpu.sampling_kernels.token_draw import SPAN, Lines, Workspace, draw, pick_best
+from worker.gpu.sampling_kernels.token_draw import SPAN, LogitRows, Workspace, draw, pick_best
 from worker.sampling.draw import BLOCK, Draw
 from worker.sampling.draw import draw as draw_by_definition
 
@@ -44,7 +44,7 @@ def _best(place: Place) -> Trial:
 
     def compute() -> list[Tensor]:
         outcome_2N = torch.full((2, 3), -1, dtype=torch.int64, device=place.device)
-        pick_best(Lines(logits_NV, rows_NF), outcome_2N, _workspace(place, 3))
+        pick_best(LogitRows(logits_NV, rows_NF), outcome_2N, _workspace(place, 3))
         return [outcome_2N]
 
     def define() -> list[Tensor]:
@@ -62,7 +62,7 @@ def _draws(place: Place, name: str, spread: float, **limits: float) -> Trial:
 
     def compute() -> list[Tensor]:
         outcome_2N = torch.full((2, len(draws)), -1, dtype=torch.int64, device=place.device)
-        draw(Lines(logits_NV, rows_NF), outcome_2N, _workspace(place, len(draws)))
+        draw(LogitRows(logits_NV, rows_NF), outcome_2N, _workspace(place, len(draws)))
         return [outcome_2N]
 
     def define() -> list[Tensor]:

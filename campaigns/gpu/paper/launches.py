@@ -27,12 +27,12 @@ from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.attention_tiles import head_groups
 from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
-from worker.gpu.kernels.rotary import turn_and_write
+from worker.gpu.kernels.rotary import rotate_and_write
 from worker.gpu.sampling_kernels import bitmask, penalties
 from worker.gpu.sampling_kernels import token_draw as sampling
 from worker.gpu.triton_experts import choose_tiles
 from worker.model.layer_call import HeadShape
-from worker.model.layer_parts import Activation, RmsNorm
+from worker.model.layer_parts import GateActivation, RmsNorm
 from worker.model.mixture import Experts, Gate
 
 CONTEXT = 1024
@@ -167,11 +167,11 @@ def _of_a_layer(shape: Shape, count: int) -> Iterator[tuple[str, Launch, int]]:
     head_norm = RmsNorm(_new(dim, dtype=torch.float32), 1e-5) if shape.has_head_norms else None
     angles, slots = _new(1, count, dim), _new(count, dtype=torch.int64)
     heads, norms, rotation = HeadShape(queries, pairs, dim, dim), (head_norm, head_norm), (angles, angles)
-    [launch] = _noted(turn_and_write, _new(count, merged), heads, norms, rotation, _cache(shape), slots)
+    [launch] = _noted(rotate_and_write, _new(count, merged), heads, norms, rotation, _cache(shape), slots)
     yield "turn, write", launch, 2 * merged
 
     gates = shape.intermediate_size
-    [launch] = _noted(multiply_by_gates, _new(count, 2 * gates), Activation.SILU)
+    [launch] = _noted(multiply_by_gates, _new(count, 2 * gates), GateActivation.SILU)
     yield "gates", launch, 3 * gates
 
 
@@ -179,7 +179,7 @@ def _draws() -> Iterator[Case]:
     for model, shape in _models():
         for count in (1, 256):
             work = sampling.Workspace.allocate(count, shape.vocab_size, torch.device("meta"))
-            lines = sampling.Lines(_new(count, shape.vocab_size), _new(count, 8, dtype=torch.float64))
+            lines = sampling.LogitRows(_new(count, shape.vocab_size), _new(count, 8, dtype=torch.float64))
             outcome = _new(2, count, dtype=torch.int64)
             for choose in (sampling.pick_best, sampling.draw):
                 for launch in _noted(choose, lines, outcome, work):
@@ -228,7 +228,7 @@ def _mixtures() -> Iterator[Case]:
     merged = _new(_NUM_EXPERTS, 2 * _EXPERT_GATES, _EXPERT_HIDDEN)
     gates, ups = merged.chunk(2, dim=1)
     down = _new(_NUM_EXPERTS, _EXPERT_HIDDEN, _EXPERT_GATES)
-    weights = Experts(gates, ups, None, None, down, None, Gate(Activation.SILU))
+    weights = Experts(gates, ups, None, None, down, None, Gate(GateActivation.SILU))
     for count in (1, 64, 256, PROMPT):
         yield from _mixture(f"experts x {count}", weights, count)
 

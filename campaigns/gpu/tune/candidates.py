@@ -14,11 +14,11 @@ import torch
 from campaigns.gpu.shapes import SHAPES, Shape
 from campaigns.gpu.tune.workloads import AttentionInputs, Load, rows
 from worker.gpu.kernels.activation import BLOCK, multiply_by_gates
-from worker.gpu.kernels.attention_decode import DecodeChoices, Lengths, attend_decodes, decode_choices
+from worker.gpu.kernels.attention_decode import DecodeChoices, SegmentLengths, attend_decodes, decode_choices
 from worker.gpu.kernels.attention_prefill import attend_prefills, prefill_tiles
-from worker.gpu.kernels.attention_tiles import Tiles, head_groups
+from worker.gpu.kernels.attention_tiles import AttentionTiles, head_groups
 from worker.gpu.kernels.norm import norm, warps_for_row
-from worker.model.layer_parts import Activation, RmsNorm
+from worker.model.layer_parts import GateActivation, RmsNorm
 
 Work = Callable[[], object]
 Choice = TypeVar("Choice")
@@ -116,9 +116,9 @@ def _prefills(shape: Shape, load: Load, device: torch.device, dtype: torch.dtype
         *((64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (128, 32, 4, 4), (128, 64, 4, 3)),
         *((128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 3)),
     ):
-        choices.append(Tiles(num_rows, num_keys, num_warps, num_stages))
+        choices.append(AttentionTiles(num_rows, num_keys, num_warps, num_stages))
 
-    def attend(tiles: Tiles) -> list[Work]:
+    def attend(tiles: AttentionTiles) -> list[Work]:
         return [
             partial(
                 attend_prefills,
@@ -159,7 +159,7 @@ def _gates(shape: Shape, count: int, device: torch.device, dtype: torch.dtype) -
         Candidate(
             name=f"blocks of {block}",
             serves=block == BLOCK,
-            calls=[partial(multiply_by_gates, each, Activation.SILU, block) for each in merged],
+            calls=[partial(multiply_by_gates, each, GateActivation.SILU, block) for each in merged],
         )
         for block in _distinct([BLOCK, 256, 512, 1024, 2048, 4096])
     ]
@@ -169,7 +169,7 @@ def _distinct(choices: Sequence[Choice]) -> list[Choice]:
     return list(dict.fromkeys(choices))
 
 
-def _name_of(tiles: Tiles, lengths: Lengths | None = None) -> str:
+def _name_of(tiles: AttentionTiles, lengths: SegmentLengths | None = None) -> str:
     told = f"{tiles.num_rows}x{tiles.num_keys}, {tiles.num_warps} warps, {tiles.num_stages} stages"
     if lengths is None:
         return told

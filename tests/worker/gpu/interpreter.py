@@ -1,24 +1,28 @@
-"""Triton's interpreter beside a newer numpy than it was written for.
+"""Triton's interpreter beside a newer numpy than it was written for, and without its needless work.
 
 Owns: what must be mended in it, as long as a release that we support needs it.
 Never: changes what a kernel computes.
 """
 
+import inspect
 from functools import cache
 from typing import Any
 
 import triton
+from triton import language
 from triton.runtime import interpreter
 
 
 @cache
 def mend_interpreter() -> None:
-    """Let a scalar of a kernel be the bound of a loop: of an array of one element numpy 2.5 makes no number.
+    """Once for a process."""
+    _patch_once_in_a_launch()
+    if triton.__version__.startswith("3.6."):
+        _make_numbers_of_scalars()
 
-    Triton 3.6 asks for that.
-    """
-    if not triton.__version__.startswith("3.6."):
-        return
+
+def _make_numbers_of_scalars() -> None:
+    """Let a scalar of a kernel be the bound of a loop: numpy 2.5 makes no number of such an array."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_numbers(tensor: Any, scope: Any) -> None:
@@ -26,3 +30,44 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_numbers
+
+
+def _patch_once_in_a_launch() -> None:
+    """Replace triton.language by the interpreter's functions once in a launch.
+
+    The interpreter does it again in every call of a device function, by a search through all members of the
+    module, although the launch that the call belongs to has done it: a third of the time of a small kernel.
+    """
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # another release does it in another way
+    patch, patched = interpreter._patch_lang, set[int]()
+    languages = {id(language), id(language.core)}
+
+    def patch_new_modules(fn: Any) -> Any:
+        modules = {id(value) for value in fn.__globals__.values() if inspect.ismodule(value)} & languages
+        if modules <= patched:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        restore = scope.restore
+
+        def restore_and_forget() -> None:
+            restore()
+            patched.clear()
+
+        patched.update(modules)
+        scope.restore = restore_and_forget
+        return scope
+
+    interpreter._patch_lang = patch_new_modules
+    interpreter._patch_builtin = _patch_builtin
+
+
+def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+    for name, member in _builtins_of(module):
+        interpreter._patch_attr(module, name, member, builder, scope)
+
+
+@cache
+def _builtins_of(module: Any) -> list[tuple[str, Any]]:
+    """First asked for while nothing is replaced."""
+    return [(name, member) for name, member in inspect.getmembers(module) if language.core.is_builtin(member)]

@@ -10,9 +10,9 @@ from tests.families import Family
 from tests.worker.family_trial import tiny_config
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.attention.interface import ATTENTION_NAME
-from worker.gpu.kernels.expert_products import Tiles, route
+from worker.gpu.kernels.expert_products import ExpertTiles, route
 from worker.gpu.triton_experts import _DOWN_TILES, _GATE_UP_TILES, TritonExperts
-from worker.model.layer_parts import Activation
+from worker.model.layer_parts import GateActivation
 from worker.model.mixture import Experts, Gate, find_experts, read_experts, replace_experts
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
@@ -61,7 +61,7 @@ def random_experts(dtype, num_experts, hidden_size, num_gates, layout, gate) -> 
     st.tuples(st.sampled_from([24, 40, 130]), st.sampled_from([8, 33, 70])),
     st.tuples(st.booleans(), st.booleans(), st.booleans()),
     st.sampled_from(
-        [Gate(Activation.SILU), Gate(Activation.GELU_TANH), Gate(Activation.SILU, 1.7, 2.0, 1.0)]
+        [Gate(GateActivation.SILU), Gate(GateActivation.GELU_TANH), Gate(GateActivation.SILU, 1.7, 2.0, 1.0)]
     ),
     st.data(),
 )
@@ -126,7 +126,7 @@ def test_experts_that_declare_their_layout_are_replaced_and_answer_the_same(name
 def test_gates_of_gpt_oss_are_found_with_their_limits():
     model = AutoModelForCausalLM.from_config(tiny_config(Family(model_type="gpt_oss")))
     _, module = next(find_experts(model))
-    assert read_experts(module).gate == Gate(Activation.SILU, alpha=1.702, limit=7.0, up_offset=1.0)
+    assert read_experts(module).gate == Gate(GateActivation.SILU, alpha=1.702, limit=7.0, up_offset=1.0)
 
 
 def test_experts_that_compute_something_else_stay_as_they_are():
@@ -151,7 +151,7 @@ def test_a_gate_that_nobody_knows_stays_as_it_is():
     assert dict(done.reasons) == {"its experts have a gate of their own": 3}
 
 
-def gate_up_kernel(tiles: Tiles) -> Kernel:
+def gate_up_kernel(tiles: ExpertTiles) -> Kernel:
     constants = {
         "NUM_CHOSEN": 8,
         "IS_GELU": False,
@@ -181,7 +181,7 @@ def gate_up_kernel(tiles: Tiles) -> Kernel:
     )
 
 
-def down_kernel(tiles: Tiles) -> Kernel:
+def down_kernel(tiles: ExpertTiles) -> Kernel:
     constants = {
         "HAS_BIAS": False,
         "PRECISION": "tf32",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from triton import TritonError
 
 from scheduler.messages import (
@@ -259,7 +260,8 @@ def test_doctor_tells_what_will_compute(
     monkeypatch.setattr(opening.shutil, "which", lambda name: name if name in there else None)
     if "headers" not in there:
         monkeypatch.setattr(opening.sysconfig, "get_config_var", lambda _: "/nowhere")
-    finding = opening.foresee_kernels(WorkerConfig(model_path="", **options))
+    config = WorkerConfig(model_path="", **options)
+    finding = opening.foresee_kernels(config, open_gpu(config), torch.bfloat16)
     assert (finding.topic, finding.verdict) == ("GPU kernels", verdict)
     assert what in finding.what
 

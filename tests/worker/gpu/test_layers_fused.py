@@ -19,7 +19,7 @@ from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import open_device
 from worker.gpu.gpu_toolkit import GpuToolkit
 from worker.gpu.triton_attention import TritonAttention
-from worker.gpu.triton_layer import FusedLayer
+from worker.gpu.triton_layer import TritonLayer
 from worker.model.surgery import put_kernels_under
 from worker.worker_config import WorkerConfig
 
@@ -116,7 +116,7 @@ def test_families_made_as_most_are_have_all_their_layers_fused_and_their_logits_
     reference.set_attn_implementation("eager")
     done = put_kernels_under(model, toolkit, device, max_model_len=64)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (2, 2, {})
-    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    assert all(isinstance(layer, TritonLayer) for layer in model.model.layers)
     generator = np.random.default_rng(3)
     token_ids = [generator.integers(3, 300, sum(dict(step).get(who, 0) for step in STEPS)) for who in (0, 1)]
     begun = num_layers_begun()

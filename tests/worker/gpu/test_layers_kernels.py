@@ -12,9 +12,9 @@ from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.norm import add, add_and_norm, norm
-from worker.gpu.kernels.rotary import turn_and_write
+from worker.gpu.kernels.rotary import rotate_and_write
 from worker.model.layer_call import HeadShape
-from worker.model.layer_parts import Activation, RmsNorm
+from worker.model.layer_parts import GateActivation, RmsNorm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -73,15 +73,15 @@ def test_gates_weigh_what_they_stand_beside(dtype, num_tokens, num_gates, name):
     merged = (torch.randn(num_tokens, 2 * num_gates) * 3).to(dtype)
     gate, up = merged.float().chunk(2, dim=-1)
     act = functional.silu(gate) if name == "SILU" else functional.gelu(gate, approximate="tanh")
-    assert_close(multiply_by_gates(merged, Activation[name]), act * up)
+    assert_close(multiply_by_gates(merged, GateActivation[name]), act * up)
 
 
-def defined_turn(x_THD: Tensor, cosines_TR: Tensor, sines_TR: Tensor) -> Tensor:
+def rotated_by_definition(x_THD: Tensor, cosines_TR: Tensor, sines_TR: Tensor) -> Tensor:
     """Turn the first R numbers of each head, halves with halves."""
-    turned, kept = x_THD.split([cosines_TR.shape[-1], x_THD.shape[-1] - cosines_TR.shape[-1]], dim=-1)
-    first, second = turned.chunk(2, dim=-1)
+    rotated, kept = x_THD.split([cosines_TR.shape[-1], x_THD.shape[-1] - cosines_TR.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
     crossed = torch.cat([-second, first], dim=-1)
-    return torch.cat([turned * cosines_TR[:, None] + crossed * sines_TR[:, None], kept], dim=-1)
+    return torch.cat([rotated * cosines_TR[:, None] + crossed * sines_TR[:, None], kept], dim=-1)
 
 
 @st.composite
@@ -94,7 +94,7 @@ def head_cases(draw):
 
 @few
 @given(DTYPES, head_cases(), st.integers(1, 6), st.booleans(), st.booleans())
-def test_queries_are_turned_and_keys_and_values_find_their_slots(
+def test_queries_are_rotated_and_keys_and_values_find_their_slots(
     dtype, case, num_tokens, norms_queries, norms_keys
 ):
     heads, rotated_dim = case
@@ -115,19 +115,21 @@ def test_queries_are_turned_and_keys_and_values_find_their_slots(
     slots = [3 * 4 + 1, 4, 2 * 4 + 3, 3 * 4 + 2, 5, 6][:num_tokens]
     slots[-1] = -1
 
-    found_THD = turn_and_write(merged, heads, norms, rotation, cache.layers[5], torch.tensor(slots))
+    found_THD = rotate_and_write(merged, heads, norms, rotation, cache.layers[5], torch.tensor(slots))
 
     parts = merged.float().split([num_queries, num_keys, heads.num_kv_heads * heads.value_dim], dim=-1)
-    turned = []
+    rotated = []
     for part, part_norm in zip(parts, norms, strict=False):
         x_THD = part.view(num_tokens, -1, heads.key_dim)
         x_THD = x_THD if part_norm is None else defined_norm(x_THD, part_norm)
-        turned.append(x_THD if rotation is None else defined_turn(x_THD, *(each[0] for each in rotation)))
-    assert_close(found_THD, turned[0])
+        rotated.append(
+            x_THD if rotation is None else rotated_by_definition(x_THD, *(each[0] for each in rotation))
+        )
+    assert_close(found_THD, rotated[0])
     values_THV = parts[2].view(num_tokens, -1, heads.value_dim)
     for token, slot in enumerate(slots[:-1]):
         block, offset = divmod(slot, 4)
-        expected_cache.layers[5].keys.blocks_NHSD[block, :, offset] = turned[1][token].to(dtype)
+        expected_cache.layers[5].keys.blocks_NHSD[block, :, offset] = rotated[1][token].to(dtype)
         expected_cache.layers[5].values.blocks_NHSD[block, :, offset] = values_THV[token].to(dtype)
     assert_close(cache.pool_NE, expected_cache.pool_NE)
 
@@ -211,7 +213,7 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128) -> Kernel:
         "ROWS": 8,
     }
     return Kernel(
-        function="worker.gpu.kernels.rotary:_turn_and_write_kernel",
+        function="worker.gpu.kernels.rotary:_rotate_and_write_kernel",
         signature={
             **{f"{name}_ptr": "*bf16" for name in pointers},
             "slots_ptr": "*i64",

@@ -13,8 +13,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from scheduler.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu, WaitsForDevice
+from tests.worker.sampling.test_sampler import GREEDY, VOCAB, histories, rows_of_logits, sampling_params
 from tests.worker.sampling_oracle import choose
-from tests.worker.test_sampler import GREEDY, VOCAB, histories, rows_of_logits, sampling_params
 from worker.devices.device import CpuDevice
 from worker.gpu.sampling import logit_edits as edits
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE

@@ -10,7 +10,7 @@ from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel,
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
 from worker.gpu.sampling.draw_fields import MIN_P, NUM_FIELDS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from worker.gpu.sampling_kernels import truncation
-from worker.gpu.sampling_kernels.token_draw import Lines, Workspace, draw
+from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw
 from worker.sampling.draw import BLOCK, Draw
 from worker.sampling.draw import draw as draw_on_cpu
 
@@ -24,7 +24,7 @@ def drawn_by(logits_V: torch.Tensor, each: Draw) -> int:
         [each.temperature, each.min_p, each.top_k, each.top_p, each.uniform], dtype=torch.float64
     )
     outcome = torch.full((2, 1), -1)
-    draw(Lines(logits_V[None], row), outcome, Workspace.allocate(1, len(logits_V), CPU))
+    draw(LogitRows(logits_V[None], row), outcome, Workspace.allocate(1, len(logits_V), CPU))
     assert outcome[1].item() == 0
     return int(outcome[0])
 

@@ -20,6 +20,34 @@ constexpr int kColumns = 32;
 
 enum class Activation : int { kNone, kSilu, kGeluTanh };
 
+// Sums over inputs of more than so many are cut: decoded columns of one run fit into the nearest cache.
+constexpr int64_t kRunInputs = 256;
+
+enum class CodeKind : int { kNibbles, kInt8, kFloat8 };
+
+// A weight as codes with scales of groups of inputs: of output n and input k it is
+// number(code[n, k]) * scales[n, k / group_size] - offsets[n, k / group_size].
+//
+// Codes are packed for what they are multiplied by, see grouped_packing.py. Nibbles stand for the 16 numbers of
+// `table`, int8 and float8 (e4m3) for themselves.
+struct GroupedCodes {
+  const uint8_t* data;  // null: the weight has no codes
+  CodeKind kind;
+  bool takes_bytes;  // inputs are whole numbers, as `quantize` makes them
+  int64_t group_size;
+  const float* table;  // [16], nibbles only
+  // How the widest instructions look up: for bf16 inputs the 16 numbers twice as bf16, or the lower bytes of the
+  // 256 numbers as bf16, then the upper ones. For whole inputs 16 bytes, which are `shift` too large.
+  const uint8_t* lookup;
+  int32_t shift;
+  const float* scales;         // [N / 32][K / group_size][32]
+  const float* offsets;        // the same, or null
+  const int32_t* permutation;  // [K]: where input k of the codes is in a row; or null
+
+  bool needs_sums() const { return takes_bytes || offsets != nullptr; }
+  int64_t runs_in_group() const { return (group_size + kRunInputs - 1) / kRunInputs; }
+};
+
 // A weight [N, K], packed as [N / 32][K / step][32][step], step being 2 for bf16 and 1 for float32; what is
 // missing to 32 columns is zero. With an activation, of each 32 columns the first 16 are gates and the others
 // the ups that they weigh.
@@ -35,7 +63,10 @@ struct PackedWeight {
   const int8_t* bytes;
   const float* scales;
   const int32_t* offsets;
+  GroupedCodes grouped;  // instead of `data` and `bytes`
 
+  bool takes_bytes() const { return bytes != nullptr || (grouped.data != nullptr && grouped.takes_bytes); }
+  int64_t num_runs() const { return num_inputs / grouped.group_size * grouped.runs_in_group(); }
   int64_t num_blocks() const { return (num_outputs + kColumns - 1) / kColumns; }
 };
 
@@ -53,6 +84,16 @@ struct Product {
   const uint8_t* bytes;  // [T, K]
   const float* scales;   // [T]
   float multiplier = 1;  // of the sums, before the residual is added; not with an activation
+  const float* run_sums = nullptr;  // [T, num_runs] of the input; read where grouped codes need them
+};
+
+// Memory for a product's input in another form.
+template <typename T>
+struct Prepared {
+  T* permuted;     // [T, K]
+  uint8_t* bytes;  // [T, K]
+  float* scales;   // [T]
+  float* run_sums;
 };
 
 // x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension; with a bias, of x - mean(x), and plus bias.
@@ -156,6 +197,8 @@ template <typename T>
 struct Kernels {
   // Rows [begin, end) of x [T, K] as whole numbers from 1 to 255, 128 standing for 0, times a scale for each row.
   void (*quantize)(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end);
+  // Rows [begin, end) of a product's input as its grouped codes take it.
+  void (*prepare)(const Product<T>&, const Prepared<T>&, int64_t begin, int64_t end);
   // Blocks [begin, end) of 32 columns.
   void (*multiply)(const Product<T>&, int64_t begin, int64_t end);
   // Rows [begin, end) of x [T, H]; `out` may be `x`.

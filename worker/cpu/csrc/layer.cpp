@@ -13,26 +13,44 @@ const Kernels<float>& Engine::kernels<float>() const {
 }
 
 template <typename T>
-void Engine::reserve_bytes(const Layer<T>& layer, int64_t num_tokens) {
-  int64_t most = 0;
-  for (const PackedWeight<T>* weight : {&layer.query_key_value, &layer.attention_output, &layer.gate_up, &layer.down}) {
-    if (weight->bytes != nullptr && weight->num_inputs > most) most = weight->num_inputs;
+Prepared<T> Engine::prepared(const PackedWeight<T>& weight, int64_t num_rows) {
+  Prepared<T> memory = {};
+  const GroupedCodes& grouped = weight.grouped;
+  // One set of buffers for all products: each is read to its end before the next is written.
+  if (weight.takes_bytes()) {
+    memory.bytes = bytes_.of<uint8_t>(num_rows * weight.num_inputs);
+    memory.scales = scales_.of<float>(num_rows);
   }
-  bytes_.of<uint8_t>(num_tokens * most);
+  if (grouped.data == nullptr) return memory;
+  if (grouped.permutation != nullptr) memory.permuted = permuted_.of<T>(num_rows * weight.num_inputs);
+  if (grouped.needs_sums()) memory.run_sums = run_sums_.of<float>(num_rows * weight.num_runs());
+  return memory;
+}
+
+template <typename T>
+void Engine::reserve(const Layer<T>& layer, int64_t num_tokens) {
+  for (const PackedWeight<T>* weight : {&layer.query_key_value, &layer.attention_output, &layer.gate_up, &layer.down}) {
+    if (weight->num_outputs != 0) prepared(*weight, num_tokens);
+  }
 }
 
 template <typename T>
 void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
   const PackedWeight<T>& weight = product.weight;
-  if (weight.bytes != nullptr) {
-    // One pair of buffers for all products: each is read to its end before the next is written.
-    uint8_t* bytes = bytes_.of<uint8_t>(product.num_rows * weight.num_inputs);
-    float* scales = scales_.of<float>(product.num_rows);
-    product.bytes = bytes;
-    product.scales = scales;
-    phases.push_back({product.num_rows, [this, &product, bytes, scales](int64_t begin, int64_t end, int) {
-                        kernels<T>().quantize(product.input, bytes, scales, product.weight.num_inputs, begin, end);
+  const Prepared<T> memory = prepared(weight, product.num_rows);
+  if (memory.permuted != nullptr || memory.bytes != nullptr || memory.run_sums != nullptr) {
+    product.bytes = memory.bytes;
+    product.scales = memory.scales;
+    product.run_sums = memory.run_sums;
+    phases.push_back({product.num_rows, [this, product, memory](int64_t begin, int64_t end, int) {
+                        if (product.weight.grouped.data != nullptr) {
+                          kernels<T>().prepare(product, memory, begin, end);
+                        } else {
+                          kernels<T>().quantize(product.input, memory.bytes, memory.scales, product.weight.num_inputs,
+                                                begin, end);
+                        }
                       }});
+    if (memory.permuted != nullptr) product.input = memory.permuted;
   }
   phases.push_back({weight.num_blocks(), [this, &product](int64_t begin, int64_t end, int) {
                       kernels<T>().multiply(product, begin, end);
@@ -111,7 +129,7 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
   Product<T> to_mlp = {to_activate, num_tokens, layer.gate_up, nullptr, activated, nullptr, nullptr, nullptr};
   Product<T> from_mlp = adding(layer, layer.down, layer.after_mlp_norm, activated, num_tokens, hidden);
 
-  reserve_bytes(layer, num_tokens);
+  reserve(layer, num_tokens);
   std::vector<Phase> phases;
   phases.reserve(Team::kMostPhases);
   // What is between two products: the sums of the one, unless it added them itself, and the input of the other.

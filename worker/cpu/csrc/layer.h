@@ -82,9 +82,13 @@ class Engine {
   template <typename T>
   const Kernels<T>& kernels() const;
 
-  // Room for the quantized inputs of every product of a layer: it must not move between them.
+  // Memory for the input of a product by this weight, as far as it needs another form.
   template <typename T>
-  void reserve_bytes(const Layer<T>& layer, int64_t num_tokens);
+  Prepared<T> prepared(const PackedWeight<T>& weight, int64_t num_rows);
+
+  // The same for every product of a layer: it must not move between them.
+  template <typename T>
+  void reserve(const Layer<T>& layer, int64_t num_tokens);
 
   // Appends what a product consists of. It must outlive the phases, and it is completed here.
   template <typename T>
@@ -101,7 +105,7 @@ class Engine {
   const AllKernels& kernels_;
   Team team_;
   std::vector<AttentionTile> tiles_;
-  Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_;
+  Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_;
 };
 
 }  // namespace tokenyard

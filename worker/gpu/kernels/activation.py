@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.model.layer_parts import Activation
+from worker.model.layer_parts import GateActivation
 
 BLOCK = 1024
 """Gates of a program."""
@@ -27,7 +27,7 @@ def sigmoid(x):  # noqa: ANN201 - Triton's own type
 
 @triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr):
-    """act(gate) * up in float32; ACTIVATION as Activation numbers them."""
+    """act(gate) * up in float32; ACTIVATION as GateActivation numbers them."""
     if ACTIVATION == 1:
         return gate * sigmoid(gate) * up
     else:
@@ -48,8 +48,8 @@ def _gate_kernel(gate_up_ptr, out_ptr, num_gates, ACTIVATION: tl.constexpr, BLOC
     tl.store(out_ptr + token * num_gates + gates, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def multiply_by_gates(gate_up_TM: Tensor, activation: Activation, block: int = BLOCK) -> Tensor:
-    """From [T, 2 * I], contiguous, to [T, I]."""
+def multiply_by_gates(gate_up_TM: Tensor, activation: GateActivation, block: int = BLOCK) -> Tensor:
+    """Weigh ups by their gates: [T, 2 * I], contiguous, to [T, I]."""
     num_tokens, num_gates = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
     out_TI = torch.empty((num_tokens, num_gates), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     _gate_kernel[(num_tokens, triton.cdiv(num_gates, block))](

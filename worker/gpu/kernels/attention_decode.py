@@ -2,7 +2,7 @@
 
 Owns: the cut into segments, so that few long sequences keep a whole GPU busy, and putting them together.
 Never: the walk over keys (attention_tiles.py).
-Source: Flash-Decoding (split softmax). What it computes is defined by worker/attention/ref_attention.py.
+Source: Flash-Decoding (split softmax). Its results are defined by worker/attention/ref_attention.py.
 
 The number of segments is fixed by counts that the host knows, so that a captured graph can be replayed with
 sequences of any length; where a segment begins is found on the device. There a sequence is cut only as far as
@@ -25,8 +25,8 @@ from worker.attention.kv_cache import LayerCache
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_tiles import (
     LOG2_E,
+    AttentionTiles,
     HeadGroups,
-    Tiles,
     attend_tiles,
     first_seen,
     head_groups,
@@ -43,84 +43,87 @@ _LOG2_E = tl.constexpr(LOG2_E)
 # By the bytes of the widest row, up to and including; a KV head of fewer query heads has fewer rows. Compiled
 # within shared memory and registers; speed was estimated, not measured.
 _TILES = {
-    128: Tiles(num_rows=64, num_keys=64, num_warps=4, num_stages=5),
-    256: Tiles(num_rows=64, num_keys=64, num_warps=4, num_stages=5),
-    512: Tiles(num_rows=32, num_keys=32, num_warps=4, num_stages=3),
-    1024: Tiles(num_rows=16, num_keys=32, num_warps=8, num_stages=2),
-    2048: Tiles(num_rows=16, num_keys=16, num_warps=4, num_stages=2),
+    128: AttentionTiles(num_rows=64, num_keys=64, num_warps=4, num_stages=5),
+    256: AttentionTiles(num_rows=64, num_keys=64, num_warps=4, num_stages=5),
+    512: AttentionTiles(num_rows=32, num_keys=32, num_warps=4, num_stages=3),
+    1024: AttentionTiles(num_rows=16, num_keys=32, num_warps=8, num_stages=2),
+    2048: AttentionTiles(num_rows=16, num_keys=16, num_warps=4, num_stages=2),
 }
 # No tensor core multiplies float32 exactly; without them, larger tiles do not fit into registers.
 _FLOAT32_TILES = {
-    1024: Tiles(num_rows=16, num_keys=32, num_warps=8, num_stages=1),
-    4096: Tiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
+    1024: AttentionTiles(num_rows=16, num_keys=32, num_warps=8, num_stages=1),
+    4096: AttentionTiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
 }
 # Two programs for nearly all of an H100's 132 processors: one computes while the other's keys come.
 # A few more would give 32 sequences of 8 KV heads a second segment, and a reduction, for nothing.
 _ENOUGH_PROGRAMS = 256
 # However many sequences there are, one that is much longer than the others should not be waited for ...
 _LONGEST_SEGMENT = 8192
-# ... but programs without work cost time as well, and each needs room for what it would find.
+# ... but programs without work cost time as well, and each needs room for its sums.
 _MOST_PROGRAMS = 32768
 _MOST_SEGMENTS = 128
 _SEGMENTS_AT_ONCE = 16
 
 
-class Lengths(NamedTuple):
-    """What the constants above say of segments."""
+class SegmentLengths(NamedTuple):
+    """The constants above, as far as they decide the number of segments."""
 
     enough_programs: int
     longest_segment: int
 
 
 class DecodeChoices(NamedTuple):
-    """All that decides the speed of decodes, none of their results; campaigns/gpu/tune measures them."""
+    """Choices for the speed of decodes, not for their results; campaigns/gpu/tune measures them."""
 
-    tiles: Tiles
-    lengths: Lengths
+    tiles: AttentionTiles
+    lengths: SegmentLengths
 
 
 class _Segments(NamedTuple):
-    """What was found in each segment, relative to its peak."""
+    """The sums of each segment, relative to its peak."""
 
     sums_RHSV: Tensor
     totals_RHS: Tensor
     peaks_RHS: Tensor
 
 
-def decode_tiles(shape: HeadGroups, dtype: torch.dtype) -> Tiles:
+def decode_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
     """See pick_tiles."""
     tiles = pick_tiles(_TILES, _FLOAT32_TILES, shape, dtype)
     return tiles._replace(num_rows=min(side(shape.num_groups), tiles.num_rows))
 
 
 def decode_choices(shape: HeadGroups, dtype: torch.dtype) -> DecodeChoices:
-    """Those that serve."""
+    """Return the choices for serving."""
     return DecodeChoices(decode_tiles(shape, dtype), _lengths())
 
 
-def _lengths() -> Lengths:
-    return Lengths(_ENOUGH_PROGRAMS, _LONGEST_SEGMENT)
+def _lengths() -> SegmentLengths:
+    return SegmentLengths(_ENOUGH_PROGRAMS, _LONGEST_SEGMENT)
 
 
-def count_segments(num_programs: int, most_keys: int, num_keys: int, lengths: Lengths | None = None) -> int:
-    """Into how many segments to cut each sequence.
+def count_segments(
+    num_programs: int, most_keys: int, num_keys: int, lengths: SegmentLengths | None = None
+) -> int:
+    """Count the segments of each sequence.
 
-    `num_programs` is what there is without a cut, `most_keys` what a token sees at most, `num_keys` a tile's.
+    `num_programs` is the number of programs without a cut, `most_keys` the most keys that a token sees,
+    `num_keys` the keys of a tile.
     """
     lengths = lengths or _lengths()
     to_fill_device = _count_to_fill_device(num_programs, lengths)
-    to_share_longest = -(-most_keys // lengths.longest_segment)
+    to_cut_longest = -(-most_keys // lengths.longest_segment)
     most = min(_MOST_SEGMENTS, _MOST_PROGRAMS // num_programs, -(-most_keys // num_keys))
-    return max(1, min(max(to_fill_device, to_share_longest), most))
+    return max(1, min(max(to_fill_device, to_cut_longest), most))
 
 
 def tiles_per_segment(num_programs: int, num_segments: int, num_tiles: int) -> int:
-    """How many tiles a segment of a sequence of `num_tiles` gets of the kernel; counts as above."""
+    """Count the tiles that the kernel gives to a segment of a sequence of `num_tiles`; counts as above."""
     wanted = -(-num_tiles // _count_to_fill_device(num_programs, _lengths()))
     return max(1, -(-num_tiles // num_segments), wanted)
 
 
-def _count_to_fill_device(num_programs: int, lengths: Lengths) -> int:
+def _count_to_fill_device(num_programs: int, lengths: SegmentLengths) -> int:
     return -(-lengths.enough_programs // num_programs)
 
 
@@ -173,7 +176,7 @@ def attend_decodes(
 
 
 def _make_segments(num_decodes: int, num_segments: int, out_THV: Tensor) -> _Segments:
-    """Memory for them: in a captured graph the graph's own, which its layers share one after another."""
+    """Allocate segments: in a captured graph from its own memory, which layers use one after another."""
     _, num_heads, value_dim = out_THV.shape
     places = (num_decodes, num_heads, num_segments)
     return _Segments(
@@ -306,8 +309,8 @@ def _cut(
 def _find_token(sequence, query_starts, num_sequences):
     """Look up the sequence's token.
 
-    Padding without one has the token of its own number where that is padding too. It is -1 where that is
-    somebody's, and for sequences of several tokens.
+    Padding without one has the token of its own number where that is padding too. It is -1 where that token
+    belongs to a sequence, and for sequences of several tokens.
     """
     start = tl.load(query_starts + sequence)
     num_tokens = tl.load(query_starts + sequence + 1) - start

@@ -3,7 +3,7 @@
 Owns: the cut of the tokens into programs.
 Never: the walk over keys (attention_tiles.py).
 Source: the grid whose size the host knows, and each program's search for its sequence, follow vLLM's
-Triton attention (arXiv:2511.11581). What it computes is defined by worker/attention/ref_attention.py.
+Triton attention (arXiv:2511.11581). Its results are defined by worker/attention/ref_attention.py.
 
     tokens     | sequence 0          | sequence 1 | 2          | padding |
     programs   | B tokens | B | less | B | less   | less | -   | less    |    -: finds nothing to do
@@ -23,8 +23,8 @@ from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerCache
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_tiles import (
+    AttentionTiles,
     HeadGroups,
-    Tiles,
     attend_tiles,
     first_seen,
     head_groups,
@@ -38,23 +38,23 @@ from worker.gpu.kernels.attention_tiles import (
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
 # whole warp groups. Compiled within shared memory and registers; speed was estimated, not measured.
 _TILES = {
-    128: Tiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
-    256: Tiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
-    512: Tiles(num_rows=64, num_keys=64, num_warps=8, num_stages=2),
-    1024: Tiles(num_rows=32, num_keys=32, num_warps=8, num_stages=2),
-    2048: Tiles(num_rows=32, num_keys=16, num_warps=8, num_stages=2),
+    128: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
+    256: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
+    512: AttentionTiles(num_rows=64, num_keys=64, num_warps=8, num_stages=2),
+    1024: AttentionTiles(num_rows=32, num_keys=32, num_warps=8, num_stages=2),
+    2048: AttentionTiles(num_rows=32, num_keys=16, num_warps=8, num_stages=2),
 }
 # No tensor core multiplies float32 exactly; without them, larger tiles do not fit into registers.
 _FLOAT32_TILES = {
-    512: Tiles(num_rows=32, num_keys=32, num_warps=8, num_stages=1),
-    4096: Tiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
+    512: AttentionTiles(num_rows=32, num_keys=32, num_warps=8, num_stages=1),
+    4096: AttentionTiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
 }
 
 _AT_ONCE = tl.constexpr(512)
 """Sequences that are looked at with one load."""
 
 
-def prefill_tiles(shape: HeadGroups, dtype: torch.dtype) -> Tiles:
+def prefill_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
     """See pick_tiles."""
     return pick_tiles(_TILES, _FLOAT32_TILES, shape, dtype)
 
@@ -65,7 +65,7 @@ def attend_prefills(
     batch: AttentionBatch,
     options: AttentionOptions,
     out_THV: Tensor,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> None:
     """Attend for all sequences behind the decodes; tokens that belong to none get zeros.
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: a walk over tiles of paged keys with a running softmax, and tile sizes.
+"""The common part of the attention kernels: a walk over tiles of paged keys with a running softmax.
 
 Owns: which keys a query sees, reading them through the block table, and the softmax over them.
 Never: which rows a program has (attention_decode.py, attention_prefill.py).
@@ -12,7 +12,7 @@ Shapes: M rows of a program, K keys of a tile, D key size, V value size; sizes t
 filled up to the next with zeros, which are read from nowhere.
 
 Triton compiles a kernel anew for an argument of 1, and for one that is a multiple of 16. Counts that differ
-from step to step are kept out of that: nobody should wait for a compiler in the middle of service.
+from step to step are kept out of that: no request should wait for a compiler in the middle of service.
 """
 
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ _LOG2_E = tl.constexpr(LOG2_E)
 SMALLEST_SIDE = 16
 
 
-class Tiles(NamedTuple):
-    """How much of the work one program takes at a time."""
+class AttentionTiles(NamedTuple):
+    """The work that one program takes at a time."""
 
     num_rows: int
     num_keys: int
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
 
 
 class HeadGroups(NamedTuple):
-    """The heads of one layer, as they share keys."""
+    """The heads of one layer, in groups of one key."""
 
     num_kv_heads: int
     num_groups: int
@@ -68,8 +68,11 @@ def head_groups(queries_THD: Tensor, cache: LayerCache) -> HeadGroups:
 
 
 def pick_tiles(
-    tiles: dict[int, Tiles], float32_tiles: dict[int, Tiles], shape: HeadGroups, dtype: torch.dtype
-) -> Tiles:
+    tiles: dict[int, AttentionTiles],
+    float32_tiles: dict[int, AttentionTiles],
+    shape: HeadGroups,
+    dtype: torch.dtype,
+) -> AttentionTiles:
     """Take the entry of the first limit that the longer of a key and a value, as tiles have them, keeps to.
 
     Limits are in bytes. Raises ValueError where even the last one is exceeded.
@@ -80,9 +83,9 @@ def pick_tiles(
 
 
 def score_scale(options: AttentionOptions) -> float:
-    """What the kernels multiply a product of query and key with, see `_squeeze`.
+    """Return the factor of a product of query and key, see `_squeeze`.
 
-    It is positive: what is highest is found before it is scaled.
+    It is positive: the highest score is found before it is scaled.
     """
     assert options.scaling > 0
     if options.softcap is None:
@@ -91,7 +94,7 @@ def score_scale(options: AttentionOptions) -> float:
 
 
 def layer_constants(shape: HeadGroups, cache: LayerCache, options: AttentionOptions) -> dict[str, Any]:
-    """What kernels are compiled for, by the names of their parameters."""
+    """Return the constants that kernels are compiled for, by the names of their parameters."""
     return {
         "NUM_GROUPS": shape.num_groups,
         "KEY_DIM": shape.key_dim,
@@ -107,7 +110,7 @@ def layer_constants(shape: HeadGroups, cache: LayerCache, options: AttentionOpti
 
 @triton.jit
 def first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    """See Reach.first_seen; 0 stands for none, and what a window reaches before the beginning is cut off."""
+    """See Reach.first_seen; 0 stands for none, and a window is cut off at the beginning."""
     if CHUNK > 0:
         return tl.maximum(positions, 0) // CHUNK * CHUNK
     elif WINDOW > 0:
@@ -151,7 +154,7 @@ def attend_tiles(
                 is_seen_MK = is_seen_MK & (places_K[None, :] >= earliest_M[:, None])
             scores_MK = tl.where(is_seen_MK, scores_MK, float("-inf"))
 
-        # Only what is highest is scaled here: with each score, that is a part of the subtraction below.
+        # Only the highest score is scaled here: for each score that is a part of the subtraction below.
         unit = 1.0 if SOFTCAP > 0 else scale
         higher_M = tl.maximum(peaks_M, tl.max(scores_MK, axis=1) * unit)
         # A row that has seen nothing yet has no peak, and -inf less -inf is no number.
@@ -174,7 +177,7 @@ def _find_in_blocks(tile, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Find the entry of each key's block in the table, and its place in the block."""
     keys_K = tl.arange(0, NUM_KEYS)
     if NUM_KEYS % BLOCK_SIZE == 0:
-        # What is divided here is known to the compiler; a division by what is not takes five instructions.
+        # The compiler knows the divisor; a division by an unknown number takes five instructions.
         return tile * (NUM_KEYS // BLOCK_SIZE) + keys_K // BLOCK_SIZE, keys_K % BLOCK_SIZE
     else:
         places_K = tile * NUM_KEYS + keys_K

@@ -1,7 +1,7 @@
 """Copies of KV blocks within the device's pool, many in one launch.
 
 Owns: the kernel and its launch. Blocks are moved as 8-byte words, whatever they hold.
-Never: decides what is copied, or crosses to the host (worker/devices/device.py).
+Never: decides which blocks are copied, or crosses to the host (worker/devices/device.py).
 
 Shapes: N blocks of E numbers, P pairs.
 """
@@ -15,7 +15,7 @@ WORD_BYTES = 8
 _BLOCK = 2048
 
 
-# Where the targets begin depends on the number of pairs: nobody should wait for a second compilation.
+# Where the targets begin depends on the number of pairs: no step should wait for a second compilation.
 @triton.jit(do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
 def _copy_kernel(pool_ptr, sources_ptr, targets_ptr, num_words, BLOCK: tl.constexpr):
     source = tl.load(sources_ptr + tl.program_id(1)).to(tl.int64)

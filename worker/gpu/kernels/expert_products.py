@@ -25,11 +25,11 @@ from worker.model.mixture import Experts
 
 _PAIRS_AT_ONCE = 1024
 _PRECISION: dict[torch.dtype, str] = {torch.float32: "ieee"}
-"""Of products; for others it has no meaning."""
+"""For products; other kernels ignore it."""
 
 
-class Tiles(NamedTuple):
-    """How much of a product one program takes. Estimates: nothing of this was measured."""
+class ExpertTiles(NamedTuple):
+    """The part of a product that one program takes. Estimates: none was measured."""
 
     pairs: int
     outputs: int
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which pairs stand where."""
+    """The order of pairs by their experts."""
 
     pairs_P: Tensor
     """int32: pairs, numbered token * K + choice, in the order of their experts."""
@@ -152,7 +152,7 @@ def _gate_up_kernel(
 
 
 def multiply_gate_up(
-    hidden_TH: Tensor, experts: Experts, routing: Routing, num_chosen: int, tiles: Tiles
+    hidden_TH: Tensor, experts: Experts, routing: Routing, num_chosen: int, tiles: ExpertTiles
 ) -> Tensor:
     """Return [P, I], in the order of routing.pairs_P: each pair's ups, weighed by its gates."""
     num_gates = experts.gate_ENH.shape[1]
@@ -225,7 +225,7 @@ def _down_kernel(
 
 
 def multiply_down(
-    gated_PI: Tensor, experts: Experts, routing: Routing, scores_TK: Tensor, tiles: Tiles
+    gated_PI: Tensor, experts: Experts, routing: Routing, scores_TK: Tensor, tiles: ExpertTiles
 ) -> Tensor:
     """Return [T, K, H], weighed by the router's contiguous scores."""
     hidden_size, bias = experts.down_EHI.shape[1], experts.down_bias_EH

@@ -1,9 +1,9 @@
-"""What a step does to its own inputs: tokens that the host does not know, and block tables that came packed.
+"""The completion of a step's inputs on the device: tokens unknown to the host, and packed block tables.
 
-Owns: the last token drawn for each row, on its way out of one step and into another.
-Never: draws it (token_draw.py), or decides whose step may begin before it is known (the scheduler).
+Owns: the last token sampled for each row, on its way from one step to the next.
+Never: samples it (token_draw.py), or decides which step may begin before it is known (the scheduler).
 
-Shapes: T tokens, N logits wanted, C rows of the worker and one more that is nobody's, R sequences, B
+Shapes: T tokens, N logits wanted, C rows of the worker and one more of no sequence, R sequences, B
 blocks of the longest table that there may be.
 """
 
@@ -28,7 +28,7 @@ def fill_unknown_tokens(input_ids_1T: Tensor, rows_T: Tensor, last_token_C: Tens
 
 
 def remember_tokens(last_token_C: Tensor, rows_N: Tensor, token_ids_N: Tensor) -> None:
-    """Put what was drawn where `fill_unknown_tokens` finds it; rows are distinct, but for nobody's.
+    """Keep sampled tokens for `fill_unknown_tokens`; rows are distinct, but for the row of no sequence.
 
     last_token_C and token_ids_N are int64, rows_N is int32 and may be longer; all contiguous.
     """
@@ -40,7 +40,7 @@ def remember_tokens(last_token_C: Tensor, rows_N: Tensor, token_ids_N: Tensor) -
 
 
 def spread_tables(packed: Tensor, width_1: Tensor, tables_RB: Tensor) -> None:
-    """Put R lines of the width that width_1 has where lines of B are read; what lies behind them stays.
+    """Copy R lines of the width in width_1 to where lines of B are read; the rest of a line stays.
 
     All are int32. packed is flat, and holds R lines of any width up to B.
     """

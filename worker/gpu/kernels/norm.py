@@ -1,7 +1,7 @@
 """Root-mean-square norms on a GPU, with the addition to the residual that often stands before them.
 
 Owns: the kernel and its launch. One program per token holds the whole row in registers.
-Never: knows where in a layer a norm stands (fused_layer.py).
+Never: knows the place of a norm in a layer (triton_layer.py).
 Source: RMSNorm, arXiv:1910.07467.
 
 The sum that is normed is the one that was stored: rounded to the residual's dtype, as a model by itself
@@ -66,7 +66,7 @@ def add(hidden_TH: Tensor, delta_TH: Tensor, delta_norm: RmsNorm | None) -> None
 
 
 def add_and_norm(hidden_TH: Tensor, delta_TH: Tensor, delta_norm: RmsNorm | None, by: RmsNorm) -> Tensor:
-    """Do as `add`, and return what `norm` gives for the sum."""
+    """Add as `add` does, and return the normed sum."""
     normed_TH = hidden_TH.new_empty(hidden_TH.shape)
     _launch(hidden_TH, delta_TH, normed_TH, delta_norm, by)
     return normed_TH

@@ -1,11 +1,11 @@
-"""From a merged query, key and value product to what attention reads, in one kernel.
+"""Rotary embedding, norms and the write to the KV cache, from a merged product in one kernel.
 
 Owns: the norms of queries and keys, their rotation by position, and the write of keys and values into the
 paged cache.
-Never: attends (attention.py), or makes cosines and sines: models do, once per step.
-Source: RoPE, arXiv:2104.09864, turning the first half of a head with the second.
+Never: attends (attention_decode.py), or makes cosines and sines: models do, once per step.
+Source: RoPE, arXiv:2104.09864, rotating the first half of a head with the second.
 
-Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R turned numbers of a head,
+Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head,
 M = (Hq + Hk) * D + Hk * V numbers of a merged row.
 """
 
@@ -18,7 +18,7 @@ from worker.attention.kv_cache import LayerCache
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
 
-# 16 of them for a thread: of heads that are turned whole, a load of 16 bytes from each half.
+# 16 of them for a thread: of heads that are rotated whole, a load of 16 bytes from each half.
 _NUMBERS_PER_PROGRAM = 1024
 _NUM_WARPS = 2
 
@@ -45,13 +45,13 @@ def _weight_part(weight_ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     heads_ptr, out_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, is_row,
     HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One head per row, from one place to another, normed and turned. The weight alone is one for all rows.
+    """Norm and rotate one head per row, from one place to another. Only the weight is one for all rows.
 
-    A head is two halves that turn each other, and the rest; any of these may be nothing.
+    A head is two halves that are rotated together, and the rest; any of these may be empty.
     """
     HALF: tl.constexpr = ROTATED_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTATED_DIM
@@ -84,7 +84,7 @@ def _turn_heads(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _turn_and_write_kernel(
+def _rotate_and_write_kernel(
     merged_ptr, queries_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, cosines_ptr, sines_ptr,
     query_weight_ptr, key_weight_ptr, query_epsilon, key_epsilon,
     num_tokens, angle_stride, block_stride,
@@ -102,7 +102,7 @@ def _turn_and_write_kernel(
         rows = tile * ROWS + tl.arange(0, ROWS)
         is_row = rows < num_tokens * NUM_QUERY_HEADS
         tokens = (rows // NUM_QUERY_HEADS).to(tl.int64)
-        _turn_heads(
+        _rotate_heads(
             merged_ptr + tokens * merged_size + (rows % NUM_QUERY_HEADS) * KEY_DIM,
             queries_ptr + rows.to(tl.int64) * KEY_DIM,
             query_weight_ptr, query_epsilon, cosines_ptr + tokens * angle_stride,
@@ -119,7 +119,7 @@ def _turn_and_write_kernel(
     block_starts = (slots // BLOCK_SIZE) * block_stride
     places = heads * BLOCK_SIZE + slots % BLOCK_SIZE
     if is_key:
-        _turn_heads(
+        _rotate_heads(
             merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + heads) * KEY_DIM,
             key_cache_ptr + block_starts + places * KEY_DIM,
             key_weight_ptr, key_epsilon, cosines_ptr + tokens * angle_stride,
@@ -134,7 +134,7 @@ def _turn_and_write_kernel(
     )
 
 
-def turn_and_write(
+def rotate_and_write(
     merged_TM: Tensor,
     heads: HeadShape,
     norms: tuple[RmsNorm | None, RmsNorm | None],
@@ -142,12 +142,12 @@ def turn_and_write(
     cache: LayerCache,
     slots_T: Tensor,
 ) -> Tensor:
-    """Return the queries [T, Hq, D]; keys and values go to their slots, those of -1 nowhere.
+    """Return the queries [T, Hq, D]; keys and values go to their slots, and nowhere for slot -1.
 
     Rows of merged_TM are contiguous: all queries, then all keys, then all values. `norms` are those of a
-    query head and of a key head. R is the last size of the rotation; None turns nothing. The second half of
-    a row of it is the first once more (AngleOrder.TWICE), and is not read.
-    Raises nothing: a slot out of range corrupts memory, so inputs.py checks on the host.
+    query head and of a key head. R is the last size of the rotation; without one nothing is rotated. The
+    second half of a row of it is the first once more (AngleOrder.TWICE), and is not read.
+    Raises nothing: a slot out of range corrupts memory, so step_inputs.py checks on the host.
     """
     num_tokens = merged_TM.shape[0]
     queries_THD = torch.empty(
@@ -160,7 +160,7 @@ def turn_and_write(
     num_tiles += 2 * triton.cdiv(num_tokens * heads.num_kv_heads, rows)
     query_norm, key_norm = norms
     keys_NHSD, values_NHSV = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
-    _turn_and_write_kernel[(num_tiles,)](
+    _rotate_and_write_kernel[(num_tiles,)](
         merged_TM, queries_THD, keys_NHSD, values_NHSV, slots_T,
         # Without a rotation nothing is read through these two.
         merged_TM if cosines is None else cosines, merged_TM if sines is None else sines,

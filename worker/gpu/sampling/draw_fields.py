@@ -1,6 +1,6 @@
-"""What a row is drawn with, as the host writes it and the kernels read it.
+"""The sampling parameters of a row, as the host writes them and the kernels read them.
 
-Owns: the order of the fields, and what they hold for which parameters.
+Owns: the order of the fields, and their values for given parameters.
 Never: imports Triton: the buffers of a step need no more than this.
 
     line  place  temperature  min_p  top_k  top_p  uniform  -        float64, one line for each row
@@ -16,9 +16,9 @@ from worker.sampling.draw import LEAST_TOP_P
 
 NUM_FIELDS = 8
 LINE = 0
-"""In the logits; NOBODY for padding, which is neither read nor drawn."""
+"""The row's line in the logits; NOBODY for padding, which is neither read nor sampled."""
 PLACE = 1
-"""In the outcome."""
+"""The row's place in the outcome."""
 TEMPERATURE = 2
 MIN_P = 3
 TOP_K = 4
@@ -31,7 +31,7 @@ NOBODY = -1
 
 
 def draw_fields(params: SamplingParams, vocab_size: int) -> NDArray[np.float64]:
-    """Of a row that is drawn so, but for what changes from step to step: line, place and uniform number."""
+    """Return the fields that stay from step to step: all but line, place and uniform number."""
     fields_F = np.zeros(NUM_FIELDS)
     if params.temperature == 0.0 or params.top_k == 1:
         fields_F[TOP_K] = 1

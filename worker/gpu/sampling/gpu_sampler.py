@@ -1,17 +1,17 @@
 """Logits to tokens on a GPU: the tokens of worker/sampling/sampler.py, without waiting for the device.
 
-Owns: how each row is drawn, which kernels are asked, and what comes down again.
-Never: the state of rows (row_sampler.py), or how a token is drawn (kernels/sampling.py).
+Owns: the sampling fields of each row, the choice of kernels, and the copies to the host.
+Never: keeps the state of rows (row_sampler.py), or samples a token (sampling_kernels/).
 
     plain rows    logits  ---- within the step, as the end of its graph: draw -->  outcome  --> pinned memory
     other rows    logits  --> copied, masked, edited  ----->  best or draw  ---------^
     asked rows    logits and outcome  --> log-probabilities  -----------------------------> pinned memory
 
-A step draws for all rows whose logits nobody edits, greedy or not. The others are drawn behind it, into the
-same outcome. Logits that no step of ours has made (tests, a first try) are all drawn in `begin`.
-Nothing of this depends on a result, so that a batch in which nobody truncates costs what it reads.
+A step samples all rows whose logits are not edited, greedy or not. The others are sampled behind it, into the
+same outcome. Logits from elsewhere (tests, a first try) are all sampled in `begin`.
+Nothing of this depends on a result, so that a batch without truncation costs one pass over its logits.
 
-Shapes: N positions, F fields of a draw, V vocabulary, C rows of the worker, I lines that are reported on.
+Shapes: N positions, F fields of a row, V vocabulary, C rows of the worker, I lines that are reported on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ from scheduler.messages import SamplingParams, TokenLogprobs
 from worker.devices.device import Device
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE, TOP_K, UNIFORM, draw_fields
 from worker.gpu.sampling.logit_edits import EditedRow, LogitsEditor
-from worker.gpu.sampling.token_counts import TokenCounts
-from worker.gpu.sampling_kernels.token_draw import Lines, Workspace, draw, pick_best
+from worker.gpu.sampling.token_counts import GpuTokenCounts
+from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw, pick_best
 from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import measure_logprobs, write_reports
@@ -38,11 +38,11 @@ _NUM_REPORTED = 64
 """Lines at once: their logits are copied as float32, 39 MB at a vocabulary of 151,936."""
 
 _GREEDY = 1
-"""As top_k."""
+"""The value of top_k for it."""
 
 
 class GpuSampler(RowSampler):
-    """Asks for tokens in `begin`; only the result waits for the device."""
+    """A sampler that launches in `begin`; only the result waits for the device."""
 
     def __init__(
         self, *, vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars | None = None
@@ -50,7 +50,7 @@ class GpuSampler(RowSampler):
         """Rows are below max_num_seqs. Without `grammars` no row may have one."""
         super().__init__(vocab_size=vocab_size, grammars=grammars)
         self._device = device
-        self._counts = TokenCounts(num_rows=max_num_seqs, vocab_size=vocab_size, device=device)
+        self._counts = GpuTokenCounts(num_rows=max_num_seqs, vocab_size=vocab_size, device=device)
         self._editor = LogitsEditor(
             vocab_size=vocab_size, device=device, grammars=grammars, counts=self._counts
         )
@@ -63,7 +63,7 @@ class GpuSampler(RowSampler):
         self._asking: set[int] = set()
         self._draws_NF = np.zeros((0, NUM_FIELDS))
         self._has_step = False
-        """Whether the logits that come next are those of a step that draws."""
+        """Tell whether the next logits are from a step that samples."""
         self._not_drawn: list[int] = []
         """Positions that it leaves to `begin`."""
 
@@ -88,7 +88,7 @@ class GpuSampler(RowSampler):
         self._asking.discard(row)
 
     def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
-        """[N, F]: how the step that is about to be launched draws; `begin` for these rows draws the rest."""
+        """Return the fields [N, F] of the step about to be launched; `begin` samples the other rows."""
         draws_NF = self._draws_of(rows)
         self._has_step, self._not_drawn = True, self._edited_places(rows)
         if self._not_drawn:
@@ -98,7 +98,7 @@ class GpuSampler(RowSampler):
 
     def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:
         """Ask for the tokens of a step, as its last part: they stand in the memory that is returned, [N]."""
-        draw(Lines(logits_NV, draws_NF), self._outcome_2C, self._workspace)
+        draw(LogitRows(logits_NV, draws_NF), self._outcome_2C, self._workspace)
         return self._outcome_2C[0, : len(draws_NF)]
 
     @torch.inference_mode()
@@ -179,15 +179,15 @@ class GpuSampler(RowSampler):
         if places:
             draws_MF = self._draws_NF[places]
             [on_device] = upload(self._device, [draws_MF])
-            self._choose(Lines(logits_NV, on_device), draws_MF)
+            self._choose(LogitRows(logits_NV, on_device), draws_MF)
 
-    def _choose(self, lines: Lines, draws_MF: NDArray[np.float64]) -> None:
-        """Fill in the outcome; draws_MF is what the host knows of the lines."""
+    def _choose(self, lines: LogitRows, draws_MF: NDArray[np.float64]) -> None:
+        """Fill in the outcome; draws_MF has the fields that the host knows."""
         choose = pick_best if (draws_MF[:, TOP_K] == _GREEDY).all() else draw
         choose(lines, self._outcome_2C, self._workspace)
 
     def _measure(self, logits_NV: Tensor, places: list[int], states: Sequence[SamplingRow]) -> Tensor:
-        """Where the lines of `measure_logprobs` for these places will be on the host."""
+        """Return the host's memory for the lines of `measure_logprobs` for these places."""
         [where_I] = upload(self._device, [np.array(places, np.int64)])
         num_top = max(states[n].params.num_logprobs or 0 for n in places)
         parts = [
@@ -197,7 +197,7 @@ class GpuSampler(RowSampler):
         return self._download(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def _download(self, tensor: Tensor) -> Tensor:
-        """Where `tensor` will be on the host, once an event recorded after this has come."""
+        """Return the host's copy of `tensor`, complete once an event recorded after this has come."""
         pinned = self._device.pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
         pinned.copy_(tensor, non_blocking=True)
         return pinned

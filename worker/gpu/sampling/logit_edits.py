@@ -1,6 +1,6 @@
-"""What requests ask to be done to their logits, on a GPU: the counterpart of worker/sampling/logits.py.
+"""Edits of logits that requests ask for, on a GPU: the counterpart of worker/sampling/logits.py.
 
-Owns: the edited copies of logits, and what the host sends to make them.
+Owns: the edited copies of logits, and the uploads from which they are made.
 Never: which rows ask for it (sampler.py), or waits for the device.
 
 Shapes: N positions, E lines to be edited, V vocabulary, G masks, K words of a mask, S spans, F fields of
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from worker.devices.device import Device
 from worker.gpu.sampling.draw_fields import LINE, PLACE
-from worker.gpu.sampling.token_counts import TokenCounts
+from worker.gpu.sampling.token_counts import GpuTokenCounts
 from worker.gpu.sampling_kernels.bitmask import copy_masked
-from worker.gpu.sampling_kernels.token_draw import SPAN, Lines
+from worker.gpu.sampling_kernels.token_draw import SPAN, LogitRows
 from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampling_state import SamplingRow
@@ -40,7 +40,7 @@ class EditedRow(NamedTuple):
     row: int
     """Its number in the worker."""
     place: int
-    """Of its logits in the step, and of its outcome."""
+    """The place of its logits in the step, and of its outcome."""
     state: SamplingRow
 
 
@@ -54,7 +54,7 @@ class _Listed(NamedTuple):
 class EditedLogits(NamedTuple):
     """Good until the next are made."""
 
-    lines: Lines
+    lines: LogitRows
     """To draw from: the logits are float32, their faults +inf where a span held a NaN or +inf before it was
     edited, else -inf."""
     rows_E: Tensor
@@ -68,7 +68,7 @@ class LogitsEditor:
     """Edits copies of logits, of so many rows at once as its memory holds."""
 
     def __init__(
-        self, *, vocab_size: int, device: Device, grammars: Grammars | None, counts: TokenCounts
+        self, *, vocab_size: int, device: Device, grammars: Grammars | None, counts: GpuTokenCounts
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
@@ -86,7 +86,7 @@ class LogitsEditor:
     ) -> EditedLogits:
         """Edited copies of the logits of `rows`: one for each, and at most `num_lines`.
 
-        draws_NF is how each position of the step is drawn.
+        draws_NF has the sampling fields of each position of the step.
         """
         naming = [(line, each.state) for line, each in enumerate(rows) if each.state.names_tokens]
         # First: whether a text is complete decides whether it may end before its minimum length.
@@ -110,10 +110,10 @@ class LogitsEditor:
             flat.index_fill_(0, banned_at, -torch.inf)
         if has_penalties:
             self._counts.penalize(edited_EV, rows_E, amounts_E3)
-        return EditedLogits(Lines(edited_EV, rows_MF, faults_ES), rows_E, places_E, has_penalties)
+        return EditedLogits(LogitRows(edited_EV, rows_MF, faults_ES), rows_E, places_E, has_penalties)
 
     def count(self, edited: EditedLogits, outcome_2N: Tensor) -> None:
-        """Count what was drawn, for the next time."""
+        """Count the sampled tokens, for the next step."""
         if edited.has_penalties:
             self._counts.count(edited.rows_E, edited.places_E, outcome_2N)
 

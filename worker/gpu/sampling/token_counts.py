@@ -1,8 +1,8 @@
-"""How often each row's sequence has each token, on the GPU: what penalties depend on.
+"""Counts of each token in each row's sequence, on the GPU, for penalties.
 
-Owns: the counts of all rows, how a row's begin, and its penalties. Counts are allocated when the first row
-with penalties comes.
-Never: reads them on the host: what was drawn is counted where it was drawn, and no step waits for another.
+Owns: the counts of all rows, their first values, and the penalties of rows. Counts are allocated when the
+first row with penalties comes.
+Never: reads them on the host: sampled tokens are counted on the device, and no step waits for another.
 
 Shapes: C rows of the worker, V vocabulary, E lines that are edited, N positions.
 """
@@ -20,8 +20,8 @@ from worker.gpu.sampling_kernels.penalties import GENERATED_ONCE, IN_PROMPT, Pen
 from worker.gpu.upload import upload
 
 
-class TokenCounts:
-    """Counts of the rows that have penalties; those of others are left as they are."""
+class GpuTokenCounts:
+    """Counts of the rows that have penalties; the counts of others are left as they are."""
 
     def __init__(self, *, num_rows: int, vocab_size: int, device: Device) -> None:
         self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
@@ -33,7 +33,7 @@ class TokenCounts:
     def begin_row(
         self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
     ) -> None:
-        """Count a prompt and what was generated so far. Raises torch.OutOfMemoryError."""
+        """Count a prompt and the tokens generated so far. Raises torch.OutOfMemoryError."""
         ids, place_of = np.unique(np.asarray(token_ids, np.int64), return_inverse=True)
         counts = np.zeros(len(ids), np.int32)
         np.add.at(counts, place_of[num_prompt_tokens:], GENERATED_ONCE)
@@ -46,7 +46,7 @@ class TokenCounts:
         self._amounts_C3[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
     def end_row(self, row: int) -> None:
-        """Nothing happens if it has no penalties."""
+        """Stop counting; without penalties this has no effect."""
         self._is_counted_C[row] = False
 
     def of_lines(self, rows_E: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:

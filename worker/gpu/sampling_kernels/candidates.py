@@ -1,7 +1,7 @@
 """Few tokens of a row, with all of the heaviest among them.
 
-Owns: which blocks are looked into.
-Never: decides what is kept (truncation.py).
+Owns: the choice of the blocks to read.
+Never: decides which tokens are kept (truncation.py).
 Source: a tournament: the k greatest of a row are in the blocks with the k greatest maxima.
 
 Shapes: none; a program has one row.
@@ -17,16 +17,16 @@ BLOCK = tl.constexpr(128)
 """Logits of which the maximum is known."""
 _NUM_BLOCKS_AT_ONCE = tl.constexpr(32)
 _NUM_FOLLOWED = tl.constexpr(192)
-"""At least so many of the greatest maxima are followed, and at most twice as many."""
+"""The fewest of the greatest maxima that are followed; at most twice as many are."""
 
 
 @triton.jit
 def _find_bound(maxima, peak, temperature):
-    """A logit that the maxima of so many blocks reach, or of fewer where nothing below it can be drawn."""
+    """A logit that the maxima of so many blocks reach, or of fewer where nothing below it can be sampled."""
     low = peak - LEAST_LOG * temperature
     high = peak
     num_low = tl.sum((maxima >= low).to(tl.int32), axis=0)
-    # Maxima that are equal cannot be told apart: their tokens are too many to be listed, then.
+    # Equal maxima cannot be distinguished: their tokens are too many to be listed, then.
     num_left = tl.full((), 24, tl.int32)
     while (num_low > 2 * _NUM_FOLLOWED) & (num_left > 0):
         middle = low + (high - low) * 0.5
@@ -53,7 +53,7 @@ def list_candidates(  # noqa: ANN201 - a pair of numbers
     ids,
     ALL_BLOCKS: tl.constexpr,
 ):
-    """Write the greatest logits and their ids, in order; returns how many there are and what they all reach.
+    """Write the greatest logits and their ids, in order; returns their number and a bound below all.
 
     There may be more than CAPACITY; then they are not all written. `blocks` is memory for the blocks.
     """

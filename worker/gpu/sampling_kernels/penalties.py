@@ -23,7 +23,7 @@ GENERATED_ONCE = 2
 
 
 class Penalties(NamedTuple):
-    """What is to be done to whom."""
+    """Penalties of some lines of logits."""
 
     rows_E: Tensor
     """int32: whose counts these are; -1 for a line without penalties."""
@@ -42,7 +42,7 @@ def penalize(logits_EV: Tensor, penalties: Penalties) -> None:
 
 
 def count_tokens(counts_CV: Tensor, rows_E: Tensor, places_E: Tensor, outcome_2N: Tensor) -> None:
-    """Count what was drawn at `places_E` of an outcome, where that did not fail.
+    """Count the tokens at `places_E` of an outcome, but for failed rows.
 
     Both are int32; the rows are distinct, but for -1. outcome_2N is int64: tokens, then whether they failed.
     """

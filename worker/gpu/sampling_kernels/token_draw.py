@@ -1,17 +1,17 @@
-"""From logits to tokens without the host: the maximum, or a draw by inverse CDF after exact truncation.
+"""Sampling without the host: the maximum of logits, or inverse CDF after exact truncation.
 
 Owns: the kernels, and how the vocabulary is divided among their programs.
 Never: penalties, bans and masks (penalties.py, bitmask.py), which come before, or results on the host.
-Source: worker/sampling/draw.py says what is drawn.
+Source: worker/sampling/draw.py defines the tokens.
 
     logits    |    |    |    |    |    |    |    |    |    |    |    |     blocks of BLOCK logits
     maxima     3.1  2.0  9.4  1.1  7.7  0.2  5.0  2.5  6.1  1.9  0.4      one for each block
     peaks     [        9.4       ][        7.7       ][        6.1   ]    one for each span of blocks
-    sums      [  mass of weights ][                  ][              ]    where the whole row is drawn from
+    sums      [  mass of weights ][                  ][              ]    for sampling from the whole row
 
 Everything but truncation is one or two passes by many programs for each row, and a look into one block or
 span. Truncation is one program's work for each row; it finds its tokens by the maxima, and reads a fifth of
-the row. Only what does not fit into its list makes it read the row again, some five times.
+the row. Only tokens beyond its list make it read the row again, some five times.
 
 Shapes: N positions, M rows at work, F fields of one, L lines, V vocabulary, B blocks, S spans, C candidates.
 """
@@ -46,7 +46,7 @@ _SPAN = tl.constexpr(SPAN)
 
 
 class Workspace(NamedTuple):
-    """What the kernels leave for one another; good for one launch after the other in the device's order."""
+    """Memory between the kernels, for one launch after the other in the device's order."""
 
     maxima_MB: Tensor
     peaks_MS: Tensor
@@ -58,7 +58,7 @@ class Workspace(NamedTuple):
 
     @classmethod
     def allocate(cls, num_rows: int, vocab_size: int, device: torch.device) -> "Workspace":
-        """For up to `num_rows` rows at once; 45 KiB for each at 150,000 logits."""
+        """Allocate for up to `num_rows` rows at once; 45 KiB for each at 150,000 logits."""
         num_blocks, num_spans = triton.cdiv(vocab_size, BLOCK.value), triton.cdiv(vocab_size, SPAN)
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
@@ -74,17 +74,17 @@ class Workspace(NamedTuple):
         )
 
 
-class Lines(NamedTuple):
+class LogitRows(NamedTuple):
     """Logits in lines, of any floating dtype, and which of them are at work."""
 
     logits_LV: Tensor
     rows_MF: Tensor
-    """float64; see gpu/draw_fields.py. A row whose line is -1 is nobody's, and fails."""
+    """float64; see gpu/draw_fields.py. A row whose line is -1 is padding, and fails."""
     faults_MS: Tensor | None = None
     """+inf where a span was unsound before it was edited, else -inf."""
 
 
-def pick_best(lines: Lines, outcome_2N: Tensor, work: Workspace) -> None:
+def pick_best(lines: LogitRows, outcome_2N: Tensor, work: Workspace) -> None:
     """The most likely token of each row, of equals the lowest id: one pass over the logits.
 
     outcome_2N is int64: first the token, or 0, then whether the row failed.
@@ -107,8 +107,8 @@ def pick_best(lines: Lines, outcome_2N: Tensor, work: Workspace) -> None:
     )
 
 
-def draw(lines: Lines, outcome_2N: Tensor, work: Workspace) -> None:
-    """As `pick_best`, for rows of which some are drawn."""
+def draw(lines: LogitRows, outcome_2N: Tensor, work: Workspace) -> None:
+    """Sample rows of which some are not greedy; see `pick_best`."""
     _find_peaks(lines, work)
     num_rows, num_tokens = len(lines.rows_MF), lines.logits_LV.shape[1]
     num_blocks, num_spans = work.maxima_MB.shape[1], work.peaks_MS.shape[1]
@@ -139,7 +139,7 @@ def draw(lines: Lines, outcome_2N: Tensor, work: Workspace) -> None:
     )
 
 
-def _find_peaks(lines: Lines, work: Workspace) -> None:
+def _find_peaks(lines: LogitRows, work: Workspace) -> None:
     assert lines.logits_LV.stride(1) == 1
     assert lines.rows_MF.is_contiguous()
     num_blocks, num_spans = work.maxima_MB.shape[1], work.peaks_MS.shape[1]
@@ -193,7 +193,7 @@ def _peaks_kernel(
 
 @triton.jit
 def _peak_of(peaks, row, num_spans, ALL_SPANS: tl.constexpr):
-    """Finite if the row can be drawn from."""
+    """Return a finite number if the row can be sampled."""
     spans = tl.arange(0, ALL_SPANS)
     of_spans = tl.load(peaks + row * num_spans + spans, mask=spans < num_spans, other=-float("inf"))
     return tl.max(of_spans, axis=0)
@@ -244,7 +244,7 @@ def _best_kernel(
 
 @triton.jit
 def _masses(line_logits, fields, ids, peak, num_tokens):
-    """Of tokens that min-p keeps; 0 for others."""
+    """Weigh the tokens that min-p keeps; others get 0."""
     x = tl.load(line_logits + ids, mask=ids < num_tokens, other=-float("inf")).to(tl.float32)
     weights = weigh(x, peak, temperature_of(fields))
     return tl.where(bits_of(weights) >= least_bits(fields), mass_of(weights), 0)
@@ -363,7 +363,7 @@ def _draw_few(
         # Whatever is no candidate weighs as much as the bound, at most.
         bound_bits = bits_of(weigh(bound, peak, temperature))
         is_exact = (least > bound_bits) | (least_bits(fields) > bound_bits)
-        # Where that is not so, what was asked for may be more than all candidates have.
+        # Otherwise the mass may be more than all candidates have.
         token = tl.load(candidate_ids + tl.minimum(place, num - 1))
     if is_exact == 0:
         tl.debug_barrier()

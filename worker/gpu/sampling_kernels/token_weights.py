@@ -1,13 +1,12 @@
-"""What a row is drawn with, on the device: its fields (gpu/draw_fields.py), and the weights of its tokens.
+"""The sampling parameters of a row on the device (draw_fields.py), and the weights of its tokens.
 
-Owns: the arithmetic that all kernels of a draw must do alike.
+Owns: the arithmetic that all kernels of sampling must do alike.
 Never: walks over a row (token_draw.py, truncation.py).
 
 Weights are exp((logit - peak) / temperature), in float32. They are added as integers, multiples of 2**-42:
 such sums do not depend on the order of addition, so a row's token does not depend on how the row was divided.
-What weighs less than that is never drawn. worker/sampling/draw.py adds in float64: it draws another token
-only where a
-uniform number hits the border between two tokens to about one part in 10**7.
+A lighter token is never sampled. worker/sampling/draw.py adds in float64: it gives another token only where
+a uniform number hits the border between two tokens to about one part in 10**7.
 """
 
 import triton
@@ -28,11 +27,11 @@ AT_UNIFORM = tl.constexpr(UNIFORM)
 _UNIT = tl.constexpr(float(1 << 42))
 """The weight of the most likely token. 2**20 of them still fit into 62 bits."""
 _LEAST_BITS = tl.constexpr((127 - 42) << 23)
-"""2**-42 as float32: what weighs less counts as nothing."""
+"""The bits of 2**-42 as float32: lighter tokens count as nothing."""
 LEAST_LOG = tl.constexpr(30.0)
 """exp(-30) is less than 2**-42."""
 ONE_BITS = tl.constexpr(127 << 23)
-"""1 as float32, the weight of the most likely token."""
+"""The bits of 1 as float32, the weight of the most likely token."""
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def mass_of(weights):  # noqa: ANN201
 
 @triton.jit
 def least_bits(fields):  # noqa: ANN201
-    """Bits of the least weight that may be drawn: what min-p says, or next to nothing."""
+    """Return the bits of the least weight that may be sampled: that of min-p, or next to nothing."""
     return tl.maximum(bits_of(tl.load(fields + AT_MIN_P).to(tl.float32)), _LEAST_BITS)
 
 
@@ -68,6 +67,6 @@ def temperature_of(fields):  # noqa: ANN201
 
 @triton.jit
 def mass_before(fields, total):  # noqa: ANN201
-    """The mass that lies before the token to be drawn, at most: the uniform number's share of `total`."""
+    """Return the most mass before the token to be sampled: the uniform number's part of `total`."""
     share = (tl.load(fields + AT_UNIFORM) * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(share, total - 1)

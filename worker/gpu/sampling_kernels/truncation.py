@@ -1,7 +1,7 @@
 """Top-k and top-p on the device, exact for any number of tokens: no row is ever sorted.
 
-Owns: the search for the least weight that is kept, and the draw among what is kept.
-Never: which values are searched: the candidates of a row, or all of it (candidates.py, token_draw.py).
+Owns: the search for the least weight that is kept, and sampling among the tokens that are kept.
+Never: chooses the values to search: the candidates of a row, or all of it (candidates.py, token_draw.py).
 Source: radix selection: the bits of non-negative floats sort like the floats.
 
 A cut is a weight, as its bits, and a place: heavier tokens are kept, and those of just this weight up to the
@@ -109,7 +109,7 @@ def _list_bracket(values, count, peak, temperature, low, high, listed, listed_pl
 def _find_cut_of_row(
     values, count, peak, temperature, least, enough, listed, listed_places, BY_MASS: tl.constexpr
 ):
-    """As `_find_cut`, for so many values that it pays to list those in question."""
+    """Do as `_find_cut`, for so many values that a list of the bracket pays."""
     high = tl.full((), ONE_BITS + 1, tl.int32)
     above = tl.full((), 0, tl.int64)
     low, high, above = _narrow(values, count, peak, temperature, least, high, above, enough, BY_MASS)
@@ -168,7 +168,7 @@ def _sum_kept(values, count, peak, temperature, threshold, last):
 
 @triton.jit
 def _draw_kept(values, count, fields, peak, threshold, last):
-    """The place of a token among those that are kept."""
+    """Return the place of a token among the kept ones."""
     temperature = temperature_of(fields)
     target = mass_before(fields, _sum_kept(values, count, peak, temperature, threshold, last))
     place = tl.full((), 0, tl.int32) + count
@@ -189,7 +189,7 @@ def draw_truncated(  # noqa: ANN201 - a pair of numbers
     """The place of a token among `count` values, and the bits of the least weight that was kept.
 
     total is the mass of the whole row that min-p keeps; it is not read if top-k truncates. Without IS_ROW the
-    values are the candidates of a row, which may turn out to be too few, and nothing is listed.
+    values are the candidates of a row, which may be too few, and nothing is listed.
     """
     temperature = temperature_of(fields)
     threshold = least_bits(fields)
@@ -202,9 +202,9 @@ def draw_truncated(  # noqa: ANN201 - a pair of numbers
         )
         total = _sum_kept(values, count, peak, temperature, threshold, last)
     if top_p < 1.0:
-        share = top_p * total.to(tl.float64)
-        enough = share.to(tl.int64)
-        enough += (enough.to(tl.float64) < share).to(tl.int64)
+        mass = top_p * total.to(tl.float64)
+        enough = mass.to(tl.int64)
+        enough += (enough.to(tl.float64) < mass).to(tl.int64)
         new_threshold, new_last = _cut(
             values, count, peak, temperature, threshold, enough, listed, listed_places, IS_ROW, BY_MASS=True
         )

@@ -1,0 +1,138 @@
+"""The accounts of requests between admission and their end, whatever happens to them and in any order."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineDied, EngineUnavailable, Overloaded
+from engine.process_messages import AddRequest
+from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
+from tests.engine.frontend.test_giving_way import Door
+
+EOS: tuple[int, ...] = ()
+START = SequenceStart(queue_s=0.0, num_cached_tokens=0)
+HISTORIES = settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
+_WHO = st.integers(0, 30)
+_OPERATIONS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 3), st.integers(1, 3)),
+    st.tuples(st.just("ask"), st.integers(0, 3), st.integers(1, 3)),
+    st.tuples(st.just("begin"), _WHO, st.integers(0, 2)),
+    st.tuples(st.just("end"), _WHO, st.integers(0, 2)),
+    st.tuples(st.just("expire"), _WHO, st.integers(0, 2)),
+    st.tuples(st.just("leave"), _WHO, st.just(0)),
+    st.tuples(st.just("abort"), _WHO, st.just(0)),
+    st.tuples(st.just("die"), st.just(0), st.just(0)),
+    st.tuples(st.just("replay"), st.just(0), st.just(0)),
+)
+
+
+@pytest.fixture
+def door(tiny_model: Path) -> Door:
+    return Door(tiny_model, scheduling_policy="priority")
+
+
+def finish(door: Door, live, reason: FinishReason, place: int = 0, **news: object) -> None:
+    """News from the engine process: one of its sequences has ended."""
+    output = SequenceOutput(tuple(live.choices)[place], (), reason, **news)  # type: ignore[arg-type]
+    door.in_flight.take_outputs([output], EOS, 0.0)
+
+
+class Hall:
+    """A door, and everybody who came through it and has not left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.door = Door(folder, scheduling_policy="priority")
+        self.in_flight = self.door.in_flight
+        self.lives: list = []
+
+    def play(self, operation: str, first: int, second: int) -> None:
+        if operation == "ask":
+            self._ask(priority=first, n=second)
+        elif operation == "die":
+            self.in_flight.engine_died()
+        elif operation == "replay":
+            self.in_flight.replay()
+        elif self.lives:
+            self._happen(operation, self.lives[first % len(self.lives)], second)
+
+    def close(self) -> None:
+        """Everybody leaves."""
+        for live in self.lives:
+            self.in_flight.leave(live)
+
+    def _ask(self, *, priority: int, n: int) -> None:
+        names = [f"{len(self.lives)} {index}" for index in range(1 + priority % 2)]
+        try:
+            self.in_flight.require_room(priority)
+            self.lives += self.door.ask(names[0], priority, n=n, others=tuple(names[1:]))
+        except Overloaded:
+            pass
+
+    def _happen(self, operation: str, live, place: int) -> None:
+        choices = list(live.choices.items())
+        sequence_id, choice = choices[place % len(choices)]
+        if operation == "leave":
+            self.in_flight.leave(live)
+        elif operation == "abort":
+            self.in_flight.abort(live, EOS)
+        elif choice.finish_reason is None and live.error is None:
+            has_begun = choice.last_token_s is not None
+            start = None if has_begun or operation == "expire" else START
+            reason = {"end": FinishReason.LENGTH, "expire": FinishReason.EXPIRED}.get(operation)
+            output = SequenceOutput(sequence_id, (7,) if reason is None else (), reason, start=start)
+            self.in_flight.take_outputs([output], EOS, 0.0)
+
+
+async def test_no_place_in_the_queue_is_lost_or_given_twice(tiny_model: Path) -> None:
+    @HISTORIES
+    @given(st.lists(_OPERATIONS, min_size=5, max_size=40))
+    def check(history: list[tuple[str, int, int]]) -> None:
+        hall = Hall(tiny_model)
+        for operation in history:
+            hall.play(*operation)
+            assert hall.in_flight._queue_limits.num_queued >= 0
+            assert hall.in_flight._queue_limits.num_queued_tokens >= 0
+        hall.close()
+        assert hall.in_flight._queue_limits.num_queued == 0
+        assert hall.in_flight._queue_limits.num_queued_tokens == 0
+        assert not hall.in_flight._tenant_tokens._num_queued
+        assert not len(hall.in_flight._waiting)
+        assert not hall.in_flight._by_sequence
+        assert hall.in_flight.is_empty.is_set()
+
+    check()
+
+
+async def test_one_that_is_complete_is_read_to_its_end_whatever_becomes_of_the_engine(door: Door) -> None:
+    done, cut = (door.ask(name, 0)[0] for name in "ab")
+    for live in (done, cut):
+        door.begin(live)
+    finish(door, done, FinishReason.LENGTH)
+    door.in_flight.engine_died()
+    door.in_flight.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
+    (output,) = done.take()
+    assert output.finish_reason is FinishReason.LENGTH
+    with pytest.raises(EngineDied):
+        cut.take()
+    assert door.in_flight.num_cut_off == 1
+
+
+@pytest.mark.parametrize("is_aborted_first", [False, True], ids=["death first", "abort first"])
+async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
+    door: Door, is_aborted_first: bool
+) -> None:
+    (live,) = door.ask("a", 0)
+    if is_aborted_first:
+        finish(door, live, FinishReason.ABORTED)
+    door.in_flight.engine_died()
+    if not is_aborted_first:
+        door.in_flight.abort(live, EOS)
+    door.sent.clear()
+    door.in_flight.replay()
+    assert not [message for message in door.sent if isinstance(message, AddRequest)]
+    (output,) = live.take()
+    assert output.finish_reason is FinishReason.ABORTED

@@ -1,0 +1,232 @@
+"""The CPU's kernels against torch, with every instruction set that this machine has."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from worker.attention.interface import AttentionMetadata, AttentionOptions
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.ref_attention import RefAttention
+from worker.cpu.cpu_attention import CpuAttention
+from worker.cpu.cpu_products import pack_gate_up, pack_linear
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.native import Kernels, PackedWeight, pack
+from worker.devices.device import open_device
+from worker.model.layer_parts import GateActivation, GatedMlp
+from worker.model.linear import Linear, PlainWeight, merge
+from worker.model.quantization import round_to_int8
+from worker.worker_config import WorkerConfig
+
+# Rounding of a sum of some hundred products, and of the result to its dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    try:
+        return Kernels(find_library() or build_library(), 2, request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE[dtype]
+
+
+def packed_int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+    return pack_linear(round_to_int8(Linear.of(PlainWeight(weight), bias)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 11, 12, 13, 40])
+@pytest.mark.parametrize("num_outputs", [32, 96, 77, 5])
+def test_a_product_is_torchs(kernels, dtype, num_rows, num_outputs):
+    x, weight = numbers(num_rows, 48, dtype=dtype), numbers(num_outputs, 48, dtype=dtype, seed=1)
+    bias = numbers(num_outputs, seed=2)
+    expected = x.double() @ weight.double().T
+    assert_close(kernels.multiply(x, pack(weight)), expected, dtype)
+    assert_close(kernels.multiply(x, pack(weight, bias)), expected + bias.double(), dtype)
+    assert_close(kernels.multiply_to_float(x, pack(weight)), expected, torch.float32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 13])
+@pytest.mark.parametrize("num_outputs", [64, 77])
+def test_a_quantized_product_is_that_of_the_rounded_numbers(kernels, dtype, num_rows, num_outputs):
+    x, weight = numbers(num_rows, 96, dtype=dtype), numbers(num_outputs, 96, dtype=dtype, seed=1)
+    bias = numbers(num_outputs, seed=2)
+    rounded = [
+        (each.double() / (scale := each.double().abs().amax(1, keepdim=True) / 127)).round() * scale
+        for each in (x, weight)
+    ]
+    found = kernels.multiply(x, packed_int8(weight, bias))
+    # One number in many is rounded to the other side, where it lies in the middle.
+    assert_close(found, rounded[0] @ rounded[1].T + bias.double(), torch.bfloat16)
+
+
+def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so_when_quantized(kernels, dtype):
+    x, weight = numbers(3, 32, dtype=dtype), numbers(32, 32, dtype=dtype, seed=1)
+    x[0], x[1, 5] = 0, torch.nan
+    found = kernels.multiply(x, packed_int8(weight))
+    assert not found[0].any()
+    assert bool(found[1].isnan().all())
+    assert bool(found[2].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        (GateActivation.SILU, functional.silu),
+        (GateActivation.GELU_TANH, lambda x: functional.gelu(x, approximate="tanh")),
+    ],
+)
+def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, activation, function):
+    x = numbers(5, 64, dtype=dtype) * 3
+    gate, up = numbers(48, 64, dtype=dtype, seed=1), numbers(48, 64, dtype=dtype, seed=2)
+    expected = function(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    merged = merge([Linear.of(PlainWeight(each)) for each in (gate, up)])
+    mlp = GatedMlp(merged, merged, activation)
+    assert_close(kernels.multiply(x, pack_gate_up(mlp)), expected, dtype)
+
+
+def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype):
+    x, weight = numbers(29, 96, dtype=dtype), pack(numbers(130, 96, dtype=dtype, seed=1))
+    together = kernels.multiply(x, weight)
+    for row in range(29):
+        assert torch.equal(kernels.multiply(x[row : row + 1].contiguous(), weight)[0], together[row])
+
+
+def test_what_is_not_a_number_stays_so(kernels, dtype):
+    x, weight = numbers(2, 32, dtype=dtype), numbers(32, 32, dtype=dtype, seed=1)
+    x[0, 3] = torch.nan
+    found = kernels.multiply(x, pack(weight))
+    assert bool(found[0].isnan().all())
+    assert bool(found[1].isfinite().all())
+
+
+def test_packed_rows_are_the_weights_own(dtype):
+    weight = numbers(77, 32, dtype=dtype)
+    indices = torch.tensor([[0, 31, 32], [76, 64, 1]])
+    assert torch.equal(pack(weight).rows(indices), weight[indices])
+
+
+class Scene:
+    """Three decodes and two chunks over one cache, whose pages hold NaN where nothing was written."""
+
+    QUERY_LENS = (1, 1, 1, 7, 18)
+    SEQ_LENS = (1, 40, 23, 30, 18)
+
+    def __init__(self, shape: LayerShape, num_query_heads: int, dtype: torch.dtype, block_size: int) -> None:
+        layout = BlockLayout(layers={0: shape}, block_size=block_size, dtype=dtype)
+        num_blocks = sum(-(-length // block_size) for length in self.SEQ_LENS)
+        self.memory = torch.full(((num_blocks + 1) * layout.block_numel,), torch.nan, dtype=dtype)
+        self.cache = KVCache(layout, num_blocks, self.memory)
+        order = iter(np.random.default_rng(0).permutation(num_blocks) + 1)
+        tables = np.zeros((len(self.SEQ_LENS), 64 // block_size + 1), dtype=np.int32)
+        starts = np.concatenate([[0], np.cumsum(self.QUERY_LENS)])
+        num_tokens = int(starts[-1])
+        blocks, offsets = [], []
+        for seq, (queries, length) in enumerate(zip(self.QUERY_LENS, self.SEQ_LENS, strict=True)):
+            for index in range(-(-length // block_size)):
+                tables[seq, index] = next(order)
+            for position in range(length):
+                block = tables[seq, position // block_size]
+                if position >= length - queries:
+                    blocks.append(block)
+                    offsets.append(position % block_size)
+                    continue
+                layer = self.cache.layers[0]
+                seed = 100 * seq + position
+                layer.keys.blocks_NHSD[block, :, position % block_size] = numbers(
+                    shape.num_heads, shape.key_dim, dtype=dtype, seed=seed
+                )
+                layer.values.blocks_NHSD[block, :, position % block_size] = numbers(
+                    shape.num_heads, shape.value_dim, dtype=dtype, seed=seed + 50
+                )
+        self.metadata = AttentionMetadata(
+            num_decodes=3,
+            query_starts=starts,
+            seq_lens=np.array(self.SEQ_LENS),
+            block_tables=tables,
+            token_blocks=np.array(blocks, dtype=np.int64),
+            token_offsets=np.array(offsets, dtype=np.int64),
+        )
+        self.query = numbers(num_query_heads, num_tokens, shape.key_dim, dtype=dtype, seed=7)
+        self.key = numbers(shape.num_heads, num_tokens, shape.key_dim, dtype=dtype, seed=8)
+        self.value = numbers(shape.num_heads, num_tokens, shape.value_dim, dtype=dtype, seed=9)
+
+
+OPTIONS = {
+    "plain": AttentionOptions(0.2, None, None, None),
+    "window": AttentionOptions(0.2, 9, None, None),
+    "softcap": AttentionOptions(0.5, None, 3.0, None),
+    "sinks": AttentionOptions(0.2, None, None, numbers(6, seed=3)),
+    "all": AttentionOptions(0.3, 13, 5.0, numbers(6, seed=3)),
+}
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 5])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_is_the_reference(kernels, dtype, name, block_size):
+    shape = LayerShape(2, 32, 48)
+    scene = Scene(shape, 6, dtype, block_size)
+    device = open_device(WorkerConfig(model_path="", device="cpu"))
+    ours = CpuAttention(scene.cache, device, kernels)
+    ours.begin_step(scene.metadata)
+    found = ours.attend(0, scene.query, scene.key, scene.value, OPTIONS[name])
+    # The reference gathers whole pages: what was never written must be finite for it.
+    scene.memory.nan_to_num_(0.0)
+    reference = RefAttention(scene.cache, device)
+    reference.begin_step(scene.metadata)
+    expected = reference.attend(0, scene.query, scene.key, scene.value, OPTIONS[name])
+    tolerance = 2e-6 if dtype is torch.float32 else 2e-2
+    assert (found.double() - expected.double()).abs().max() < tolerance * expected.abs().max()
+
+
+def test_a_query_attends_the_same_in_any_cut_of_its_prompt(kernels, dtype):
+    """To the last bit: a prompt in chunks, or beside others, gives what it gives whole."""
+    scene = Scene(LayerShape(2, 32, 32), 6, dtype, 8)
+    device = open_device(WorkerConfig(model_path="", device="cpu"))
+    backend = CpuAttention(scene.cache, device, kernels)
+    backend.begin_step(scene.metadata)
+    whole = backend.attend(0, scene.query, scene.key, scene.value, OPTIONS["window"])
+    seq, begin = 4, int(scene.metadata.query_starts[4])
+    for start, end in pairwise((0, 5, 6, 18)):
+        chunk = slice(begin + start, begin + end)
+        backend.begin_step(
+            AttentionMetadata(
+                num_decodes=int(end - start == 1),
+                query_starts=np.array([0, end - start]),
+                seq_lens=np.array([end]),
+                block_tables=scene.metadata.block_tables[seq : seq + 1],
+                token_blocks=scene.metadata.token_blocks[chunk],
+                token_offsets=scene.metadata.token_offsets[chunk],
+            )
+        )
+        part = backend.attend(
+            0, scene.query[:, chunk], scene.key[:, chunk], scene.value[:, chunk], OPTIONS["window"]
+        )
+        assert torch.equal(part, whole[chunk])
+
+
+def test_many_short_steps_on_more_threads_than_cores_all_end(dtype):
+    """A helper that is not running when a step begins, or ends, is not waited for."""
+    kernels = Kernels(find_library() or build_library(), 7)
+    x, weight = numbers(3, 64, dtype=dtype), numbers(640, 64, dtype=dtype, seed=1)
+    packed = pack(weight)
+    expected = kernels.multiply(x, packed)
+    for _ in range(2000):
+        assert torch.equal(kernels.multiply(x, packed), expected)

@@ -1,0 +1,159 @@
+"""Products by weights with scales of groups, against float64 of the dequantized weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.worker.quantized.random_weights import KINDS, random_weight
+from worker.cpu.grouped_packing import CannotPack, Inputs, pack_grouped, pack_grouped_gate_up
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.native import Kernels
+from worker.model.layer_parts import GateActivation
+from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
+
+# Rounding of a sum of some hundred products, and of the result to its dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+BYTE_KINDS = tuple(kind for kind in KINDS if kind != "float8")
+
+
+@pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    try:
+        return Kernels(find_library() or build_library(), 2, request.param)
+    except (ValueError, CannotBuild) as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def rows(num_rows: int, num_inputs: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn((num_rows, num_inputs), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < tolerance
+
+
+def whole_rows(num_rows: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that are whole numbers already, times a power of two: rounding changes nothing."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-127, 128, (num_rows, num_inputs), generator=generator)
+    x[:, 7] = 127
+    return (x / 32).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs"), [(1, 160), (2, 77), (7, 5), (12, 96), (13, 64), (100, 40)]
+)
+def test_a_product_is_that_of_the_dequantized_weight(kernels, dtype, kind, num_rows, num_outputs):
+    x, weight = rows(num_rows, 192, dtype), random_weight(kind, num_outputs, 192, 32)
+    bias = torch.randn(num_outputs)
+    expected = x.double() @ weight.dequantized().double().T
+    assert_close(kernels.multiply(x, pack_grouped(weight)), expected, TOLERANCE[dtype])
+    assert_close(kernels.multiply(x, pack_grouped(weight, bias)), expected + bias.double(), TOLERANCE[dtype])
+    assert_close(kernels.multiply_to_float(x, pack_grouped(weight)), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_size", [16, 64, 128, 640])
+def test_groups_may_be_of_any_size_up_to_all_inputs(kernels, dtype, kind, group_size):
+    x, weight = rows(3, 640, dtype), random_weight(kind, 64, 640, group_size)
+    expected = x.double() @ weight.dequantized().double().T
+    assert_close(kernels.multiply_to_float(x, pack_grouped(weight)), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+@pytest.mark.parametrize(("num_rows", "group_size"), [(1, 32), (3, 640), (5, 16), (12, 128), (30, 64)])
+def test_whole_inputs_give_the_product_of_the_dequantized_weight(kernels, dtype, kind, num_rows, group_size):
+    x, weight = whole_rows(num_rows, 640, dtype), random_weight(kind, 77, 640, group_size)
+    found = kernels.multiply_to_float(x, pack_grouped(weight, inputs=Inputs.INT8))
+    assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype, kind, inputs):
+    x = rows(110, 640, dtype)
+    weight = pack_grouped(random_weight(kind, 160, 640, 64 if kind == "unsigned" else 320), inputs=inputs)
+    alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(110)])
+    for num_rows in (*range(1, 14), 110):
+        assert torch.equal(kernels.multiply(x[:num_rows], weight), alone[:num_rows])
+
+
+def test_a_row_of_float8_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype):
+    x, weight = rows(25, 256, dtype), pack_grouped(random_weight("float8", 160, 256, 128))
+    alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(25)])
+    for num_rows in (*range(1, 14), 25):
+        assert torch.equal(kernels.multiply(x[:num_rows], weight), alone[:num_rows])
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_every_code_of_eight_bits_is_multiplied_as_its_number(kernels, dtype, kind):
+    raw = torch.arange(256, dtype=torch.uint8)
+    numbers = raw.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    codes = raw.repeat(16, 1).T.contiguous().view(numbers.dtype)
+    weight = GroupedWeight(codes=codes, scales_NG=torch.ones(256, 1))
+    one = torch.zeros(1, 16, dtype=dtype)
+    one[0, 5] = 1
+    found = kernels.multiply_to_float(one, pack_grouped(weight))[0]
+    expected = numbers.float()
+    keep = expected.isfinite()
+    assert torch.equal(found[keep], expected[keep])
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_permuted_inputs_meet_their_own_codes(kernels, dtype, inputs, num_rows):
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
+    weight = replace(random_weight("unsigned", 64, 128, 32), permutation_K=order)
+    x = whole_rows(num_rows, 128, dtype)
+    found = kernels.multiply_to_float(x, pack_grouped(weight, inputs=inputs))
+    assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so(kernels, dtype, inputs):
+    x, weight = rows(3, 64, dtype), random_weight("signed", 32, 64, 32)
+    x[0], x[1, 5] = 0, torch.nan
+    found = kernels.multiply(x, pack_grouped(weight, inputs=inputs))
+    assert not found[0].any()
+    assert bool(found[1].isnan().all())
+    assert bool(found[2].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, kind):
+    x = rows(5, 128, dtype)
+    gate, up = random_weight(kind, 48, 128, 32), random_weight(kind, 48, 128, 64, seed=2)
+    expected = functional.silu(x.double() @ gate.dequantized().double().T)
+    expected = expected * (x.double() @ up.dequantized().double().T)
+    assert_close(
+        kernels.multiply(x, pack_grouped_gate_up(gate, up, GateActivation.SILU)), expected, TOLERANCE[dtype]
+    )
+
+
+def test_what_the_kernels_have_no_form_for_is_refused_with_the_reason():
+    with pytest.raises(CannotPack, match="groups of 8"):
+        pack_grouped(random_weight("signed", 32, 64, 8))
+    with pytest.raises(CannotPack, match="float8 weights have no product with int8 inputs"):
+        pack_grouped(random_weight("float8", 32, 64, 32), inputs=Inputs.INT8)
+    uneven = SIGNED_TABLE.clone()
+    uneven[3] = -0.7
+    codes = pack_nibbles(torch.zeros((32, 64), dtype=torch.uint8))
+    weight = GroupedWeight(codes=codes, table=uneven, scales_NG=torch.ones(32, 2))
+    with pytest.raises(CannotPack, match="bfloat16 has not"):
+        pack_grouped(weight)
+    with pytest.raises(CannotPack, match="whole multiples"):
+        pack_grouped(weight, inputs=Inputs.INT8)
+    with pytest.raises(CannotPack, match="cannot alternate"):
+        pack_grouped_gate_up(
+            random_weight("signed", 24, 64, 32), random_weight("signed", 24, 64, 32), GateActivation.SILU
+        )

@@ -1,0 +1,254 @@
+"""Every format's tensors against its definition, written once more in numpy, from random codes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from worker.quantized.formats import read_rules
+from worker.quantized.grouped_weight import GroupedWeight
+from worker.quantized.mxfp4 import read_experts
+from worker.quantized.scheme import ModuleTensors, QuantizationRefused, find_reader
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+N, K = 40, 256
+NAME = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def read(config: dict, tensors: dict, shape: tuple[int, int] = (N, K)) -> GroupedWeight:
+    reader = find_reader(read_rules(config), NAME, frozenset(tensors))
+    assert reader is not None
+    return reader.read(ModuleTensors(NAME, tensors), shape)
+
+
+def packed_bits(codes: np.ndarray, bits: int) -> torch.Tensor:
+    """Along the last dimension, the lowest bits first."""
+    per_word = 32 // bits
+    rest = -codes.shape[-1] % per_word
+    padded = np.pad(codes, ((0, 0), (0, rest))).astype(np.uint64).reshape(len(codes), -1, per_word)
+    words = sum(padded[:, :, i] << np.uint64(bits * i) for i in range(per_word))
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+def halves(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.uniform(0.01, 0.1, shape).astype(np.float16)
+
+
+def assert_same(found: GroupedWeight, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.dequantized().numpy(), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("size", [32, 128, -1])
+def test_awq(random, size):
+    groups = K // (K if size == -1 else size)
+    codes, zeros = random.integers(0, 16, (K, N)), random.integers(0, 16, (groups, N))
+    scales = halves(random, groups, N)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    shuffled = [each.reshape(len(each), -1, 8)[:, :, order].reshape(len(each), -1) for each in (codes, zeros)]
+    tensors = {
+        "qweight": packed_bits(shuffled[0], 4),
+        "qzeros": packed_bits(shuffled[1], 4),
+        "scales": torch.from_numpy(scales),
+    }
+    found = read({"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}, tensors)
+    times = K // groups
+    expected = (codes - zeros.repeat(times, 0)) * scales.repeat(times, 0).astype(np.float64)
+    assert_same(found, expected.T)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("is_permuted", [False, True])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_gptq(random, bits, version, is_permuted, is_symmetric):
+    size, highest = 64, 1 << bits
+    groups = K // size
+    g_idx = np.arange(K) // size
+    if is_permuted:
+        g_idx = random.permutation(g_idx)
+    codes = random.integers(0, highest, (K, N))
+    zeros = np.full((groups, N), highest // 2) if is_symmetric else random.integers(1, highest, (groups, N))
+    scales = halves(random, groups, N)
+    tensors = {
+        "qweight": packed_bits(codes.T, bits).T.contiguous(),
+        "qzeros": packed_bits(zeros - (version == "gptq"), bits),
+        "scales": torch.from_numpy(scales),
+        "g_idx": torch.from_numpy(g_idx.astype(np.int32)),
+    }
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": version}
+    found = read(config, tensors)
+    assert_same(found, ((codes - zeros[g_idx]) * scales[g_idx].astype(np.float64)).T)
+    assert (found.permutation_K is not None) == is_permuted
+    assert (found.offsets_NG is None) == is_symmetric
+
+
+def float8(random: np.random.Generator, *shape: int) -> torch.Tensor:
+    raw = random.integers(0, 127, shape) + 128 * random.integers(0, 2, shape)
+    return torch.from_numpy(raw.astype(np.uint8)).view(torch.float8_e4m3fn)
+
+
+def numbers_of_float8(codes: torch.Tensor) -> np.ndarray:
+    raw = codes.view(torch.uint8).numpy().astype(int)
+    exponent, mantissa = raw >> 3 & 15, raw & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return np.where(raw & 128, -size, size)
+
+
+@pytest.mark.parametrize("shape", [(N, K), (200, 320), (136, 192)])
+def test_fp8_by_blocks_of_which_the_last_may_be_short(random, shape):
+    codes = float8(random, *shape)
+    scales = random.uniform(0.1, 1, [-(-each // 128) for each in shape]).astype(np.float32)
+    tensors = {"weight": codes, "weight_scale_inv": torch.from_numpy(scales)}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    spread = scales.repeat(128, 0).repeat(128, 1)[: shape[0], : shape[1]]
+    expected = numbers_of_float8(codes).astype(np.float32) * spread
+    assert_same(read(config, tensors, shape), expected)
+
+
+def test_fp8_with_one_scale(random):
+    codes = float8(random, N, K)
+    tensors = {"weight": codes, "weight_scale": torch.tensor(0.25)}
+    assert_same(read({"quant_method": "fp8"}, tensors), numbers_of_float8(codes) / 4)
+
+
+def powers(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.integers(100, 140, shape).astype(np.uint8)
+
+
+def test_the_experts_of_mxfp4(random):
+    blocks, exponents = random.integers(0, 256, (3, N, K // 32, 16)), powers(random, 3, N, K // 32)
+    tensors = {
+        "up_proj_blocks": torch.from_numpy(blocks.astype(np.uint8)),
+        "up_proj_scales": torch.from_numpy(exponents),
+    }
+    found = read_experts(ModuleTensors("experts", tensors), "up_proj", (3, N, K))
+    numbers = E2M1[np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(3, N, K // 32, 32)]
+    expected = numbers * 2.0 ** (exponents.astype(float) - 127)[..., None]
+    for expert in range(3):
+        assert_same(found[expert], expected[expert].reshape(N, K))
+
+
+def compressed(layout: str, weights: dict) -> dict:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("strategy", "size"), [("group", 32), ("group", 128), ("channel", None)])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("num_outputs", [40, 37])
+def test_compressed_tensors_pack_quantized(random, bits, strategy, size, is_symmetric, num_outputs):
+    groups, middle = 1 if size is None else K // size, 1 << (bits - 1)
+    codes = random.integers(0, 2 * middle, (num_outputs, K))
+    zeros = random.integers(0, 2 * middle, (num_outputs, groups))
+    scales = torch.from_numpy(random.uniform(0.01, 0.1, (num_outputs, groups))).bfloat16()
+    tensors = {
+        "weight_packed": packed_bits(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([num_outputs, K]),
+    }
+    if not is_symmetric:
+        tensors["weight_zero_point"] = packed_bits(zeros.T, bits).T.contiguous()
+    weights = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": is_symmetric}
+    found = read(compressed("pack-quantized", weights | {"group_size": size}), tensors, (num_outputs, K))
+    lowered = codes - (middle if is_symmetric else zeros.repeat(K // groups, 1))
+    assert_same(found, lowered * scales.double().numpy().repeat(K // groups, 1))
+
+
+@pytest.mark.parametrize("shape", [(N, 1), (1,), ()])
+def test_compressed_tensors_int_quantized(random, shape):
+    codes = torch.from_numpy(random.integers(-128, 128, (N, K)).astype(np.int8))
+    scales = torch.from_numpy(random.uniform(0.01, 0.1, shape)).bfloat16()
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel" if shape == (N, 1) else "tensor"}
+    found = read(compressed("int-quantized", weights), {"weight": codes, "weight_scale": scales})
+    assert_same(found, codes.numpy() * scales.double().numpy())
+
+
+def test_compressed_tensors_float_quantized(random):
+    codes, scales = float8(random, N, K), torch.from_numpy(random.uniform(0.1, 1, (N, 1))).bfloat16()
+    tensors = {"weight": codes, "weight_scale": scales}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    expected = numbers_of_float8(codes) * scales.double().numpy()
+    assert_same(read(compressed("float-quantized", weights), tensors), expected)
+    tensors["weight_scale"] = torch.from_numpy(random.uniform(0.1, 1, (1, 2))).bfloat16()
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    expected = numbers_of_float8(codes) * tensors["weight_scale"].double().numpy().repeat(128, 1)
+    assert_same(read(compressed("float-quantized", weights), tensors), expected)
+
+
+def test_compressed_tensors_nvfp4(random):
+    codes, scales = random.integers(0, 256, (N, K // 2)), float8(random, N, K // 16)
+    tensors = {
+        "weight_packed": torch.from_numpy(codes.astype(np.uint8)),
+        "weight_scale": scales,
+        "weight_global_scale": torch.tensor([640.0]),
+    }
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    numbers = E2M1[np.stack((codes & 15, codes >> 4), axis=-1).reshape(N, K)]
+    spread = (numbers_of_float8(scales).astype(np.float32) / np.float32(640)).repeat(16, 1)
+    expected = numbers.astype(np.float32) * spread
+    assert_same(read(compressed("nvfp4-pack-quantized", weights), tensors), expected)
+
+
+def test_compressed_tensors_mxfp4(random):
+    codes, exponents = random.integers(0, 256, (N, K // 2)), powers(random, N, K // 32)
+    tensors = {
+        "weight_packed": torch.from_numpy(codes.astype(np.uint8)),
+        "weight_scale": torch.from_numpy(exponents),
+    }
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    numbers = E2M1[np.stack((codes & 15, codes >> 4), axis=-1).reshape(N, K)]
+    spread = 2.0 ** (exponents.astype(float) - 127).repeat(32, 1)
+    assert_same(read(compressed("mxfp4-pack-quantized", weights), tensors), numbers * spread)
+
+
+def gptq_tensors() -> dict[str, torch.Tensor]:
+    return {
+        "qweight": torch.zeros((K // 8, N), dtype=torch.int32),
+        "qzeros": torch.zeros((2, N // 8), dtype=torch.int32),
+        "scales": torch.ones((2, N), dtype=torch.float16),
+        "g_idx": torch.arange(K, dtype=torch.int32) // 128,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("qweight", lambda found: found[:-1], r"up_proj.qweight is \[31, 40\]; .*\[32, 40\]"),
+        ("scales", lambda found: found[:1], r"up_proj.scales is \[1, 40\]"),
+        ("qzeros", lambda found: found.long(), r"up_proj.qzeros is int64; .*int32"),
+        ("g_idx", lambda found: found * 0, r"up_proj.g_idx has groups that are not of 128 inputs"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(name, change, text):
+    tensors = gptq_tensors()
+    tensors[name] = change(tensors[name])
+    with pytest.raises(QuantizationRefused, match=text):
+        read({"quant_method": "gptq", "bits": 4, "group_size": 128}, tensors)
+
+
+def test_a_missing_tensor_is_refused_by_name():
+    tensors = gptq_tensors()
+    del tensors["scales"]
+    with pytest.raises(QuantizationRefused, match=r"up_proj.scales is missing"):
+        read({"quant_method": "gptq", "bits": 4, "group_size": 128}, tensors)
+
+
+def test_codes_that_are_not_a_number_are_refused():
+    codes = torch.zeros((N, K), dtype=torch.uint8)
+    codes[3, 7] = 0xFF
+    tensors = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)}
+    with pytest.raises(QuantizationRefused, match=r"up_proj.weight has codes that are not a number"):
+        read({"quant_method": "fp8"}, tensors)
+
+
+def test_memory_is_that_of_the_codes_and_scales():
+    found = read({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq_tensors())
+    assert found.num_bytes == N * K // 2 + 2 * N * 2 * 4  # codes; float32 scales and offsets
+    assert math.prod(found.shape) == N * K

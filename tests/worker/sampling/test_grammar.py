@@ -1,0 +1,305 @@
+"""Whatever the logits say, the text matches the grammar; and nobody else notices."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.messages import Grammar, GrammarKind, SamplingParams
+from tests.checkpoints import write_tokenizer
+from tests.engine import small_tokenizers
+from tests.worker.plan_driver import PlanDriver
+from worker.devices.device import CpuDevice
+from worker.sampling.grammar_library import GrammarRefused, as_lark, new_matcher, open_tokenizer
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.sampler import Sampler
+from worker.worker_config import WorkerConfig
+
+CPU = CpuDevice(WorkerConfig(model_path="", num_threads=torch.get_num_threads()))
+GREEDY = SamplingParams(temperature=0.0)
+NUM_PADDING = 37
+DEMO = Path(__file__).parents[3] / "engine" / "demo_model" / "tokenizer.json"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b é"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def schema(content: dict) -> Grammar:
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(content))
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(kind=GrammarKind.REGEX, text=text)
+
+
+def lark(text: str) -> Grammar:
+    return Grammar(kind=GrammarKind.LARK, text=text)
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    assert list(person) == ["name", "age", "tags"]
+    return (
+        isinstance(person["name"], str)
+        and len(person["name"]) <= 8
+        and person["age"] in range(151)
+        and len(person["tags"]) <= 2
+        and set(person["tags"]) <= {"a", "b é"}
+    )
+
+
+# Each ends by itself within 200 tokens, whatever is drawn.
+GRAMMARS: dict[str, tuple[Grammar, Callable[[str], object]]] = {
+    "schema": (schema(PERSON), is_person),
+    "regex": (regex(r"[a-f]{2,9}-[0-9]{4}"), re.compile(r"[a-f]{2,9}-[0-9]{4}").fullmatch),
+    "choice": (lark('start: "yes" | "no" | "perhaps 😀\\n"'), ("yes", "no", "perhaps 😀\n").__contains__),
+    "recursive": (lark('start: "(" start? ")" | "x"'), re.compile(r"[(x)]+").fullmatch),
+}
+
+
+class World:
+    """A checkpoint's tokenizer, and a sampler for a model with more rows of logits than it has tokens."""
+
+    def __init__(self, folder: Path, content: str, *, eos: str) -> None:
+        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+        self.folder = folder
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.vocab_size = self.tokenizer.get_vocab_size() + NUM_PADDING
+        self.eos = self.tokenizer.token_to_id(eos)
+        self.base = SamplingParams(temperature=2.0, stop_token_ids=(self.eos,))
+
+    def sampler(self) -> Sampler:
+        grammars = Grammars(self.folder, vocab_size=self.vocab_size, eos_token_ids=(self.eos,))
+        return Sampler(vocab_size=self.vocab_size, device=CPU, grammars=grammars)
+
+    def logits(self, seed: int, step: int, num_rows: int = 1) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed * 1000 + step)
+        return torch.randn((num_rows, self.vocab_size), generator=generator) * 3
+
+    def generate(
+        self, params: SamplingParams, *, seed: int = 0, max_tokens: int = 200, before: Sequence[int] = ()
+    ) -> list[int]:
+        """Draw until the end; `before` was generated earlier, by a row that is gone."""
+        sampler, output = self.sampler(), list(before)
+        sampler.add_row(0, params, [5, *output], 1)
+        while len(output) < max_tokens and self.eos not in output:
+            result = sampler.sample(self.logits(seed, len(output)), [0])
+            assert not result.failed
+            output += result.token_ids
+        return output
+
+    def text(self, output: Sequence[int]) -> str:
+        """As behind a prompt: without what a decoder does to the beginning of a text."""
+        assert output[-1] == self.eos
+        start = self.tokenizer.encode("hello", add_special_tokens=False).ids
+        whole = self.tokenizer.decode([*start, *output], skip_special_tokens=True)
+        return whole[len(self.tokenizer.decode(start)) :]
+
+
+@pytest.fixture(scope="module", params=["demo", "byte level", "sentencepiece"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "demo":
+        return World(folder, DEMO.read_text(encoding="utf-8"), eos="<|end|>")
+    made = {
+        "byte level": small_tokenizers.byte_level_backend,
+        "sentencepiece": small_tokenizers.sentencepiece_backend,
+    }[request.param]()
+    return World(folder, made.to_str(), eos="</s>")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("demo"), DEMO.read_text(encoding="utf-8"), eos="<|end|>")
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_any_text_drawn_at_temperature_2_matches(world: World, name: str, seed: int) -> None:
+    grammar, matches = GRAMMARS[name]
+    output = world.generate(replace(world.base, grammar=grammar, seed=seed), seed=seed, max_tokens=400)
+    assert matches(world.text(output))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), cut=st.integers(0, 30))
+def test_a_row_that_was_preempted_goes_on_as_if_nothing_had_happened(
+    demo: World, seed: int, cut: int
+) -> None:
+    params = replace(demo.base, grammar=schema(PERSON), seed=seed)
+    whole = demo.generate(params, seed=seed)
+    cut = min(cut, len(whole) - 1)
+    assert demo.generate(params, seed=seed, before=whole[:cut]) == whole
+
+
+def test_an_object_may_have_hundreds_of_optional_properties(demo: World) -> None:
+    properties = {f"p{number}": {"type": "boolean"} for number in range(700)}
+    grammar = schema({"type": "object", "properties": properties, "additionalProperties": False})
+    begun = [demo.tokenizer.token_to_id("{")]
+    tokens = demo.generate(replace(demo.base, grammar=grammar), max_tokens=60, before=begun)  # and none fails
+    assert demo.text([*tokens, demo.eos]).startswith("{")
+
+
+def test_greedy_rows_match_too(demo: World) -> None:
+    params = replace(demo.base, grammar=schema(PERSON), temperature=0.0)
+    assert is_person(demo.text(demo.generate(params)))
+
+
+def test_rows_with_different_grammars_and_rows_with_none_do_not_touch_each_other(demo: World) -> None:
+    everybody = [
+        replace(demo.base, grammar=regex("[ab]{4}"), seed=1),
+        replace(demo.base, seed=2),
+        replace(demo.base, grammar=schema(PERSON), seed=3, presence_penalty=1.0),
+        replace(demo.base, temperature=0.0),
+        replace(demo.base, grammar=regex("[ab]{4}"), seed=4, top_k=3),
+    ]
+    together = _draw_four(demo, everybody, list(range(5)))
+    alone = [_draw_four(demo, everybody, [row])[0] for row in range(5)]
+    assert together == alone
+
+
+def _draw_four(world: World, everybody: list[SamplingParams], rows: list[int]) -> list[list[int]]:
+    sampler = world.sampler()
+    for row in rows:
+        sampler.add_row(row, everybody[row], [5], 1)
+    outputs: list[list[int]] = [[] for _ in rows]
+    for step in range(4):
+        result = sampler.sample(world.logits(9, step, len(everybody))[rows], rows)
+        assert not result.failed
+        for output, token_id in zip(outputs, result.token_ids, strict=True):
+            output.append(token_id)
+    return outputs
+
+
+def test_another_seed_gives_another_text(demo: World) -> None:
+    texts = {
+        demo.text(demo.generate(replace(demo.base, grammar=regex("[a-z]{12}"), seed=seed)))
+        for seed in range(5)
+    }
+    assert len(texts) == 5
+
+
+def test_until_the_token_after_which_it_begins_everything_is_free(demo: World) -> None:
+    opening = demo.tokenizer.token_to_id("<|user|>")
+    grammar = replace(regex("[ab]{4}"), begins_after=opening)
+    params = replace(demo.base, grammar=grammar)
+    free = demo.generate(params, max_tokens=20)
+    assert free == demo.generate(demo.base, max_tokens=20)
+    output = demo.generate(params, before=[9, 8, opening])
+    assert re.fullmatch("[ab]{4}", demo.text(output[3:]))
+
+
+def test_a_complete_text_ends_before_its_minimum_length(demo: World) -> None:
+    params = replace(demo.base, grammar=lark('start: "yes"'), min_tokens=50)
+    assert demo.text(demo.generate(params)) == "yes"
+
+
+def test_a_text_that_can_go_on_does_so_to_its_minimum_length(demo: World) -> None:
+    params = replace(demo.base, grammar=regex("[ab]+"), min_tokens=15)
+    assert len(demo.generate(params)) > 15
+
+
+def test_logprobs_are_those_of_the_model_not_of_the_grammar(demo: World) -> None:
+    sampler = demo.sampler()
+    sampler.add_row(0, replace(demo.base, grammar=lark('start: "yes"'), num_logprobs=2), [5], 1)
+    logits = demo.logits(1, 0)
+    logprobs = sampler.sample(logits, [0]).logprobs[0]
+    assert [token_id for token_id, _ in logprobs.top] == logits[0].topk(2).indices.tolist()
+    assert logprobs.logprob == pytest.approx(float(logits[0].log_softmax(-1)[logprobs.token_id]), abs=1e-4)
+
+
+def test_what_is_forbidden_and_demanded_at_once_fails_that_row_alone(demo: World) -> None:
+    sampler = demo.sampler()
+    yes = lark('start: "yes"')
+    sampler.add_row(0, replace(demo.base, grammar=yes, allowed_token_ids=(9,)), [5], 1)
+    sampler.add_row(1, replace(demo.base, grammar=yes), [5], 1)
+    assert set(sampler.sample(demo.logits(1, 0, 2), [0, 1]).failed) == {0}
+
+
+def test_a_grammar_that_grows_too_complex_fails_that_row_alone(demo: World) -> None:
+    sampler = demo.sampler()
+    sampler.add_row(0, replace(demo.base, grammar=regex(r"(\w{1,500}){1,500}")), [5], 1)
+    sampler.add_row(1, demo.base, [5], 1)
+    failed: dict[int, str] = {}
+    for step in range(40):
+        failed = sampler.sample(demo.logits(1, step, 2), [0, 1]).failed
+        if failed:
+            break
+    assert list(failed) == [0]
+    assert "too many" in failed[0]
+
+
+def test_a_row_whose_history_does_not_match_fails_alone(demo: World) -> None:
+    sampler = demo.sampler()
+    sampler.add_row(0, replace(demo.base, grammar=lark('start: "yes"')), [5, 70, 71], 1)
+    result = sampler.sample(demo.logits(1, 0), [0])
+    assert "the grammar failed" in result.failed[0]
+
+
+def test_a_tokenizer_that_cannot_be_taken_apart_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(small_tokenizers.word_piece_backend().to_str())
+    with pytest.raises(GrammarRefused, match="this model's tokenizer cannot be constrained"):
+        open_tokenizer(tmp_path, vocab_size=500, eos_token_ids=(2,))
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model(tmp_path: Path) -> None:
+    num_tokens = write_tokenizer(tmp_path)
+    grammars = Grammars(tmp_path, vocab_size=num_tokens - 1, eos_token_ids=(num_tokens - 2,))
+    logits = torch.zeros((1, num_tokens - 1))
+    grammars.mask(logits, [grammars.row(regex("[ab]"), [])])
+    allowed = logits[0].isfinite().nonzero().flatten().tolist()
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert allowed == [tokenizer.token_to_id("a"), tokenizer.token_to_id("b")]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (regex("(?=a)b"), "look-around"),
+        (regex("(a)\\1"), "backreferences"),
+        (schema({"type": "banana"}), "banana"),
+        (schema({"not": {"type": "string"}}), "not"),
+        (schema({"$ref": "https://example.com/a.json"}), "not fetch"),
+        (lark("start: other"), "unknown name"),
+        (Grammar(kind=GrammarKind.JSON_SCHEMA, text="{"), "EOF"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(
+    demo: World, grammar: Grammar, reason: str
+) -> None:
+    tokenizer = open_tokenizer(demo.folder, vocab_size=demo.vocab_size, eos_token_ids=(demo.eos,))
+    with pytest.raises(GrammarRefused, match=reason):
+        new_matcher(tokenizer, grammar)
+
+
+def test_gbnf_becomes_lark_and_lark_stays(demo: World) -> None:
+    converted = as_lark('root ::= "v" number\nnumber ::= [0-9]\n')
+    assert re.fullmatch(r"v[0-9]", demo.text(demo.generate(replace(demo.base, grammar=lark(converted)))))
+    assert as_lark('start: "x"') == 'start: "x"'
+
+
+def test_the_worker_takes_its_tokens_from_the_model_folder_and_replays_after_a_preemption(
+    llama: PlanDriver,
+) -> None:
+    params = SamplingParams(temperature=2.0, grammar=regex(r"[ab]{30}"), seed=7)
+    staying, leaving, free = (llama.add([1, 2, 3, 4, 5], each) for each in (params, params, GREEDY))
+    llama.generate([staying, leaving, free], 6)
+    llama.preempt(leaving)
+    llama.generate([staying, leaving, free], 12)
+    assert llama.generated(staying) == llama.generated(leaving)
+    assert set(bytes(llama.generated(staying)).decode()) == {"a", "b"}  # its first tokens are the bytes

@@ -1,0 +1,48 @@
+"""Linear layers in the form in which the CPU's kernels multiply by them.
+
+Owns: the table of formats that have a kernel, each with the function that packs it.
+Never: multiplies, or knows the order of numbers in memory (native.py).
+
+Shapes: N outputs, K inputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from worker.cpu.native import WIDEST_VECTOR, PackedWeight, gate_up_order, pack, pack_int8
+from worker.model.layer_parts import GateActivation, GatedMlp, TakenWeights
+from worker.model.linear import Linear, PlainWeight
+from worker.model.quantization import Int8Weight
+
+Packer = Callable[[Any, Tensor | None, GateActivation], PackedWeight]
+"""Takes the weight of one format, a bias and the activation of a merged gate and up product."""
+
+
+def _pack_plain(weight: PlainWeight, bias_N: Tensor | None, activation: GateActivation) -> PackedWeight:
+    return pack(weight.numbers_NK, bias_N, activation)
+
+
+def _pack_int8(weight: Int8Weight, bias_N: Tensor | None, activation: GateActivation) -> PackedWeight:
+    return pack_int8(weight.codes_NK, weight.scales_N, bias_N, activation)
+
+
+_PACKERS: dict[str, Packer] = {
+    "bfloat16": _pack_plain,
+    "float32": _pack_plain,
+    Int8Weight.format: _pack_int8,
+}
+TAKEN = TakenWeights(formats=frozenset(_PACKERS), size_multiple=WIDEST_VECTOR, takes_layer_norms=True)
+
+
+def pack_linear(linear: Linear) -> PackedWeight:
+    """Copy a layer into the kernels' order."""
+    return _PACKERS[linear.weight.format](linear.weight, linear.bias_N, GateActivation.NONE)
+
+
+def pack_gate_up(mlp: GatedMlp) -> PackedWeight:
+    """Copy gates and ups, so that the kernel that multiplies by them weighs the ups by the gates."""
+    weight = mlp.gate_up.weight
+    order_N = gate_up_order(mlp.gate_up.num_outputs // 2, weight.device)
+    return _PACKERS[weight.format](weight.outputs(order_N), None, mlp.activation)

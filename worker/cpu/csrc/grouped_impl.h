@@ -1,0 +1,357 @@
+// Products by weights that are codes with scales of groups.
+//
+// Included by products_impl.h. Inputs are taken in runs: a group, or a part of a large one. A run is summed in
+// the order of K, then scaled and added to the output, so that nothing depends on how many rows there are, nor on
+// whether columns are decoded for one tile of rows or once for many.
+
+// Rows that share a run's decoded columns, if there are more than a tile of them.
+constexpr int kSharingRows = 96;
+
+// Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
+template <typename T>
+struct FloatColumns {
+  using Input = T;
+  using Vector = Floats;
+  static constexpr int kSteps = 4;
+  static constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
+  static void add(Floats& total, const T* x, int step, Vector columns) { total += splat(load_one(x + step)) * columns; }
+};
+
+inline Floats lookup(const float* table, Words codes) {
+#if TOKENYARD_LANES == 16
+  return __builtin_shuffle(load(table), (Ints)codes);
+#elif TOKENYARD_LANES == 8
+  return __builtin_shuffle(load(table), load(table + kV), (Ints)codes);
+#else
+  Floats found;
+  for (int lane = 0; lane < kV; ++lane) found[lane] = table[codes[lane]];
+  return found;
+#endif
+}
+
+template <typename T>
+struct FloatNibbles : FloatColumns<T> {
+  static constexpr int64_t kBytesPerInput = kColumns / 2;
+  explicit FloatNibbles(const GroupedCodes& codes) : table(codes.table) {}
+
+  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
+    for (int part = 0; part < kParts; ++part) {
+      const int half = part * kV / 16, first = part * kV % 16;
+      Words raw;
+      __builtin_memcpy(&raw, data + 4 * first, sizeof raw);
+      for (int step = 0; step < 4; ++step) {
+        columns[step][part] = lookup(table, raw >> (16 * (step % 2) + 4 * (step / 2 * 2 + half)) & 15);
+      }
+    }
+  }
+
+  const float* table;
+};
+
+inline Floats number_of_int8(Words code) { return __builtin_convertvector((Ints)(code << 24) >> 24, Floats); }
+
+// Of 4 bits of exponent and 3 of mantissa. A float of the same bits, its exponent moved, is right unless the code
+// is subnormal; then it is 2^-7 plus half of the number.
+inline Floats number_of_float8(Words code) {
+  const Words size = code & 0x7f;
+  const Floats moved = (Floats)((size << 20) + 0x3c000000u);
+  const Floats positive = size < 8 ? 2.0f * (moved - 0.0078125f) : moved;
+  return (Floats)((Words)positive | (code & 0x80) << 24);
+}
+
+template <typename T, CodeKind kKind>
+struct FloatBytes : FloatColumns<T> {
+  static constexpr int64_t kBytesPerInput = kColumns;
+  explicit FloatBytes(const GroupedCodes&) {}
+
+  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
+    for (int two = 0; two < 2; ++two, data += 2 * kColumns) {
+      for (int part = 0; part < kParts; ++part) {
+        const int half = part * kV / 16, first = part * kV % 16;
+        Halves raw;  // both inputs of a column
+        for (int i = 0; i < kV / 4; ++i) {
+          __builtin_memcpy(reinterpret_cast<uint8_t*>(&raw) + 8 * i, data + (first / 4 + i) * 16 + half * 8, 8);
+        }
+        const Words codes = __builtin_convertvector(raw, Words);
+        columns[2 * two][part] = number(codes & 255);
+        columns[2 * two + 1][part] = number(codes >> 8);
+      }
+    }
+  }
+
+  static Floats number(Words code) { return kKind == CodeKind::kInt8 ? number_of_int8(code) : number_of_float8(code); }
+};
+
+template <typename T>
+struct DecodedFloats : FloatColumns<T> {
+  static constexpr int64_t kBytesPerInput = kColumns * sizeof(float);
+
+  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
+    for (int i = 0; i < 4 * kParts; ++i) columns[i / kParts][i % kParts] = load(reinterpret_cast<const float*>(data) + i * kV);
+  }
+};
+
+inline void keep(uint8_t* to, Floats columns) { store(reinterpret_cast<float*>(to), columns); }
+
+#if defined(TOKENYARD_BF16_DOT)
+// Columns as pairs of bf16: four inputs are two vectors a part.
+struct PairColumns {
+  using Input = Bf16;
+  using Vector = __m512bh;
+  static constexpr int kSteps = 2;
+  static constexpr int kDirectRows = kTileRows;
+  static void add(Floats& total, const Bf16* x, int step, Vector columns) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x + 2 * step, sizeof pair);
+    total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(pair), columns);
+  }
+};
+
+struct PairNibbles : PairColumns {
+  static constexpr int64_t kBytesPerInput = kColumns / 2;
+  explicit PairNibbles(const GroupedCodes& codes) : table(_mm512_loadu_si512(codes.lookup)) {}
+
+  // Of an index only the lower five bits count, and the table is there twice: nothing needs to be masked.
+  void read(const uint8_t* data, Vector (*columns)[kParts]) const {
+    const __m512i raw = _mm512_loadu_si512(data);
+    columns[0][0] = (Vector)_mm512_permutexvar_epi16(raw, table);
+    columns[0][1] = (Vector)_mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 4), table);
+    columns[1][0] = (Vector)_mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), table);
+    columns[1][1] = (Vector)_mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), table);
+  }
+
+  __m512i table;
+};
+
+struct PairBytes : PairColumns {
+  static constexpr int64_t kBytesPerInput = kColumns;
+  explicit PairBytes(const GroupedCodes& codes) {
+    for (int i = 0; i < 8; ++i) tables[i] = _mm512_loadu_si512(codes.lookup + 64 * i);
+  }
+
+  void read(const uint8_t* data, Vector (*columns)[kParts]) const {
+    for (int two = 0; two < 2; ++two) {
+      const __m512i raw = _mm512_loadu_si512(data + 64 * two);
+      const __mmask64 is_upper = _mm512_movepi8_mask(raw);
+      const __m512i low = _mm512_mask_blend_epi8(is_upper, _mm512_permutex2var_epi8(tables[0], raw, tables[1]),
+                                                 _mm512_permutex2var_epi8(tables[2], raw, tables[3]));
+      const __m512i high = _mm512_mask_blend_epi8(is_upper, _mm512_permutex2var_epi8(tables[4], raw, tables[5]),
+                                                  _mm512_permutex2var_epi8(tables[6], raw, tables[7]));
+      columns[two][0] = (Vector)_mm512_unpacklo_epi8(low, high);
+      columns[two][1] = (Vector)_mm512_unpackhi_epi8(low, high);
+    }
+  }
+
+  __m512i tables[8];
+};
+
+struct DecodedPairs : PairColumns {
+  static constexpr int64_t kBytesPerInput = kColumns * sizeof(Bf16);
+
+  void read(const uint8_t* data, Vector (*columns)[kParts]) const {
+    for (int i = 0; i < 4; ++i) columns[i / 2][i % 2] = (Vector)_mm512_loadu_si512(data + 64 * i);
+  }
+};
+
+inline void keep(uint8_t* to, __m512bh columns) { _mm512_storeu_si512(to, (__m512i)columns); }
+#endif
+
+// Inputs [0, size) of M rows, which are `num_inputs` apart, times B blocks, which are `stride` bytes apart.
+template <int M, int B, class Codes>
+inline void sum_run(const Codes& codes, const uint8_t* data, int64_t stride, const typename Codes::Input* x,
+                    int64_t num_inputs, int64_t size, Floats (*sums)[B * kParts]) {
+  Floats total[M][B * kParts] = {};
+  for (int64_t k = 0; k < size; k += 4, data += 4 * Codes::kBytesPerInput) {
+    for (int b = 0; b < B; ++b) {
+      typename Codes::Vector columns[Codes::kSteps][kParts];
+      codes.read(data + b * stride, columns);
+      for (int step = 0; step < Codes::kSteps; ++step) {
+        for (int m = 0; m < M; ++m) {
+          for (int part = 0; part < kParts; ++part) {
+            Codes::add(total[m][b * kParts + part], x + m * num_inputs + k, step, columns[step][part]);
+          }
+        }
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < B * kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+
+// Where a run is, and the scales and offsets of its columns in the first of some blocks.
+struct Run {
+  int64_t index;
+  int64_t first;  // of K
+  int64_t size;
+  const float* scales;
+  const float* offsets;  // or null
+};
+
+template <typename T, class Work>
+inline void for_each_run(const PackedWeight<T>& weight, int64_t block, const Work& work) {
+  const GroupedCodes& grouped = weight.grouped;
+  const int64_t num_groups = weight.num_inputs / grouped.group_size;
+  int64_t index = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t place = (block * num_groups + group) * kColumns;
+    const float* offsets = grouped.offsets == nullptr ? nullptr : grouped.offsets + place;
+    for (int64_t first = 0; first < grouped.group_size; first += kRunInputs, ++index) {
+      const int64_t left = grouped.group_size - first;
+      work(Run{index, group * grouped.group_size + first, left < kRunInputs ? left : kRunInputs,
+               grouped.scales + place, offsets});
+    }
+  }
+}
+
+// Adds a run to the totals of M rows and B blocks, whose scales are `stride` apart.
+template <int M, int B, typename T>
+inline void add_run(const Product<T>& product, const Run& run, int64_t row, int64_t stride,
+                    const Floats (*sums)[B * kParts], Floats (*totals)[B * kParts]) {
+  const int64_t num_runs = product.weight.num_runs();
+  for (int part = 0; part < B * kParts; ++part) {
+    const int64_t place = part / kParts * stride + part % kParts * kV;
+    const Floats scale = load(run.scales + place);
+    for (int m = 0; m < M; ++m) totals[m][part] += scale * sums[m][part];
+    if (run.offsets == nullptr) continue;
+    const Floats offset = load(run.offsets + place);
+    for (int m = 0; m < M; ++m) {
+      totals[m][part] -= offset * splat(product.run_sums[(row + m) * num_runs + run.index]);
+    }
+  }
+}
+
+template <int M, int B, class Codes, typename T>
+inline void multiply_grouped_blocks(const Product<T>& product, const Codes& codes, int64_t row, int64_t block) {
+  const PackedWeight<T>& weight = product.weight;
+  const int64_t size = weight.num_inputs, stride = size * Codes::kBytesPerInput;
+  const int64_t scale_stride = size / weight.grouped.group_size * kColumns;
+  Floats totals[M][B * kParts] = {};
+  for_each_run(weight, block, [&](const Run& run) {
+    Floats sums[M][B * kParts];
+    sum_run<M, B>(codes, weight.grouped.data + block * stride + run.first * Codes::kBytesPerInput, stride,
+                  product.input + row * size + run.first, size, run.size, sums);
+    add_run<M, B>(product, run, row, scale_stride, sums, totals);
+  });
+  for (int m = 0; m < M; ++m) {
+    for (int b = 0; b < B; ++b) finish_row(product, row + m, block + b, totals[m] + b * kParts);
+  }
+}
+
+template <int M, int B, class Codes, typename T>
+inline void multiply_grouped_rows(const Product<T>& product, const Codes& codes, int64_t begin, int64_t end) {
+  for (; begin + B <= end; begin += B) multiply_grouped_blocks<M, B>(product, codes, 0, begin);
+  if constexpr (B > 1) multiply_grouped_rows<M, B / 2>(product, codes, begin, end);
+}
+
+template <int M, class Codes, typename T>
+inline void multiply_few_grouped_rows(const Product<T>& product, const Codes& codes, int64_t begin, int64_t end) {
+  if constexpr (M > 0) {
+    if (product.num_rows == M) {
+      multiply_grouped_rows<M, blocks_at_once(M)>(product, codes, begin, end);
+    } else {
+      multiply_few_grouped_rows<M - 1>(product, codes, begin, end);
+    }
+  }
+}
+
+// One tile of M rows, or the last ones, with a run that is decoded.
+template <int M, class Decoded, typename T>
+inline void add_decoded_run(const Product<T>& product, const uint8_t* decoded, const Run& run, int64_t row,
+                            int64_t num_rows, Floats (*totals)[kParts]) {
+  if constexpr (M > 0) {
+    if (num_rows < M) return add_decoded_run<M - 1, Decoded>(product, decoded, run, row, num_rows, totals);
+    const int64_t size = product.weight.num_inputs;
+    Floats sums[M][kParts];
+    sum_run<M, 1>(Decoded(), decoded, 0, product.input + row * size + run.first, size, run.size, sums);
+    add_run<M, 1>(product, run, row, 0, sums, totals);
+  }
+}
+
+template <class Codes, class Decoded, typename T>
+inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& codes, int64_t block) {
+  const PackedWeight<T>& weight = product.weight;
+  const uint8_t* data = weight.grouped.data + block * weight.num_inputs * Codes::kBytesPerInput;
+  alignas(64) uint8_t decoded[kRunInputs * Decoded::kBytesPerInput];
+  for (int64_t first = 0; first < product.num_rows; first += kSharingRows) {
+    const int64_t left = product.num_rows - first, num_rows = left < kSharingRows ? left : kSharingRows;
+    Floats totals[kSharingRows][kParts] = {};
+    for_each_run(weight, block, [&](const Run& run) {
+      uint8_t* to = decoded;
+      for (int64_t k = run.first; k < run.first + run.size; k += 4) {
+        typename Codes::Vector columns[Codes::kSteps][kParts];
+        codes.read(data + k * Codes::kBytesPerInput, columns);
+        for (int i = 0; i < Codes::kSteps * kParts; ++i, to += sizeof columns[0][0]) {
+          keep(to, columns[i / kParts][i % kParts]);
+        }
+      }
+      for (int64_t row = 0; row < num_rows; row += kTileRows) {
+        add_decoded_run<kTileRows, Decoded>(product, decoded, run, first + row, num_rows - row, totals + row);
+      }
+    });
+    for (int64_t row = 0; row < num_rows; ++row) finish_row(product, first + row, block, totals[row]);
+  }
+}
+
+template <class Codes, class Decoded, typename T>
+inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end) {
+  const Codes codes(product.weight.grouped);
+  // More rows than that share decoded columns: it costs less than decoding them for each tile.
+  constexpr int kDirect = Codes::kDirectRows;
+  if (product.num_rows <= kDirect) return multiply_few_grouped_rows<kDirect>(product, codes, begin, end);
+  for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded>(product, codes, begin);
+}
+
+#include "grouped_bytes_impl.h"
+
+template <typename T>
+inline void multiply_grouped(const Product<T>& product, int64_t begin, int64_t end) {
+  const GroupedCodes& grouped = product.weight.grouped;
+  if (grouped.takes_bytes) return multiply_grouped_bytes(product, begin, end);
+#if defined(TOKENYARD_BF16_DOT)
+  if constexpr (sizeof(T) == sizeof(Bf16)) {
+    if (grouped.kind == CodeKind::kNibbles) return multiply_codes<PairNibbles, DecodedPairs>(product, begin, end);
+    return multiply_codes<PairBytes, DecodedPairs>(product, begin, end);
+  }
+#endif
+  using Decoded = DecodedFloats<T>;
+  switch (grouped.kind) {
+    case CodeKind::kNibbles: return multiply_codes<FloatNibbles<T>, Decoded>(product, begin, end);
+    case CodeKind::kInt8: return multiply_codes<FloatBytes<T, CodeKind::kInt8>, Decoded>(product, begin, end);
+    case CodeKind::kFloat8: return multiply_codes<FloatBytes<T, CodeKind::kFloat8>, Decoded>(product, begin, end);
+  }
+}
+
+// The sum of one run of a row.
+template <typename T>
+inline float sum_of_run(const T* x, int64_t size) {
+  Floats total = {};
+  for (int64_t k = 0; k < size; k += kV) total += load(x + k);
+  return sum(total);
+}
+
+template <typename T>
+void prepare(const Product<T>& product, const Prepared<T>& memory, int64_t begin, int64_t end) {
+  const PackedWeight<T>& weight = product.weight;
+  const GroupedCodes& grouped = weight.grouped;
+  const int64_t size = weight.num_inputs;
+  const T* input = product.input;
+  if (memory.permuted != nullptr) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t k = 0; k < size; ++k) {
+        memory.permuted[row * size + k] = product.input[row * size + grouped.permutation[k]];
+      }
+    }
+    input = memory.permuted;
+  }
+  if (grouped.takes_bytes) quantize(input, memory.bytes, memory.scales, size, begin, end);
+  if (!grouped.needs_sums()) return;
+  for (int64_t row = begin; row < end; ++row) {
+    float* sums = memory.run_sums + row * weight.num_runs();
+    for_each_run(weight, 0, [&](const Run& run) {
+      const int64_t place = row * size + run.first;
+      sums[run.index] = grouped.takes_bytes ? sum_and_center_bytes(memory.bytes + place, run.size)
+                                            : sum_of_run(input + place, run.size);
+    });
+  }
+}

@@ -1,0 +1,233 @@
+// Products of rows by packed weights of dense numbers, and by whole numbers with one scale a column.
+//
+// Included by kernels_impl.h, once for each instruction set. Weights with scales of groups: grouped_impl.h.
+
+// A block's 32 columns, in vectors; and the rows of a product that share the loads of the weight: as many as
+// there are registers for their sums.
+constexpr int kParts = kColumns / kV;
+constexpr int kTileRows = kV == 16 ? 12 : kV == 8 ? 3 : 1;
+
+// Blocks that M rows multiply at once. A sum waits for the sum before it: few rows want several blocks, so that
+// there is something else to add meanwhile. No output is summed in another order for it.
+constexpr int blocks_at_once(int num_rows) {
+  if (kV == 16) return num_rows <= 2 ? 4 : num_rows <= 6 ? 2 : 1;
+  return kV == 8 && num_rows == 1 ? 2 : 1;
+}
+
+// A product's inner loop: M rows times B blocks of 32 columns, in order of K. Blocks lie `stride` apart.
+template <int M, int B>
+inline void multiply_tile(const float* x, int64_t num_inputs, const float* weight, int64_t stride,
+                          Floats (*sums)[B * kParts]) {
+  Floats total[M][B * kParts] = {};
+  for (int64_t k = 0; k < num_inputs; ++k, weight += kColumns) {
+    for (int part = 0; part < B * kParts; ++part) {
+      const Floats columns = load(weight + part / kParts * stride + part % kParts * kV);
+      for (int m = 0; m < M; ++m) total[m][part] += splat(x[m * num_inputs + k]) * columns;
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < B * kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+
+#if defined(TOKENYARD_BF16_DOT)
+template <int M, int B>
+inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, int64_t stride,
+                          Floats (*sums)[B * kParts]) {
+  __m512 total[M][B * kParts] = {};
+  for (int64_t k = 0; k < num_inputs; k += 2, weight += 2 * kColumns) {
+    __m512bh columns[B * kParts];
+    for (int part = 0; part < B * kParts; ++part) {
+      columns[part] = (__m512bh)_mm512_loadu_si512(weight + part / kParts * stride + part % kParts * kColumns);
+    }
+    for (int m = 0; m < M; ++m) {
+      int32_t pair;
+      __builtin_memcpy(&pair, x + m * num_inputs + k, sizeof pair);
+      const __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
+      for (int part = 0; part < B * kParts; ++part) {
+        total[m][part] = _mm512_dpbf16_ps(total[m][part], value, columns[part]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < B * kParts; ++part) sums[m][part] = (Floats)total[m][part];
+  }
+}
+#else
+template <int M, int B>
+inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, int64_t stride,
+                          Floats (*sums)[B * kParts]) {
+  Floats total[M][B * kParts] = {};
+  for (int64_t k = 0; k < num_inputs; k += 2, weight += 2 * kColumns) {
+    for (int part = 0; part < B * kParts; ++part) {
+      Words pairs;
+      __builtin_memcpy(&pairs, weight + part / kParts * stride + part % kParts * 2 * kV, sizeof pairs);
+      const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+      for (int m = 0; m < M; ++m) {
+        const Bf16* pair = x + m * num_inputs + k;
+        total[m][part] += splat(load_one(pair)) * even;
+        total[m][part] += splat(load_one(pair + 1)) * odd;
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < B * kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+#endif
+
+// The same for whole numbers: exact, so that no order matters.
+template <int M, int B>
+inline void multiply_tile(const uint8_t* x, int64_t num_inputs, const int8_t* weight, int64_t stride,
+                          Ints (*sums)[B * kParts]) {
+  Ints total[M][B * kParts] = {};
+  for (int64_t k = 0; k < num_inputs; k += 4, weight += 4 * kColumns) {
+    for (int part = 0; part < B * kParts; ++part) {
+      Ints columns;
+      __builtin_memcpy(&columns, weight + part / kParts * stride + part % kParts * 4 * kV, sizeof columns);
+      for (int m = 0; m < M; ++m) {
+#if defined(TOKENYARD_BYTE_DOT)
+        int32_t four;
+        __builtin_memcpy(&four, x + m * num_inputs + k, sizeof four);
+        total[m][part] = (Ints)_mm512_dpbusd_epi32((__m512i)total[m][part], _mm512_set1_epi32(four), (__m512i)columns);
+#else
+        const uint8_t* four = x + m * num_inputs + k;
+        for (int i = 0; i < 4; ++i) total[m][part] += (columns << (24 - 8 * i) >> 24) * static_cast<int32_t>(four[i]);
+#endif
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int part = 0; part < B * kParts; ++part) sums[m][part] = total[m][part];
+  }
+}
+
+template <typename T>
+void quantize(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* from = x + row * size;
+    Floats most = {}, poison = {};  // 0, or not a number if one of the row is not finite
+    for (int64_t i = 0; i < size; i += kV) {
+      const Floats value = load(from + i);
+      most = larger(value < 0 ? -value : value, most);
+      poison += value * 0.0f;
+    }
+    const float highest = largest(most);
+    scales[row] = highest / 127 + sum(poison);
+    const float inverse = highest > 0 ? 127 / highest : 0;
+    for (int64_t i = 0; i < size; i += kV) {
+      const Floats shift = splat(12582912.0f);  // as in `exponential`: rounds to the nearest whole number
+      const Floats whole = (load(from + i) * inverse + shift) - shift + 128;
+      const Ints values = __builtin_convertvector(whole, Ints);
+      for (int lane = 0; lane < kV; ++lane) bytes[row * size + i + lane] = static_cast<uint8_t>(values[lane]);
+    }
+  }
+}
+
+inline Floats activate(Floats gate, Activation activation) {
+  if (activation == Activation::kSilu) return gate * sigmoid(gate);
+  const Floats inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+  return 0.5f * gate * (1.0f + hyperbolic_tangent(inner));
+}
+
+// Stores one vector of columns; the last ones of a row may be fewer.
+template <typename Out, typename T>
+inline void store_columns(Out* row, const T* residual, int64_t column, int64_t num_columns, Floats value) {
+  const int64_t left = num_columns - column;
+  if (left >= kV) {
+    store(row + column, residual == nullptr ? value : value + load(residual + column));
+    return;
+  }
+  for (int64_t i = 0; i < left && residual != nullptr; ++i) value[i] += load_one(residual + column + i);
+  Out edge[kV];
+  store(edge, value);
+  for (int64_t i = 0; i < left; ++i) row[column + i] = edge[i];
+}
+
+template <typename T>
+inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Floats* sums) {
+  const PackedWeight<T>& weight = product.weight;
+  const int64_t width = weight.num_outputs;
+  if (weight.bias != nullptr) {
+    for (int part = 0; part < kParts; ++part) sums[part] += load(weight.bias + block * kColumns + part * kV);
+  }
+  if (weight.activation != Activation::kNone) {
+    T* out = product.output + row * (width / 2) + block * (kColumns / 2);
+    for (int part = 0; part < kParts / 2; ++part) {
+      store(out + part * kV, activate(sums[part], weight.activation) * sums[part + kParts / 2]);
+    }
+    return;
+  }
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t column = block * kColumns + part * kV;
+    if (column >= width) return;
+    const Floats value = sums[part] * product.multiplier;
+    if (product.float_output != nullptr) {
+      store_columns(product.float_output + row * width, static_cast<T*>(nullptr), column, width, value);
+    } else {
+      const T* residual = product.residual == nullptr ? nullptr : product.residual + row * width;
+      store_columns(product.output + row * width, residual, column, width, value);
+    }
+  }
+}
+
+// M rows times B blocks.
+template <int M, int B, typename T>
+inline void multiply_blocks(const Product<T>& product, int64_t row, int64_t block) {
+  const PackedWeight<T>& weight = product.weight;
+  Floats sums[M][B * kParts];
+  const int64_t input = row * weight.num_inputs, stride = weight.num_inputs * kColumns;
+  if (weight.bytes == nullptr) {
+    multiply_tile<M, B>(product.input + input, weight.num_inputs, weight.data + block * stride, stride, sums);
+  } else {
+    Ints totals[M][B * kParts];
+    multiply_tile<M, B>(product.bytes + input, weight.num_inputs, weight.bytes + block * stride, stride, totals);
+    for (int part = 0; part < B * kParts; ++part) {
+      const int64_t column = block * kColumns + part * kV;
+      Ints offset;
+      __builtin_memcpy(&offset, weight.offsets + column, sizeof offset);
+      for (int m = 0; m < M; ++m) {
+        const Floats total = __builtin_convertvector(totals[m][part] - offset, Floats);
+        sums[m][part] = total * (load(weight.scales + column) * product.scales[row + m]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int b = 0; b < B; ++b) finish_row(product, row + m, block + b, sums[m] + b * kParts);
+  }
+}
+
+// The same for blocks [begin, end), B at once, and for those that are left over fewer at once.
+template <int M, int B, typename T>
+inline void multiply_rows(const Product<T>& product, int64_t row, int64_t begin, int64_t end) {
+  for (; begin + B <= end; begin += B) multiply_blocks<M, B>(product, row, begin);
+  if constexpr (B > 1) multiply_rows<M, B / 2>(product, row, begin, end);
+}
+
+// The rows that are left over, fewer than a tile: M of them or fewer.
+template <int M, typename T>
+inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t begin, int64_t end) {
+  if constexpr (M > 0) {
+    if (product.num_rows - row == M) {
+      multiply_rows<M, blocks_at_once(M)>(product, row, begin, end);
+    } else {
+      multiply_last_rows<M - 1>(product, row, begin, end);
+    }
+  }
+}
+
+#include "grouped_impl.h"
+
+template <typename T>
+void multiply(const Product<T>& product, int64_t begin, int64_t end) {
+  if (product.weight.grouped.data != nullptr) return multiply_grouped(product, begin, end);
+  if (product.num_rows < kTileRows) return multiply_last_rows<kTileRows - 1>(product, 0, begin, end);
+  // Block by block: it stays in a near cache until the last row has read it.
+  for (int64_t block = begin; block < end; ++block) {
+    int64_t row = 0;
+    for (; row + kTileRows <= product.num_rows; row += kTileRows) {
+      multiply_rows<kTileRows, 1>(product, row, block, block + 1);
+    }
+    multiply_last_rows<kTileRows - 1>(product, row, block, block + 1);
+  }
+}

@@ -1,0 +1,152 @@
+"""Weights with scales of groups in the order in which the CPU's kernels read them.
+
+Owns: the layouts of csrc/grouped_impl.h and csrc/grouped_bytes_impl.h, and which weights fit them.
+Never: multiplies (native.py), or reads checkpoints (worker/quantized).
+
+Shapes: B blocks of 32 outputs, N outputs, K inputs, G groups of inputs. A block's column c is half c // 16,
+lane c % 16.
+"""
+
+from enum import Enum, IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from worker.cpu.native import COLUMNS, WIDEST_VECTOR, CGroupedCodes, CPackedWeight, PackedWeight, pointer
+from worker.model.layer_parts import GateActivation
+from worker.quantized.grouped_weight import GroupedWeight, merged
+
+_HALF = COLUMNS // 2
+_ZERO_OF_INT8 = 128
+_HIGHEST_BYTE = 127
+
+
+class CannotPack(Exception):
+    """The kernels have no form for this weight; its text says why."""
+
+
+class Inputs(Enum):
+    """Numbers in which input rows are multiplied."""
+
+    AS_THEY_ARE = "as they are"
+    """Exact to the weight's numbers: sums are of products of bfloat16 or float32 numbers."""
+    INT8 = "int8"
+    """Rounded to 255 whole numbers times a scale for each row: faster, and another result."""
+
+
+class _Kind(IntEnum):
+    """CodeKind of csrc/kernels.h."""
+
+    NIBBLES = 0
+    INT8 = 1
+    FLOAT8 = 2
+
+
+_KINDS = {torch.uint8: _Kind.NIBBLES, torch.int8: _Kind.INT8, torch.float8_e4m3fn: _Kind.FLOAT8}
+
+
+def pack_grouped(
+    weight: GroupedWeight, bias_N: Tensor | None = None, *, inputs: Inputs = Inputs.AS_THEY_ARE
+) -> PackedWeight:
+    """Copy a weight and its bias into the kernels' order. Raises CannotPack."""
+    return _pack(weight, bias_N, GateActivation.NONE, inputs)
+
+
+def pack_grouped_gate_up(
+    gate: GroupedWeight, up: GroupedWeight, activation: GateActivation, *, inputs: Inputs = Inputs.AS_THEY_ARE
+) -> PackedWeight:
+    """Merge two weights of one shape: 16 gates, the 16 ups that they weigh, and so on. Raises CannotPack."""
+    if gate.shape != up.shape or gate.num_outputs % WIDEST_VECTOR:
+        raise CannotPack(f"gates {gate.shape} and ups {up.shape} cannot alternate by {WIDEST_VECTOR}")
+    try:
+        both = merged([gate, up])
+    except ValueError as error:
+        raise CannotPack(str(error)) from error
+    order = torch.arange(2 * gate.num_outputs).view(2, -1, WIDEST_VECTOR).transpose(0, 1).reshape(-1)
+    return _pack(both.outputs(order), None, activation, inputs)
+
+
+def _pack(
+    weight: GroupedWeight, bias_N: Tensor | None, activation: GateActivation, inputs: Inputs
+) -> PackedWeight:
+    if weight.group_size % WIDEST_VECTOR:
+        raise CannotPack(f"groups of {weight.group_size} inputs are no multiple of {WIDEST_VECTOR}")
+    takes_bytes = inputs is Inputs.INT8
+    kind = _KINDS[weight.codes.dtype]
+    if takes_bytes and kind is _Kind.FLOAT8:
+        raise CannotPack("float8 weights have no product with int8 inputs")
+    unit, lookup, shift = _byte_lookup(weight) if takes_bytes else (1.0, _number_lookup(weight), 0)
+    data = _data(weight, takes_bytes=takes_bytes)
+    scales, offsets = _by_group(weight.scales_NG * unit), _by_group(weight.offsets_NG)
+    table = None if weight.table is None else weight.table.float().contiguous()
+    permutation = None if weight.permutation_K is None else weight.permutation_K.int().contiguous()
+    bias = None if bias_N is None else pad(bias_N.float(), (0, -len(bias_N) % COLUMNS))
+    c = CPackedWeight(None, pointer(bias), weight.num_inputs, weight.num_outputs, activation)
+    c.grouped = CGroupedCodes(
+        data=pointer(data),
+        kind=kind,
+        takes_bytes=takes_bytes,
+        group_size=weight.group_size,
+        table=pointer(table),
+        lookup=pointer(lookup),
+        shift=shift,
+        scales=pointer(scales),
+        offsets=pointer(offsets),
+        permutation=pointer(permutation),
+    )
+    return PackedWeight(data, c, (bias, table, lookup, scales, offsets, permutation))
+
+
+def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
+    """Bytes [B, ...] of each block, in order of K."""
+    rest = -weight.num_outputs % COLUMNS
+    if weight.codes.dtype is torch.uint8:
+        codes = pad(weight.nibbles(), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs // 4, 4)
+        if takes_bytes:  # [B, K / 4, lane, input of four], the first half's code in the lower bits
+            low, high = codes.permute(0, 3, 2, 4, 1).unbind(-1)
+            return (low | high << 4).contiguous()
+        # [B, K / 4, lane, input of a pair, pair]
+        low, high = codes.view(*codes.shape[:-1], 2, 2).permute(0, 3, 2, 5, 4, 1).unbind(-1)
+        return (low | high << 4).contiguous()
+    codes = pad(weight.codes.view(torch.uint8), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs)
+    if takes_bytes:  # [B, K / 4, half, lane, input of four], without a sign
+        return (
+            codes.view(-1, 2, _HALF, weight.num_inputs // 4, 4).permute(0, 3, 1, 2, 4) ^ _ZERO_OF_INT8
+        ).contiguous()
+    # [B, K / 2, four lanes of a half, half, lane of four, input of a pair]: what unpacking bytes undoes
+    by_four = codes.view(-1, 2, _HALF // 4, 4, weight.num_inputs // 2, 2)
+    return by_four.permute(0, 4, 2, 1, 3, 5).contiguous()
+
+
+def _number_lookup(weight: GroupedWeight) -> Tensor:
+    """The numbers of all codes as bfloat16: 16 of them twice, or lower bytes and upper bytes of 256."""
+    if weight.table is not None:
+        words = weight.table.bfloat16()
+        if not torch.equal(words.float(), weight.table.float()):
+            raise CannotPack("the table has numbers that bfloat16 has not")
+        return words.repeat(2).view(torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8).view(weight.codes.dtype)
+    return codes.float().bfloat16().view(torch.uint8).view(256, 2).T.contiguous()
+
+
+def _byte_lookup(weight: GroupedWeight) -> tuple[float, Tensor | None, int]:
+    """A unit, the table in it as bytes from 0 on, and how much they were raised for that."""
+    if weight.table is None:
+        return 1.0, None, _ZERO_OF_INT8
+    sizes = weight.table.abs()
+    unit = float(sizes[sizes > 0].min())
+    whole = weight.table / unit
+    shift = -int(whole.min())
+    raised = whole + shift
+    if not torch.equal(raised, raised.round()) or int(raised.max()) > _HIGHEST_BYTE:
+        raise CannotPack("the table's numbers are no whole multiples of one: no product with int8 inputs")
+    return unit, raised.to(torch.uint8), shift
+
+
+def _by_group(values_NG: Tensor | None) -> Tensor | None:
+    """[N, G] to [B, G, 32]."""
+    if values_NG is None:
+        return None
+    padded = pad(values_NG.float(), (0, 0, 0, -len(values_NG) % COLUMNS))
+    return padded.view(-1, COLUMNS, padded.shape[1]).transpose(1, 2).contiguous()

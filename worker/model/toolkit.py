@@ -1,0 +1,47 @@
+"""The kernels of one kind of device, as a model that is loaded meets them.
+
+Owns: the interface between surgery, the start of a model, and each device's kernels.
+Never: implements it (cpu/cpu_toolkit.py, gpu/gpu_toolkit.py).
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from worker.attention.interface import AttentionBackend
+from worker.attention.kv_cache import KVCache
+from worker.model.layer_call import LayerCall
+from worker.model.layer_parts import LayerParts, TakenWeights
+from worker.model.mixture import ReplacedExperts
+
+
+class Toolkit(Protocol):
+    """The kernels of one kind of device. Layers that it makes run under its own attention backend only."""
+
+    name: str
+    """Name the kernels, for a person."""
+    device_kind: str
+    """"CPU" or "GPU", for a person."""
+    option: str
+    """The option that turns the kernels off."""
+    fused: str
+    """Name a fused layer, for a person."""
+    runs_ahead: bool
+    """Whether steps are launched on the device and not waited for."""
+    weights: TakenWeights
+
+    def attention_over(self, cache: KVCache) -> AttentionBackend:
+        """Make the attention backend that serves, or a small one of a trial's own."""
+
+    def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        """Make the layer that is tried. Raises Unrecognised."""
+
+    def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
+        """Make the layer that stays, which may round its weights."""
+
+    def replace_others(self, model: Any) -> ReplacedExperts:
+        """Replace modules outside of layers, and mixtures of experts."""
+
+    def refusing_kernels(self) -> AbstractContextManager[None]:
+        """Raise a StartupError for a kernel that cannot be compiled or launched here."""

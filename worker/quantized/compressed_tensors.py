@@ -1,0 +1,261 @@
+"""compressed-tensors checkpoints: integers and floats of four and eight bits, by groups, channels or blocks.
+
+Owns: the grammar of its quantization_config as far as weights go, and the layout of each of its formats.
+Never: rounds activations as the config may ask: they stay as they are, which is closer to the model.
+
+Shapes: N outputs, K inputs, G groups of inputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.quantized.gptq import order_by_group
+from worker.quantized.grouped_weight import E2M1_TABLE, GroupedWeight
+from worker.quantized.module_names import best_match, find_fault, matches
+from worker.quantized.mxfp4 import BLOCK, powers_of_two
+from worker.quantized.scheme import (
+    INTEGER_BITS,
+    IntegerCodes,
+    ModuleTensors,
+    QuantizationRefused,
+    Reader,
+    refuse_not_finite,
+    scales_of_blocks,
+    unpacked,
+    weight_of,
+)
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_NVFP4_GROUP = 16
+_MIXED = "mixed-precision"
+
+
+@dataclass(frozen=True, slots=True)
+class _Strategy:
+    """Over what a scale spreads."""
+
+    name: str
+    group_size: int | None
+    block: tuple[int, int] | None
+    is_symmetric: bool
+
+    def scales(self, tensors: ModuleTensors, shape: tuple[int, int]) -> Tensor:
+        """Float32 [N, G]."""
+        num_outputs, num_inputs = shape
+        if self.name == "block":
+            assert self.block is not None
+            return scales_of_blocks(tensors, "weight_scale", self.block, shape)
+        if self.name == "tensor":
+            scale = tensors.take("weight_scale", _FLOATS, (), (1,), (1, 1))
+            return scale.float().reshape(1, 1).expand(num_outputs, 1).contiguous()
+        if self.name == "channel":
+            scale = tensors.take("weight_scale", _FLOATS, (num_outputs, 1), (num_outputs,))
+            return scale.float().reshape(num_outputs, 1)
+        return tensors.take("weight_scale", _FLOATS, (num_outputs, self._groups(tensors, num_inputs))).float()
+
+    def _groups(self, tensors: ModuleTensors, num_inputs: int) -> int:
+        assert self.group_size is not None
+        if num_inputs % self.group_size:
+            raise tensors.refusal(
+                "weight_scale",
+                f"is for groups of {self.group_size} of {num_inputs} inputs",
+                "by whole groups",
+            )
+        return num_inputs // self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class PackedReader:
+    """pack-quantized: codes without a sign in words of 32 bits."""
+
+    bits: int
+    strategy: _Strategy
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        num_outputs, num_inputs = shape
+        per_word = 32 // self.bits
+        words = tensors.take("weight_packed", (torch.int32,), (num_outputs, -(-num_inputs // per_word)))
+        stored = tensors.take("weight_shape", (torch.int64, torch.int32), (2,))
+        if tuple(stored.tolist()) != shape:
+            raise tensors.refusal("weight_shape", f"is {stored.tolist()}", str(list(shape)))
+        codes_NK = unpacked(words, self.bits)[:, :num_inputs]
+        scales_NG = self.strategy.scales(tensors, shape)
+        zeros_NG, permutation = None, None
+        if not self.strategy.is_symmetric:
+            rows = (-(-num_outputs // per_word), scales_NG.shape[1])
+            packed = tensors.take("weight_zero_point", (torch.int32,), rows)
+            zeros_NG = unpacked(packed.T, self.bits).T[:num_outputs]
+        if "weight_g_idx" in tensors:
+            g_idx = tensors.take("weight_g_idx", (torch.int32, torch.int64), (num_inputs,))
+            size = num_inputs // scales_NG.shape[1]
+            permutation = order_by_group(tensors, "weight_g_idx", g_idx, size)
+        if permutation is not None:
+            codes_NK = codes_NK[:, permutation]
+        found = IntegerCodes(
+            codes_NK=codes_NK.contiguous(), zeros_NG=zeros_NG, scales_NG=scales_NG, bits=self.bits
+        )
+        return weight_of(found, permutation)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteReader:
+    """int-quantized and float-quantized: a byte a code, with a sign."""
+
+    dtype: torch.dtype
+    strategy: _Strategy
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        codes = tensors.take("weight", (self.dtype,), shape)
+        scales = self.strategy.scales(tensors, shape)
+        if self.dtype is torch.float8_e4m3fn:
+            refuse_not_finite(tensors, "weight", codes)
+            return GroupedWeight(codes=codes, scales_NG=scales)
+        offsets = None
+        if not self.strategy.is_symmetric:
+            groups = tuple(scales.shape)
+            zeros = tensors.take("weight_zero_point", (torch.int8, torch.int32, torch.int64), groups)
+            offsets = scales * zeros.float()
+        return GroupedWeight(codes=codes, scales_NG=scales, offsets_NG=offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Reader:
+    """nvfp4-pack-quantized: e2m1 with e4m3 scales of 16 inputs, all of them divided by one number."""
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        num_outputs, num_inputs = shape
+        groups = (num_outputs, num_inputs // _NVFP4_GROUP)
+        codes = tensors.take("weight_packed", (torch.uint8,), (num_outputs, num_inputs // 2))
+        scales = tensors.take("weight_scale", (torch.float8_e4m3fn,), groups)
+        refuse_not_finite(tensors, "weight_scale", scales)
+        divisor = tensors.take("weight_global_scale", (torch.float32,), (), (1,)).reshape(())
+        if not bool(divisor.isfinite()) or divisor == 0:
+            raise tensors.refusal("weight_global_scale", f"is {float(divisor)}", "finite and not 0")
+        return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales.float() / divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Reader:
+    """mxfp4-pack-quantized: e2m1 with a power of two for 32 inputs."""
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        num_outputs, num_inputs = shape
+        codes = tensors.take("weight_packed", (torch.uint8,), (num_outputs, num_inputs // 2))
+        exponents = tensors.take("weight_scale", (torch.uint8,), (num_outputs, num_inputs // BLOCK))
+        scales = powers_of_two(tensors, "weight_scale", exponents)
+        return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsRules:
+    readers: dict[str, Reader]
+    """Keyed by target."""
+    ignored: tuple[str, ...]
+    must_agree: bool = True
+
+    def reader_of(self, module: str, class_name: str) -> Reader | None:
+        if any(matches(each, module, class_name) for each in self.ignored):
+            return None
+        target = best_match(self.readers, module, class_name)
+        return None if target is None else self.readers[target]
+
+
+def read_compressed_tensors_rules(config: dict[str, Any]) -> CompressedTensorsRules:
+    """Raises QuantizationRefused."""
+    for name, is_harmless in (("sparsity_config", _is_dense), ("transform_config", lambda found: not found)):
+        if not is_harmless(config.get(name)):
+            raise QuantizationRefused(
+                f"quantization_config has a {name}", fix="take a checkpoint that is quantized only"
+            )
+    groups = config.get("config_groups")
+    if (
+        not isinstance(groups, dict)
+        or not groups
+        or not all(isinstance(each, dict) for each in groups.values())
+    ):
+        raise QuantizationRefused(
+            "quantization_config has no config_groups that say how weights are stored",
+            fix="take a checkpoint that llm-compressor wrote",
+        )
+    readers: dict[str, Reader] = {}
+    for name, group in groups.items():
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        if group.get("output_activations"):
+            raise _refused(name, "output_activations", group["output_activations"], "none")
+        reader = _reader(name, weights, group.get("format") or config.get("format"))
+        readers |= dict.fromkeys(_targets(group.get("targets"), f"{name}.targets"), reader)
+    return CompressedTensorsRules(readers, _targets(config.get("ignore") or [], "ignore"))
+
+
+def _reader(group: str, weights: dict[str, Any], layout: str | None) -> Reader:
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    strategy = _strategy(group, weights)
+    if kind == "float" and bits == 4 and strategy.is_symmetric:
+        if strategy.group_size == _NVFP4_GROUP and layout in ("nvfp4-pack-quantized", _MIXED):
+            return Nvfp4Reader()
+        if strategy.group_size == BLOCK and layout in ("mxfp4-pack-quantized", _MIXED):
+            return Mxfp4Reader()
+    is_float8 = kind == "float" and bits == 8 and strategy.is_symmetric
+    if is_float8 and layout in ("float-quantized", "naive-quantized", _MIXED):
+        return ByteReader(torch.float8_e4m3fn, strategy)
+    if kind == "int" and bits in INTEGER_BITS and layout == "pack-quantized":
+        return PackedReader(bits, strategy)
+    if kind == "int" and bits == 8 and layout in ("int-quantized", "naive-quantized"):
+        return ByteReader(torch.int8, strategy)
+    raise _refused(
+        group,
+        "weights",
+        f"{kind} of {bits} bits in {layout}",
+        "int of 4 or 8 bits in pack-quantized, int of 8 in int-quantized, float of 8 in float-quantized, "
+        "or float of 4 in nvfp4-pack-quantized or mxfp4-pack-quantized",
+    )
+
+
+def _strategy(group: str, weights: dict[str, Any]) -> _Strategy:
+    size, block = weights.get("group_size"), weights.get("block_structure")
+    name = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if isinstance(block, str):
+        block = [int(each) if each.isdecimal() else 0 for each in block.split("x")]
+    has_group = isinstance(size, int) and size > 0
+    has_block = isinstance(block, list) and len(block) == 2 and all(each > 0 for each in block)
+    is_known = {
+        "tensor": True,
+        "channel": True,
+        "group": has_group,
+        "tensor_group": has_group,
+        "block": has_block,
+    }
+    if not is_known.get(name, False):
+        raise _refused(group, "strategy", name, "tensor, channel, group (with group_size) or block")
+    return _Strategy(
+        name,
+        size if has_group else None,
+        (block[0], block[1]) if has_block and block else None,
+        bool(weights.get("symmetric", True)),
+    )
+
+
+def _targets(found: Any, where: str) -> tuple[str, ...]:
+    fault = (
+        f"{found!r} is no list"
+        if not isinstance(found, list)
+        else next(filter(None, map(find_fault, found)), None)
+    )
+    if fault is not None:
+        raise QuantizationRefused(f"quantization_config.{where}: {fault}", fix="correct the config")
+    return tuple(found)
+
+
+def _refused(group: str, key: str, found: Any, supported: str) -> QuantizationRefused:
+    return QuantizationRefused(
+        f"quantization_config.{group} has {key} {found}", fix=f"take a checkpoint with {supported}"
+    )
+
+
+def _is_dense(found: Any) -> bool:
+    return not found or found.get("format") == "dense"

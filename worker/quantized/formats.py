@@ -1,0 +1,47 @@
+"""From a checkpoint's quantization_config to the rules that say how its modules are read.
+
+Owns: the names of the methods, and the refusal of those that are not supported.
+Never: reads tensors (the readers do).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from worker.quantized.awq import read_awq_rules
+from worker.quantized.compressed_tensors import read_compressed_tensors_rules
+from worker.quantized.fp8 import read_fp8_rules
+from worker.quantized.gptq import read_gptq_rules
+from worker.quantized.scheme import QuantizationRefused, Reader, Rules
+
+
+class OnlyExperts:
+    """MXFP4 as gpt-oss has it: no module but the experts is quantized, see mxfp4.read_experts."""
+
+    must_agree = False
+
+    def reader_of(self, module: str, class_name: str) -> Reader | None:  # noqa: ARG002
+        return None
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
+    "awq": read_awq_rules,
+    "compressed-tensors": read_compressed_tensors_rules,
+    "fp8": read_fp8_rules,
+    "gptq": read_gptq_rules,
+    "mxfp4": lambda _: OnlyExperts(),
+}
+
+
+def read_rules(quantization_config: Any) -> Rules:
+    """The rules of a config.json's quantization_config. Raises QuantizationRefused."""
+    method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else None
+    if method not in _METHODS:
+        raise QuantizationRefused(
+            f"the checkpoint is quantized by {method!r}", fix=f"take one of {', '.join(sorted(_METHODS))}"
+        )
+    try:
+        return _METHODS[method](quantization_config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise QuantizationRefused(
+            f"quantization_config of {method} cannot be understood ({error})", fix="correct the config"
+        ) from error

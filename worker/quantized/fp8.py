@@ -1,0 +1,67 @@
+"""FP8 checkpoints as DeepSeek and Qwen publish them: e4m3 with a scale for each block of the weight.
+
+Owns: blocks of any size, and a single scale for a whole weight.
+Never: compressed-tensors' float-quantized (compressed_tensors.py).
+
+Shapes: N outputs, K inputs.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker.quantized.grouped_weight import GroupedWeight
+from worker.quantized.scheme import ModuleTensors, QuantizationRefused, refuse_not_finite, scales_of_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rules:
+    """Every module with a scale is quantized, but for those that are excluded by name."""
+
+    block: tuple[int, int] | None
+    """Outputs and inputs; None: one scale for the weight."""
+    excluded: tuple[str, ...]
+    must_agree: bool = False
+
+    def reader_of(self, module: str, class_name: str) -> "Fp8Rules | None":  # noqa: ARG002
+        return None if any(_names(pattern, module) for pattern in self.excluded) else self
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        codes = tensors.take("weight", (torch.float8_e4m3fn,), shape)
+        refuse_not_finite(tensors, "weight", codes)
+        if self.block is not None:
+            scales = scales_of_blocks(tensors, "weight_scale_inv", self.block, shape)
+        else:
+            # Multiplies under either name.
+            name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
+            dtypes = (torch.float32, torch.bfloat16, torch.float16)
+            scales = tensors.take(name, dtypes, (), (1,), (1, 1)).float().reshape(1, 1).expand(shape[0], 1)
+        return GroupedWeight(codes=codes, scales_NG=scales.contiguous())
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether it is the module's name, a parent's, the end of its name, or a regular expression for one."""
+    return module.endswith(pattern) or re.match(rf"(?:{pattern})(?:\.|$)", module) is not None
+
+
+def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
+    """Raises QuantizationRefused."""
+    block = config.get("weight_block_size")
+    unknown = [
+        f"{name} {config[name]}"
+        for name, known in (("fmt", "e4m3"), ("scale_fmt", "float"), ("expert_dtype", "fp8"))
+        if config.get(name) not in (None, known, "float8_e4m3fn")
+    ]
+    if block is not None and (
+        len(block) != 2 or not all(isinstance(each, int) and each > 0 for each in block)
+    ):
+        unknown.append(f"weight_block_size {block}")
+    if unknown:
+        raise QuantizationRefused(
+            f"quantization_config of fp8 has {', '.join(unknown)}",
+            fix="take a checkpoint of e4m3 numbers with float scales of blocks of outputs and inputs",
+        )
+    excluded = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    return Fp8Rules(None if block is None else (block[0], block[1]), tuple(excluded))

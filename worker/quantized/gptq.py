@@ -1,0 +1,121 @@
+"""GPTQ checkpoints: four or eight bits, packed along inputs, whose groups may be spread over all inputs.
+
+Owns: both versions of the layout, the order of inputs (desc_act), and exceptions by module (`dynamic`).
+Source: arXiv:2210.17323.
+
+Shapes: N outputs, K inputs, G groups of inputs.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.quantized.grouped_weight import GroupedWeight
+from worker.quantized.scheme import (
+    INTEGER_BITS,
+    IntegerCodes,
+    ModuleTensors,
+    QuantizationRefused,
+    unpacked,
+    weight_of,
+)
+
+_ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}
+"""Keyed by checkpoint_format: the first version stores zeros that are one too small."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqReader:
+    bits: int
+    group_size: int
+    """-1: all inputs are one group."""
+    zero_shift: int
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        num_outputs, num_inputs = shape
+        size, per_word = num_inputs if self.group_size == -1 else self.group_size, 32 // self.bits
+        if num_outputs % per_word or num_inputs % per_word or num_inputs % size:
+            raise tensors.refusal(
+                "qweight", f"of {list(shape)} in groups of {size}", "whole words and groups"
+            )
+        groups = num_inputs // size
+        qweight = tensors.take("qweight", (torch.int32,), (num_inputs // per_word, num_outputs))
+        qzeros = tensors.take("qzeros", (torch.int32,), (groups, num_outputs // per_word))
+        scales = tensors.take("scales", _FLOATS, (groups, num_outputs))
+        codes_NK = unpacked(qweight.T, self.bits)
+        permutation = None
+        if "g_idx" in tensors:
+            g_idx = tensors.take("g_idx", (torch.int32, torch.int64), (num_inputs,))
+            permutation = order_by_group(tensors, "g_idx", g_idx, size)
+        if permutation is not None:
+            codes_NK = codes_NK[:, permutation]
+        return weight_of(
+            IntegerCodes(
+                codes_NK=codes_NK.contiguous(),
+                zeros_NG=(unpacked(qzeros, self.bits).int() + self.zero_shift).T.contiguous(),
+                scales_NG=scales.T.contiguous(),
+                bits=self.bits,
+            ),
+            permutation,
+        )
+
+
+def order_by_group(tensors: ModuleTensors, name: str, g_idx: Tensor, size: int) -> Tensor | None:
+    """The order of inputs in which groups stand together; None if they do already."""
+    groups = torch.arange(len(g_idx)) // size
+    if torch.equal(g_idx.long(), groups):
+        return None
+    permutation = g_idx.long().argsort(stable=True)
+    if not torch.equal(g_idx.long()[permutation], groups):
+        raise tensors.refusal(name, f"has groups that are not of {size} inputs", "a permutation of groups")
+    return permutation
+
+
+@dataclass(frozen=True, slots=True)
+class GptqRules:
+    """Every module with a qweight is quantized, but for those that `dynamic` excludes."""
+
+    reader: GptqReader
+    dynamic: tuple[tuple[str, dict[str, Any]], ...]
+    must_agree: bool = False
+
+    def reader_of(self, module: str, class_name: str) -> GptqReader | None:  # noqa: ARG002
+        for pattern, overrides in self.dynamic:
+            if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+                return None if pattern.startswith("-:") else self._overridden(module, overrides)
+        return self.reader
+
+    def _overridden(self, module: str, overrides: dict[str, Any]) -> GptqReader:
+        bits = _bits(overrides.get("bits", self.reader.bits), module)
+        size = int(overrides.get("group_size", self.reader.group_size))
+        return GptqReader(bits, size, self.reader.zero_shift)
+
+
+def read_gptq_rules(config: dict[str, Any]) -> GptqRules:
+    """Raises QuantizationRefused."""
+    version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if version not in _ZERO_SHIFTS:
+        raise QuantizationRefused(
+            f"quantization_config has checkpoint_format {version}", fix="take one of gptq or gptq_v2"
+        )
+    bits = _bits(config.get("bits", 4), "quantization_config")
+    reader = GptqReader(bits, int(config.get("group_size", -1)), _ZERO_SHIFTS[version])
+    dynamic = tuple((config.get("dynamic") or {}).items())
+    for pattern, _ in dynamic:
+        try:
+            re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+        except re.error as error:
+            raise QuantizationRefused(
+                f"quantization_config has the pattern {pattern!r}", fix=f"correct it: {error}"
+            ) from error
+    return GptqRules(reader, dynamic)
+
+
+def _bits(bits: Any, where: str) -> int:
+    if bits not in INTEGER_BITS:
+        raise QuantizationRefused(f"{where} has codes of {bits} bits", fix="take a checkpoint of 4 or 8")
+    return int(bits)

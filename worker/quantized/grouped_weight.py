@@ -1,0 +1,201 @@
+"""Weights as codes with scales of groups: one type for every format of a checkpoint.
+
+Owns: the meaning of codes, scales, offsets and permutation, and what may be cut or merged.
+Never: reads files, or knows a format's name.
+
+Shapes: N outputs, K inputs, G groups of inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+NUM_NIBBLES = 16
+UNSIGNED_TABLE = torch.arange(NUM_NIBBLES, dtype=torch.float32)
+"""Codes 0 to 15 stand for themselves: scales and offsets do the rest."""
+SIGNED_TABLE = UNSIGNED_TABLE - 8
+"""Codes are 8 more than their numbers."""
+E2M1_TABLE = torch.tensor(
+    [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+)
+"""Floats of 2 bits of exponent and 1 of mantissa; the highest bit is the sign."""
+_BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedWeight:
+    """A weight [N, K]: number(code) * scale - offset, the last two by output and group of inputs.
+
+    Raises ValueError where the shapes do not belong to each other.
+    """
+
+    codes: Tensor
+    """int8 or float8_e4m3fn [N, K], which stand for themselves; or uint8 [N, K / 2], two codes a byte, the
+    lower four bits first, which stand for the numbers of `table`."""
+    table: Tensor | None = None
+    """float32 [16], for codes of four bits."""
+    scales_NG: Tensor
+    """float32"""
+    offsets_NG: Tensor | None = None
+    """float32"""
+    permutation_K: Tensor | None = None
+    """int64: column k of the codes is multiplied by input permutation_K[k]."""
+
+    def __post_init__(self) -> None:
+        is_packed = self.codes.dtype is torch.uint8
+        if not is_packed and self.codes.dtype not in _BYTE_DTYPES:
+            raise ValueError(f"codes are {self.codes.dtype}")
+        if is_packed != (self.table is not None) or (is_packed and len(_not_none(self.table)) != NUM_NIBBLES):
+            raise ValueError("a table of 16 numbers belongs to codes of four bits, and to no others")
+        groups = self.scales_NG.shape
+        if self.codes.dim() != 2 or len(groups) != 2 or groups[0] != self.num_outputs:
+            raise ValueError(f"scales {tuple(groups)} do not fit {self.num_outputs} outputs")
+        if groups[1] == 0 or self.num_inputs % groups[1]:
+            raise ValueError(f"{groups[1]} groups do not divide {self.num_inputs} inputs")
+        if self.offsets_NG is not None and self.offsets_NG.shape != groups:
+            raise ValueError(f"offsets {tuple(self.offsets_NG.shape)} do not fit scales {tuple(groups)}")
+        if self.permutation_K is not None and self.permutation_K.shape != (self.num_inputs,):
+            raise ValueError(f"the permutation has {len(self.permutation_K)} of {self.num_inputs} inputs")
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.codes.shape[1] * (2 if self.codes.dtype is torch.uint8 else 1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight that this stands for: [N, K]."""
+        return self.num_outputs, self.num_inputs
+
+    @property
+    def group_size(self) -> int:
+        return self.num_inputs // self.scales_NG.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parts but the table."""
+        parts = (self.codes, self.scales_NG, self.offsets_NG, self.permutation_K)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def dequantized(self) -> Tensor:
+        """The weight in float32 [N, K], in the order of inputs: the definition of everything above."""
+        groups = (self.num_outputs, -1, self.group_size)
+        weight = self.numbers().view(groups) * self.scales_NG[:, :, None]
+        if self.offsets_NG is not None:
+            weight -= self.offsets_NG[:, :, None]
+        weight = weight.view(self.shape)
+        if self.permutation_K is None:
+            return weight
+        ordered = torch.empty_like(weight)
+        ordered[:, self.permutation_K] = weight
+        return ordered
+
+    def numbers(self) -> Tensor:
+        """The numbers that the codes stand for, float32 [N, K], in the order of the codes."""
+        if self.table is None:
+            return self.codes.float()
+        return self.table.to(self.codes.device)[self.nibbles().int()]
+
+    def nibbles(self) -> Tensor:
+        """Codes of four bits, one a byte: uint8 [N, K]."""
+        assert self.codes.dtype is torch.uint8
+        return torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.shape)
+
+    def outputs(self, chosen: slice | Tensor) -> Self:
+        """Some outputs, in the order given: a slice or int64 indices."""
+        offsets = None if self.offsets_NG is None else self.offsets_NG[chosen]
+        return replace(self, codes=self.codes[chosen], scales_NG=self.scales_NG[chosen], offsets_NG=offsets)
+
+    def inputs(self, start: int, stop: int) -> Self:
+        """Inputs [start, stop). Raises ValueError where that cuts a group, or if inputs are permuted."""
+        if self.permutation_K is not None:
+            raise ValueError("permuted inputs cannot be cut: their groups are spread over all of them")
+        size = self.group_size
+        if start % size or stop % size or not 0 <= start < stop <= self.num_inputs:
+            raise ValueError(f"inputs {start} to {stop} cut groups of {size}")
+        groups = slice(start // size, stop // size)
+        per_byte = self.num_inputs // self.codes.shape[1]
+        if start % per_byte or stop % per_byte:
+            raise ValueError(f"inputs {start} to {stop} cut bytes of {per_byte} codes")
+        return replace(
+            self,
+            codes=self.codes[:, start // per_byte : stop // per_byte],
+            scales_NG=self.scales_NG[:, groups],
+            offsets_NG=None if self.offsets_NG is None else self.offsets_NG[:, groups],
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales_NG=self.scales_NG.to(device),
+            offsets_NG=None if self.offsets_NG is None else self.offsets_NG.to(device),
+            permutation_K=None if self.permutation_K is None else self.permutation_K.to(device),
+        )
+
+
+def pack_nibbles(codes_NK: Tensor) -> Tensor:
+    """Codes of four bits, one a byte, to two a byte: uint8 [N, K] to [N, K / 2]."""
+    pairs = codes_NK.view(len(codes_NK), -1, 2)
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4
+
+
+def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Outputs of several weights of the same inputs, one after the other.
+
+    Group sizes may differ: the larger groups are cut. Raises ValueError where codes, tables or permutations
+    differ.
+    """
+    first = weights[0]
+    for other in weights[1:]:
+        if other.codes.dtype is not first.codes.dtype or not _are_equal(other.table, first.table):
+            raise ValueError("weights with codes of different kinds cannot be merged")
+        if other.num_inputs != first.num_inputs or not _are_equal(other.permutation_K, first.permutation_K):
+            raise ValueError("weights of different inputs, or in different orders of them, cannot be merged")
+    size = min(weight.group_size for weight in weights)
+    if any(weight.group_size % size for weight in weights):
+        raise ValueError(f"groups of {', '.join(str(each.group_size) for each in weights)} cannot be merged")
+    weights = [_cut(weight, size) for weight in weights]
+    offsets = [weight.offsets_NG for weight in weights]
+    has_offsets = any(each is not None for each in offsets)
+    return replace(
+        first,
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales_NG=torch.cat([weight.scales_NG for weight in weights]),
+        offsets_NG=torch.cat(
+            [
+                torch.zeros_like(weight.scales_NG) if offset is None else offset
+                for weight, offset in zip(weights, offsets, strict=True)
+            ]
+        )
+        if has_offsets
+        else None,
+    )
+
+
+def _cut(weight: GroupedWeight, size: int) -> GroupedWeight:
+    times = weight.group_size // size
+    if times == 1:
+        return weight
+    return replace(
+        weight,
+        scales_NG=weight.scales_NG.repeat_interleave(times, dim=1),
+        offsets_NG=None if weight.offsets_NG is None else weight.offsets_NG.repeat_interleave(times, dim=1),
+    )
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _not_none(table: Tensor | None) -> Tensor:
+    assert table is not None
+    return table

@@ -1,0 +1,169 @@
+"""The contract between a checkpoint's quantization_config, its readers and the loader.
+
+Owns: what a reader is, what every reader checks, and how a refusal reads.
+Never: knows a format (formats.py and the readers do).
+
+Shapes: N outputs, K inputs, G groups of inputs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.worker_errors import StartupError
+
+MARKERS = frozenset({"weight_packed", "qweight", "weight_scale", "weight_scale_inv"})
+"""Tensors that no module has that is not quantized."""
+INTEGER_BITS = (4, 8)
+
+
+class QuantizationRefused(StartupError):
+    """A quantized checkpoint that would not be computed exactly. One line that names the module or tensor."""
+
+
+class ModuleTensors:
+    """The tensors of one module by their last name. Every lookup raises QuantizationRefused."""
+
+    def __init__(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+        self.module = module
+        self._tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+        """A tensor of one of these dtypes and shapes."""
+        found = self._tensors.get(name)
+        if found is None:
+            raise QuantizationRefused(
+                f"{self.module}.{name} is missing", fix="download the checkpoint again, whole"
+            )
+        if found.dtype not in dtypes:
+            raise self.refusal(name, f"is {_name(found.dtype)}", " or ".join(map(_name, dtypes)))
+        if tuple(found.shape) not in shapes:
+            raise self.refusal(
+                name, f"is {list(found.shape)}", " or ".join(str(list(each)) for each in shapes)
+            )
+        return found
+
+    def refusal(self, name: str, what: str, supported: str) -> QuantizationRefused:
+        return QuantizationRefused(
+            f"{self.module}.{name} {what}", fix=f"take a checkpoint where it is {supported}"
+        )
+
+
+class Reader(Protocol):
+    """From the tensors of one module to its weight."""
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        """The weight of a linear module [N, K]. Raises QuantizationRefused."""
+
+
+class Rules(Protocol):
+    """A quantization_config: which module is read by which reader."""
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether a module that the rules name must be stored quantized, and no other may be."""
+
+    def reader_of(self, module: str, class_name: str) -> Reader | None:
+        """Find the reader of a module; None if it is not quantized. Raises QuantizationRefused."""
+
+
+def find_reader(
+    rules: Rules, module: str, stored: frozenset[str], *, class_name: str = "Linear"
+) -> Reader | None:
+    """The reader of a module that is stored as tensors of these last names; None for a plain weight.
+
+    Raises QuantizationRefused where rules and tensors contradict each other.
+    """
+    reader = rules.reader_of(module, class_name)
+    is_stored_quantized = not MARKERS.isdisjoint(stored)
+    if reader is None and is_stored_quantized:
+        marker = min(MARKERS & stored)
+        raise QuantizationRefused(
+            f"{module}.{marker} is quantized, but quantization_config excludes {module}",
+            fix="take a checkpoint whose config and tensors agree",
+        )
+    if reader is not None and not is_stored_quantized:
+        if rules.must_agree:
+            raise QuantizationRefused(
+                f"quantization_config names {module}, but its tensors are {', '.join(sorted(stored))}",
+                fix="take a checkpoint whose config and tensors agree",
+            )
+        return None
+    return reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerCodes:
+    """Codes without a sign, as most formats have them: (code - zero) * scale."""
+
+    codes_NK: Tensor
+    """uint8"""
+    zeros_NG: Tensor | None
+    """Whole numbers; None: the middle of the codes."""
+    scales_NG: Tensor
+    bits: int
+
+
+def weight_of(found: IntegerCodes, permutation_K: Tensor | None = None) -> GroupedWeight:
+    """Offsets stay away where every zero is the middle of the codes."""
+    middle = 1 << (found.bits - 1)
+    scales = found.scales_NG.float()
+    zeros = found.zeros_NG
+    is_symmetric = zeros is None or bool((zeros == middle).all())
+    if found.bits == 8:
+        codes = (found.codes_NK ^ middle).view(torch.int8)
+        offsets = None if zeros is None or is_symmetric else scales * (zeros.float() - middle)
+        return GroupedWeight(codes=codes, scales_NG=scales, offsets_NG=offsets, permutation_K=permutation_K)
+    return GroupedWeight(
+        codes=pack_nibbles(found.codes_NK),
+        table=SIGNED_TABLE if is_symmetric else UNSIGNED_TABLE,
+        scales_NG=scales,
+        offsets_NG=None if zeros is None or is_symmetric else scales * zeros.float(),
+        permutation_K=permutation_K,
+    )
+
+
+def unpacked(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Codes of 4 or 8 bits out of int32 [A, B], the lowest bits first: uint8 [A, B * 32 / bits].
+
+    With `order`, code i of a word is number order[i] of those that it holds.
+    """
+    raw = words.contiguous().view(torch.uint8)
+    codes = torch.stack((raw & 15, raw >> 4), dim=-1).view(len(words), -1) if bits == 4 else raw
+    if order is None:
+        return codes
+    places = torch.tensor(order).argsort()
+    return codes.view(len(words), -1, len(order))[:, :, places].reshape(len(words), -1)
+
+
+def scales_of_blocks(
+    tensors: ModuleTensors, name: str, block: tuple[int, int], shape: tuple[int, int]
+) -> Tensor:
+    """Scales of blocks of outputs and inputs as scales by output and group: float32 [N, G].
+
+    A last block may be short: groups are then as large as divides the inputs.
+    """
+    (num_outputs, num_inputs), (rows, columns) = shape, block
+    stored = (-(-num_outputs // rows), -(-num_inputs // columns))
+    scales = tensors.take(name, (torch.float32, torch.bfloat16, torch.float16), stored).float()
+    size = math.gcd(columns, num_inputs)
+    groups = torch.arange(num_inputs // size) * size // columns
+    return scales[:, groups].repeat_interleave(rows, dim=0)[:num_outputs].contiguous()
+
+
+def refuse_not_finite(tensors: ModuleTensors, name: str, codes: Tensor) -> None:
+    """Codes of float8 that are no numbers would spoil every token."""
+    if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise tensors.refusal(name, "has codes that are not a number", "finite")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

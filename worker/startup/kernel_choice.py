@@ -1,0 +1,57 @@
+"""The kernels of the device that a model is loaded on: CPU or GPU is asked here, once.
+
+Owns: the table of kinds of devices, each with its forecast, its toolkit and the memory that it will need.
+Never: compiles (cpu/cpu_kernel_choice.py, gpu/gpu_kernel_choice.py).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from worker.cpu import cpu_kernel_choice
+from worker.devices.device import NO_RESERVE, Device, Reserve
+from worker.doctor_findings import Finding
+from worker.gpu import gpu_kernel_choice
+from worker.model.toolkit import Toolkit
+from worker.progress import LoadStage
+from worker.startup.loader import LoadedModel
+from worker.worker_config import WorkerConfig
+
+
+class KernelChoice(NamedTuple):
+    """The kernels of one kind of device. All of its functions may raise StartupError."""
+
+    foresee: Callable[[WorkerConfig, Device, torch.dtype], Finding]
+    """Say what `open_toolkit` will come to; compiles nothing."""
+    open_toolkit: Callable[[WorkerConfig, Device, torch.dtype, LoadStage], Toolkit | None]
+    """Open the kernels; None where torch computes all."""
+    reserve: Callable[[WorkerConfig, LoadedModel], Reserve]
+    """Measure the memory that generation holds beside weights and KV cache."""
+    saturating_tokens: int
+    """The rows from which on products get no faster; 0 where more are always better."""
+
+
+def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
+    return gpu_kernel_choice.reserve(
+        config, checkpoint_len=loaded.checkpoint_len, vocab_size=loaded.vocab_size, dtype=loaded.dtype
+    )
+
+
+_ON_CPU = KernelChoice(
+    cpu_kernel_choice.foresee_kernels,
+    cpu_kernel_choice.open_toolkit,
+    lambda _config, _loaded: NO_RESERVE,
+    saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
+)
+_ON_GPU = KernelChoice(
+    gpu_kernel_choice.foresee_kernels,
+    gpu_kernel_choice.open_toolkit,
+    _reserve_on_gpu,
+    saturating_tokens=0,
+)
+
+
+def kernels_of(device: Device) -> KernelChoice:
+    """Return the kernels for this device."""
+    return _ON_GPU if device.is_gpu else _ON_CPU

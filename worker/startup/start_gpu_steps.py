@@ -1,0 +1,63 @@
+"""The start of steps on a GPU, once the model and its cache are there.
+
+Owns: the memory that steps and graphs hold, allocated here, and the capture of graphs.
+Never: runs on a machine without Triton.
+"""
+
+from typing import cast
+
+import torch
+
+from worker.devices.device import Device
+from worker.gpu.gpu_attention import PagedAttention
+from worker.gpu.gpu_kernel_choice import num_graph_logits, step_limits
+from worker.gpu.gpu_runner import GpuSteps
+from worker.gpu.graphs import GraphSizes
+from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
+from worker.gpu.sampling.gpu_sampler import GpuSampler
+from worker.gpu.step_buffers import StepBuffers
+from worker.model.toolkit import Toolkit
+from worker.progress import LoadPhase, LoadStage
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.row_sampler import RowSampler
+from worker.startup.ready_model import ReadyModel
+from worker.steps.model_runner import ModelRunner, StepRunner
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
+
+
+def open_steps(
+    config: WorkerConfig,
+    ready: ReadyModel[ModelRunner],
+    toolkit: Toolkit,
+    device: Device,
+    stage: LoadStage,
+    grammars: Grammars,
+) -> tuple[StepRunner, RowSampler]:
+    """Make the runner of steps, with graphs unless they are off, and the sampler. Raises StartupError."""
+    facts = ready.facts
+    limits = step_limits(config, facts.max_model_len, facts.block_size)
+    dtype: torch.dtype = getattr(torch, facts.dtype)
+    try:
+        logits = device.zeros(num_graph_logits(config, facts.vocab_size), dtype)
+        buffers = StepBuffers(device, limits)
+        sampler = GpuSampler(
+            vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device, grammars=grammars
+        )
+        with toolkit.refusing_kernels():
+            sampler.warm_up(dtype)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            "memory ran out beside the KV cache", fix="lower --gpu-memory-utilization or --max-num-seqs"
+        ) from error
+    if ready.host_pool.block_bytes % WORD_BYTES == 0:
+        ready.host_pool.copy_with(copy_blocks)
+    logits_NV = logits.view(-1, facts.vocab_size)
+    # The toolkit of a GPU made it.
+    backend = cast("PagedAttention", ready.backend)
+    with toolkit.refusing_kernels():
+        steps = GpuSteps(ready.runner, backend, device, buffers, sampler, logits_NV)
+    if not config.enforce_eager:
+        stage.enter(LoadPhase.CAPTURING)
+        steps.capture(GraphSizes(limits, facts.max_model_len))
+    return steps, sampler
