@@ -23,7 +23,7 @@ from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
-from server.endpoints import ADMIN, OPEN_PATHS, OPENAPI_PATH, PUBLIC, ROUTES
+from server.endpoints import ADMIN, BATCH_PATHS, OPEN_PATHS, OPENAPI_PATH, PUBLIC, ROUTES
 from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
 from server.http.body_limit import BodyLimit
@@ -117,6 +117,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
     )
     app.state.edge = edge
     app.state.keys = keys
+    app.state.batch_paths = BATCH_PATHS
     return app
 
 

@@ -13,6 +13,7 @@ from server.http.endpoint import Endpoint
 from server.operations import admin, models, ops, tokenization
 from server.pooling import embeddings, scoring
 from server.responses import responses
+from server.state import batch_routes, file_routes
 
 PUBLIC: tuple[Endpoint, ...] = (
     chat.ENDPOINT,
@@ -23,6 +24,8 @@ PUBLIC: tuple[Endpoint, ...] = (
     tokenization.ENDPOINT,
     embeddings.ENDPOINT,
     scoring.ENDPOINT,
+    file_routes.ENDPOINT,
+    batch_routes.ENDPOINT,
 )
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT,)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""

@@ -72,6 +72,9 @@ class EdgeConfig:
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
+    state_folder: str | None
+    """Folder of files and batches; None: there are none."""
+    state_max_bytes: int
     send_timeout_s: float
     max_memory_use: float
     """Share of memory in use above which requests are refused; 1: no limit."""
@@ -96,6 +99,8 @@ def edge_config(options: Options) -> EdgeConfig:
         admin_host=options.admin_host,
         tls=tls,
         cors_origins=options.cors_origin,
+        state_folder=options.state_folder,
+        state_max_bytes=options.state_max_size,
         send_timeout_s=options.send_timeout,
         max_memory_use=options.max_memory_use,
     )

@@ -24,6 +24,8 @@ EDGE = EdgeConfig(
     admin_host="127.0.0.1",
     tls=None,
     cors_origins=(),
+    state_folder=None,
+    state_max_bytes=2**24,
     send_timeout_s=30.0,
     max_memory_use=1.0,
 )
