@@ -68,7 +68,7 @@ async def test_a_batch_is_answered_at_the_lowest_priority_as_its_key(app, client
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
     (request,) = engine.requests
-    assert request.priority == 2**31 - 1
+    assert request.terms.priority == 2**31 - 1
     content = (await client.get(f"/v1/files/{batch['output_file_id']}/content", headers=KEYS)).text
     assert json.loads(content)["custom_id"] == "x"
     assert json.loads(content)["response"]["status_code"] == 200
