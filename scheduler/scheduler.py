@@ -6,7 +6,8 @@ Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.
 (arXiv:2309.06180).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.blocks.swap_space import SwapSpace
@@ -14,6 +15,7 @@ from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
+    Page,
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
@@ -31,13 +33,17 @@ from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
-from scheduler.step.plan_draft import PlanDraft
+from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
 from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog
+from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
+
+_output: Callable[[tuple[object, ...]], SequenceOutput]
+_output = partial(tuple.__new__, SequenceOutput)  # half the time of the class's own constructor
 
 Outputs = dict[int, list[SequenceOutput]]
 """Outputs by client_index."""
@@ -70,6 +76,7 @@ class Scheduler:
             queues=self._queues,
             in_flight=self._in_flight,
             counters=self._counters,
+            step_time=StepTimeModel(),
         )
         self._shares = TokenShares(self._state)
         self._planner = Planner(self._state, self._shares, finish=self._finish)
@@ -90,7 +97,9 @@ class Scheduler:
         seq.admission = self._counters.num_added
         seq.admitted_s = now_s
         deadline_s = now_s + seq.time_limits.nearest_s
-        seq.rank = self._order.rank(Standing(seq.priority, now_s, deadline_s, seq.admission))
+        standing = Standing(seq.priority, now_s, deadline_s, seq.admission)
+        seq.rank = self._order.rank(standing)
+        seq.running_rank = self._order.running_rank(standing)
         self._sequences[seq.sequence_id] = seq
         self._queues.add(seq)
         self._deadlines.add(seq)
@@ -106,7 +115,8 @@ class Scheduler:
             self._failed_in_flight.clear()
         for seq, limit in self._deadlines.expired(now_s=now_s):
             self._finish(seq, FinishReason.EXPIRED, message=limit.value)
-        return self._close(self._planner.plan(now_s=now_s))
+        shares = self._planner.plan_decodes()
+        return self._close(self._planner.plan(now_s=now_s)) if shares is None else self._close_decodes(shares)
 
     def update_draft_token_ids(self, drafts: Mapping[SequenceId, tuple[int, ...]]) -> None:
         """Take guesses at the tokens after the last known one.
@@ -127,6 +137,9 @@ class Scheduler:
         self._in_flight.take(plan)
         self._planner.note_memory_sufficed()
         sequences, sampled = self._sequences, result.token_ids
+        is_plain = not (
+            plan.draft_token_ids or result.logprobs or result.prompt_logprobs or self._has_accounts
+        )
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
@@ -134,6 +147,8 @@ class Scheduler:
                     self._distrust(share.sequence_id)
                 continue
             token_ids = sampled.get(share.sequence_id)
+            if is_plain and token_ids and self._has_taken_plain(seq, token_ids):
+                continue
             if token_ids:
                 self._take_tokens(seq, share, token_ids, plan, result)
             else:
@@ -210,9 +225,9 @@ class Scheduler:
         """Learn how long the worker took for a plan; later plans are sized by such figures."""
         self._planner.observe_step(plan, seconds)
 
-    def report(self, *, now_s: float) -> list[SequenceReport]:
-        """Reports on all unfinished sequences, and why they wait."""
-        return self._queues.report(self._planner.wait_reason, now_s=now_s)
+    def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
+        """Reports on unfinished sequences, running ones first, and why each waits."""
+        return self._queues.report(page, self._planner.reason_of, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""
@@ -282,6 +297,14 @@ class Scheduler:
         self._in_flight.add(finished)
         return finished
 
+    def _close_decodes(self, shares: list[ScheduledSequence]) -> SchedulerOutput:
+        self._watchdog.note_progress()
+        self._counters.num_steps += 1
+        released, self._released = tuple(self._released), []
+        plan = plan_of_decodes(self._counters.num_steps, released, tuple(shares))
+        self._in_flight.add(plan)
+        return plan
+
     def _watch(self) -> None:
         """Fail a request if, with work to do and no plan in flight, several plans in a row are empty."""
         if not self._sequences or self._in_flight:
@@ -306,6 +329,25 @@ class Scheduler:
 
     # Results.
 
+    def _has_taken_plain(self, seq: Sequence, token_ids: tuple[int, ...]) -> bool:
+        """Take one token in the middle of an output, as most are; False if there is more to it."""
+        known, token_id = seq.token_ids, token_ids[0]
+        num_known = len(known) + 1
+        if len(token_ids) != 1 or seq.pending_start is not None or num_known >= seq.max_length:
+            return False
+        if token_id in seq.params.stop_token_ids:
+            return False
+        known.append(token_id)
+        if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
+            self._settle(seq, 0)
+        of_client = self._outputs.get(seq.client_index)
+        if of_client is None:
+            of_client = self._outputs[seq.client_index] = []
+        of_client.append(
+            _output((seq.sequence_id, token_ids, None, (), None, "", (), b"", seq.num_preemptions))
+        )
+        return True
+
     def _take_tokens(
         self,
         seq: Sequence,
@@ -318,7 +360,7 @@ class Scheduler:
             return
         logprobs = result.logprobs.get(seq.sequence_id, ()) if result.logprobs else ()
         num_before = len(seq.token_ids)
-        reason = _append(seq, token_ids)
+        reason = seq.take_tokens(token_ids)
         num_known = len(seq.token_ids)
         if reason is None:
             if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
@@ -449,15 +491,3 @@ class Scheduler:
                 f"the prompt has {seq.num_tokens} tokens; the KV cache holds "
                 f"{self.kv.num_blocks * self.config.block_size}"
             )
-
-
-def _append(seq: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:
-    """Add tokens to those that are known, up to the one that ends the sequence."""
-    known, stop_token_ids = seq.token_ids, seq.params.stop_token_ids
-    for token_id in token_ids:
-        known.append(token_id)
-        if token_id in stop_token_ids:
-            return FinishReason.STOP
-        if len(known) >= seq.max_length:
-            return FinishReason.LENGTH
-    return None

@@ -85,11 +85,13 @@ class Sequence:
         "prompt_computation",
         "protected_until",
         "rank",
+        "running_rank",
         "sequence_id",
         "status",
         "tenant",
         "time_limits",
         "token_ids",
+        "turn",
     )
 
     def __init__(
@@ -124,6 +126,8 @@ class Sequence:
         self.admission = 0
         self.admitted_s = 0.0
         self.rank: Rank = ()
+        self.running_rank: Rank = ()
+        self.turn = 0  # changes whenever it begins or ceases to wait: entries of another turn are dead
         self.num_preemptions = 0
         self.num_reached_tokens = 0  # computed before it was preempted: from here on no token is recomputed
         self.num_bypasses = 0  # later sequences that were admitted while this one was first in the queue
@@ -177,7 +181,7 @@ class Sequence:
     @property
     def is_protected(self) -> bool:
         """Whether it was preempted, and has not made enough progress since to be preempted again."""
-        return self.num_tokens < self.protected_until
+        return self.num_preemptions > 0 and self.num_tokens < self.protected_until
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -207,6 +211,17 @@ class Sequence:
         """Facts for its first output; None for all later ones."""
         start, self.pending_start = self.pending_start, None
         return start
+
+    def take_tokens(self, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Add tokens to those that are known, up to the one that ends the sequence."""
+        known, stop_token_ids = self.token_ids, self.params.stop_token_ids
+        for token_id in token_ids:
+            known.append(token_id)
+            if token_id in stop_token_ids:
+                return FinishReason.STOP
+            if len(known) >= self.max_length:
+                return FinishReason.LENGTH
+        return None
 
     def expect_token(self) -> None:
         """Count the token that a plan samples, which will have to be computed unless it is the last."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
@@ -36,6 +37,14 @@ _DEMO_NAME = "tokenyard-demo"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
+
+# Without a target of the operator's: a pause that a reader hardly minds. Where decodes alone take half of it,
+# prompts get as much time as they, or else first tokens would come late.
+_DEFAULT_TARGET_ITL_S = 0.2
+_DEFAULT_PREFILL_SHARE = 0.5
+
+# Ten levels of priority have grown old within half of the default time limit of a request.
+_DEFAULT_PRIORITY_AGING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +99,8 @@ class ServerConfig:
     log_level: str
     otlp_traces_endpoint: str | None
     """Address of the collector of spans; None: no spans."""
+    shown_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Value and origin of each option, without secrets, for the web page; empty outside of `serve`."""
 
 
 def resolve(
@@ -162,6 +173,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             gpu_kernels=options.gpu_kernels,
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
+            quantize_head=options.quantize_head,
+            activations=options.activations,
             num_threads=options.num_threads,
         ),
     )
@@ -174,7 +187,7 @@ def _scheduler_options(options: Options) -> SchedulerOptions:
         policy=SchedulingPolicy(options.scheduling_policy),
         prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
         watermark=options.watermark,
-        priority_aging_s=_or_no_limit(options.priority_aging),
+        priority_aging_s=_priority_aging_s(options),
         order_among_equals=OrderAmongEquals(options.order_among_equals),
         displacement=Displacement.ON if options.enable_displacement else Displacement.OFF,
         fairness=Fairness(options.fairness),
@@ -184,11 +197,20 @@ def _scheduler_options(options: Options) -> SchedulerOptions:
         max_bypasses=options.max_bypasses,
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
-        target_itl_s=_or_no_limit(options.target_itl),
+        target_itl_s=_DEFAULT_TARGET_ITL_S if options.target_itl is None else options.target_itl or inf,
+        least_prefill_share=_DEFAULT_PREFILL_SHARE if options.target_itl is None else 0.0,
         max_prefill_tokens=options.max_prefill_tokens,
         max_chunk_tokens=options.long_prefill_token_threshold,
         max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
     )
+
+
+def _priority_aging_s(options: Options) -> float:
+    """Aging as asked; by itself the default, where it does not contradict the order among equals."""
+    if options.priority_aging is not None:
+        return options.priority_aging or inf
+    is_by_deadline = options.order_among_equals == OrderAmongEquals.DEADLINE
+    return inf if options.scheduling_policy == "fcfs" or is_by_deadline else _DEFAULT_PRIORITY_AGING_S
 
 
 def _or_no_limit(seconds: float | None) -> float:
@@ -220,7 +242,7 @@ def _check_scheduler(options: Options) -> None:
             "--scheduling-policy fcfs has no priorities",
             "use --scheduling-policy priority",
         )
-    if options.order_among_equals == "deadline" and options.priority_aging is not None:
+    if options.order_among_equals == "deadline" and options.priority_aging:
         raise OptionError(
             "--order-among-equals deadline", "--priority-aging leaves no equals", "leave one of them out"
         )

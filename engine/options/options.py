@@ -13,6 +13,12 @@ from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+from engine.options.parser_options import (
+    REASONING_HELP,
+    REASONING_PARSERS,
+    TOOL_CALL_HELP,
+    TOOL_CALL_PARSERS,
+)
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
@@ -106,10 +112,26 @@ class Options(EdgeOptions):
 
     quantization: str = _option(
         Group.MODEL,
-        Choice(words=("none", "int8")),
+        Choice(words=("none", "int8", "int4")),
         "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
-        "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. Needs "
-        "the CPU kernels.",
+        "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. int4 "
+        "keeps them as 4-bit numbers with a scale for each 32: a third of the memory, at more loss. Weights "
+        "that the checkpoint holds quantized stay as they are. Needs the CPU kernels.",
+        default="none",
+    )
+    quantize_head: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 keeps the output layer as 8-bit numbers too, which reads half of its bytes for each step: a "
+        "gain for small models, whose output layer is large. An embedding that is tied to it is kept "
+        "beside it. Needs the CPU kernels.",
+        default="none",
+    )
+    activations: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 rounds what 4-bit and 8-bit weights in groups multiply to 8 bits, token by token: faster with "
+        "several sequences on CPU, at some loss of accuracy. Needs the CPU kernels.",
         default="none",
     )
 
@@ -197,10 +219,10 @@ class Options(EdgeOptions):
     )
     priority_aging: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.001, high=1e6),
+        Duration(low=0.0, high=1e6),
         "Waiting time that makes up for one level of priority, so that no request waits for ever. Shorter is "
-        "fairer to less urgent requests, longer is stricter.",
-        open_default="priorities are strict",
+        "fairer to less urgent requests, longer is stricter; 0 is strict priority.",
+        open_default="30s under the priority policy, unless --order-among-equals deadline",
         default=None,
     )
     order_among_equals: str = _option(
@@ -234,10 +256,10 @@ class Options(EdgeOptions):
     )
     target_itl: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.0001, high=3600.0),
+        Duration(low=0.0, high=3600.0),
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
-        "Shorter makes streams smoother and first tokens later.",
-        open_default="steps are as large as --max-num-batched-tokens allows",
+        "Shorter makes streams smoother and first tokens later. 0 is no target.",
+        open_default="200ms, and half of each step to prefill where decodes alone take more than half of it",
         default=None,
     )
     batching: str = _option(
@@ -334,28 +356,8 @@ class Options(EdgeOptions):
         "of tenants. It needs a key like other routes.",
         default=False,
     )
-    tool_call_parser: str = _option(
-        Group.SERVER,
-        Choice(
-            words=(
-                *("auto", "hermes", "llama3_json", "llama4_json", "mistral", "granite", "phi4", "json"),
-                *("deepseek", "kimi_k2", "harmony", "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2"),
-                *("olmo3", "gemma4", "functiongemma", "generic", "none"),
-            )
-        ),
-        "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
-        "template; generic shows the tools in the prompt and lets a grammar keep to their schemas, for "
-        "models that were not trained to call, at the cost of a mask for each token; none refuses.",
-        default="auto",
-    )
-    reasoning_parser: str = _option(
-        Group.SERVER,
-        Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none")),
-        "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
-        "</think>, mistral [THINK], harmony the channels of gpt-oss. auto looks for the marks in the chat "
-        "template and the tokenizer.",
-        default="auto",
-    )
+    tool_call_parser: str = _option(Group.SERVER, TOOL_CALL_PARSERS, TOOL_CALL_HELP, default="auto")
+    reasoning_parser: str = _option(Group.SERVER, REASONING_PARSERS, REASONING_HELP, default="auto")
     max_queued_requests: int = _option(
         Group.SERVER,
         Count(low=1, high=2**20),
@@ -434,8 +436,8 @@ class Options(EdgeOptions):
         Group.SERVER,
         Duration(low=0.0, high=3600.0),
         "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
-        "the proxies' own limit; 0 sends none.",
-        default=15.0,
+        "the proxies' own limit, which is often 60 seconds; some clients cannot read comments. 0 sends none.",
+        default=45.0,
     )
     shutdown_timeout: float = _option(
         Group.SERVER,

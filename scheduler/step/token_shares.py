@@ -12,11 +12,18 @@ of their sequence. A sequence for which drafts come too early is not planned ahe
 fit.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from scheduler.messages import ScheduledSequence, SequenceId
 from scheduler.sequence import Sequence, Status
+from scheduler.step.budget import SchedulingBudget
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
+
+_share: Callable[[tuple[SequenceId, int, int, bool]], ScheduledSequence]
+_share = partial(tuple.__new__, ScheduledSequence)  # half the time of the class's own constructor
 
 _EXPECTED: tuple[int, ...] = ()
 """In place of drafts: some are expected, and none fit yet."""
@@ -47,9 +54,33 @@ class TokenShares:
         if seq.num_tokens + 1 < seq.max_length:  # as expect_token, without the call
             seq.num_tokens += 1
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether drafts, or inputs to encode, may change what a decode gets."""
+        return bool(self._drafts or self._state.config.max_encoder_tokens)
+
+    def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
+        """Give each one token, as `decode` does, in one loop, and complete the plan.
+
+        Each must want just one token, and have a slot for it.
+        """
+        block_size, shares, has_published = self._block_size, [], False
+        for seq in running:
+            start = seq.num_computed_tokens
+            seq.num_computed_tokens = end = start + 1
+            if end % block_size == 0 and end <= len(seq.token_ids):
+                self._publish(seq, start, end)
+                has_published = True
+            shares.append(_share((seq.sequence_id, start, 1, True)))
+            if seq.num_tokens + 1 < seq.max_length:
+                seq.num_tokens += 1
+        if has_published:
+            self._kv.complete_plan()
+        return shares
+
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
         """Give as much of what is left to compute as the budget has; no share, if nothing is left."""
-        share = plan.budget.take_chunk(seq, self.num_wanted(seq))
+        share = plan.budget.take_chunk(seq, self.num_shared(seq, plan.budget))
         if share:
             self.chunk(seq, share, plan)
 
@@ -68,7 +99,15 @@ class TokenShares:
 
     def num_wanted(self, seq: Sequence) -> int:
         """Tokens left to compute; fewer if others would like a part of the step too."""
-        limit, wanted = self._state.config.max_chunk_tokens, seq.num_uncomputed_tokens
+        return self._num_within(seq, self._state.config.max_chunk_tokens)
+
+    def num_shared(self, seq: Sequence, budget: SchedulingBudget) -> int:
+        """Tokens as wanted, and more where few others are left: then each has an equal part."""
+        limit = self._state.config.max_chunk_tokens
+        return self._num_within(seq, max(limit, budget.equal_part()) if limit else 0)
+
+    def _num_within(self, seq: Sequence, limit: int) -> int:
+        wanted = seq.num_uncomputed_tokens
         queues = self._state.queues
         if limit and not seq.is_indivisible and len(queues.running) + len(queues.waiting) > 1:
             wanted = min(wanted, limit)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
 _LOWEST_PRIORITY = INT32_MAX
+_TIMED_OUT = 504
 _PAUSE_AFTER_FAILURE_S = 5.0
 
 
@@ -146,6 +147,8 @@ class BatchQueue:
         else:
             body = {**request.body, "priority": _LOWEST_PRIORITY}
             reply = await run.send(request.url, orjson.dumps(body))
+            while reply.status == _TIMED_OUT:  # it had no turn before the server's time limit
+                reply = await run.send(request.url, orjson.dumps(body))
             answer, is_error = answer_line(request.custom_id, reply), not 200 <= reply.status < 300
         await self._desk.do(lambda store: store.add_answer(batch_id, line.number, answer, is_error=is_error))
 

@@ -16,6 +16,7 @@ from server.chat.message_reader import Reading, ShownReasoning
 from server.chat.reasoning import ReasoningStart
 from server.chat.reasoning_styles import THINK, ReasoningStyle, find_style
 from server.chat.template_input import template_input, turns_reasoning_off
+from server.chat.tool_protocol import ToolChoiceObject
 from server.chat.tool_use import ToolUse, tool_use_of
 from server.generate.calls import Origin
 from server.generate.engine_requests import (
@@ -82,6 +83,17 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
             finish_reason_of_calls=tool_use.finish_reason,
         ),
     )
+
+
+async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> TokenIds:
+    """The prompt that a request would have, for counting its tokens. Raises RequestRejected, Overloaded."""
+    info = edge.engine.info
+    dialect = find_dialect(edge.parsers.tool_calls, info.chat_template)
+    if chat.tools and dialect is None:
+        # Where calls are not read, a choice that needs no reader has the same prompt.
+        chat = chat.model_copy(update={"tool_choice": ToolChoiceObject(type="required")})
+    messages, options = template_input(chat, info, tool_use_of(chat, dialect))
+    return await edge.engine.encode_chat(messages, options)
 
 
 def _wanted(

@@ -14,18 +14,15 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
-from engine.types import ModelInfo
 from server.chat.chat_protocol import ChatCompletionRequest, Messages
-from server.chat.template_input import template_input
-from server.chat.tool_protocol import ToolChoiceObject, Tools
-from server.chat.tool_use import tool_use_of
+from server.chat.chat_turn import prompt_of
+from server.chat.tool_protocol import Tools
 from server.generate.model_checks import check_model, check_token_ids
 from server.generate.protocol import MAX_PROMPT_TOKENS, Name, ReasoningEffort, TemplateKwargs, Text
 from server.http.edge import Edge, edge_of
 from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.json_body import read_request
 from server.refusals import unsupported
-from server.tool_calls.dialects import find_dialect
 from server.wire_model import WireModel
 
 TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
@@ -87,7 +84,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
     info = engine.info
     check_model(body.model, info)
-    token_ids = await _encode(edge_of(request), body, info)
+    token_ids = await _encode(edge_of(request), body)
     strings = await engine.vocabulary_strings(token_ids) if body.return_token_strs else None
     return _json(
         {
@@ -110,10 +107,10 @@ async def detokenize(request: Request) -> Response:
     return _json({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
 
 
-async def _encode(edge: Edge, body: TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
     engine = edge.engine
     if body.messages is not None:
-        return await _encode_chat(edge, body, info)
+        return await _encode_chat(edge, body)
     if body.prompt is None:
         raise RequestRejected("prompt or messages is required", param="prompt", code="missing_field")
     for name in _CHAT_FIELDS:
@@ -124,14 +121,13 @@ async def _encode(edge: Edge, body: TokenizeRequest, info: ModelInfo) -> tuple[i
     return await engine.encode(body.prompt)
 
 
-async def _encode_chat(edge: Edge, body: TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+async def _encode_chat(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
     if body.add_special_tokens:
         raise unsupported(
             "add_special_tokens", "add_special_tokens: a chat template brings its special tokens itself"
         )
-    dialect = find_dialect(edge.parsers.tool_calls, info.chat_template)
     chat = ChatCompletionRequest(
         messages=body.messages or [],
         add_generation_prompt=body.add_generation_prompt,
@@ -139,11 +135,8 @@ async def _encode_chat(edge: Edge, body: TokenizeRequest, info: ModelInfo) -> tu
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
         tools=body.tools,
-        # Where calls are not read, tools come with a choice that needs no reader; the prompt is the same.
-        tool_choice=ToolChoiceObject(type="required") if body.tools and dialect is None else None,
     )
-    messages, options = template_input(chat, info, tool_use_of(chat, dialect))
-    return await edge.engine.encode_chat(messages, options)
+    return await prompt_of(edge, chat)
 
 
 def _json(body: dict[str, Any]) -> Response:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from engine.logs.log_setup import ERASE_LINE
+from engine.options.edge_config import Page
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo, PoolingTask
 from server.http.http_client import DEFAULT_URL
@@ -37,6 +38,7 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
         ("scheduler", _scheduler(engine, info)),
         ("API key", "needed" if _needs_key(server) else "not needed"),
         ("listens on", f"{url}   (API description: {url}/openapi.json)"),
+        *([] if server.edge.page is Page.OFF else [("web page", f"{url}/")]),
     ]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     examples = [f"  Try: {each}" for each in (*_chat(info, url), _curl(info, server, url))]
