@@ -12,7 +12,8 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
-from worker.startup.loader import find_kind
+from worker.ranks.ranks import ALONE, Ranks
+from worker.startup.loader import find_kind, refuse_ranks
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
@@ -27,10 +28,14 @@ class Worker:
     """A worker that loads once, then launches plans one after another. Not thread-safe."""
 
     def __init__(
-        self, config: WorkerConfig, open_device: Callable[[WorkerConfig], Device] = open_device
+        self,
+        config: WorkerConfig,
+        open_device: Callable[[WorkerConfig], Device] = open_device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._config = config
         self._open_device = open_device
+        self._ranks = ranks
         self._device: Device | None = None
         self._steps: Steps | None = None
 
@@ -49,11 +54,14 @@ class Worker:
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:
         device.make_current()
         kind = find_kind(self._config)
+        refuse_ranks(self._config, kind, device)
         if kind.task is not Task.GENERATE:
             return start_pooling(self._config, kind, device, stage)
         try:
-            return start_generating(self._config, kind, device, stage)
+            return start_generating(self._config, kind, device, stage, self._ranks)
         except FamilyRefused as error:
+            if self._ranks.size > 1:
+                raise
             refused = error.what  # not the error: its traceback keeps the model's memory alive
         return start_with_own_caches(self._config, kind, device, stage, refused)
 
