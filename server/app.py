@@ -98,7 +98,7 @@ def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
 
 def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
     page = settings.edge.page
-    endpoints = PUBLIC if page is Page.OFF else (*PUBLIC, *PAGE)
+    endpoints = PUBLIC if page is Page.OFF else (*PAGE, *PUBLIC)  # its HEAD / goes first
     if settings.enable_admin and settings.edge.admin_port is None:
         return (*endpoints, *ADMIN)
     return (*endpoints, *YARD) if page is Page.YARD else endpoints

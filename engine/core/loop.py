@@ -122,7 +122,7 @@ class EngineLoop:
         self._clock = clock
         self._trace = trace
         self._names = RequestNames()
-        self._watch = StepWatch(scheduler, mailbox.send, clock, self._names)
+        self._watch = StepWatch(scheduler, mailbox.send, self._names)
         self._under_way: deque[_StepUnderWay] = deque()
         self._last_result_s = float("-inf")
         self._is_stopping = False

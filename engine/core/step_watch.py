@@ -9,6 +9,7 @@ before the next, so that a large server sends fewer views instead of slower step
 view are counted and dropped.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
@@ -41,12 +42,14 @@ class StepWatch:
         self,
         scheduler: Scheduler,
         send: Callable[[View], None],
-        clock: Callable[[], float],
         names: RequestNames,
+        *,
+        work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        """`work_clock` measures work: time in which the machine did something else does not count."""
         self._scheduler = scheduler
         self._send = send
-        self._clock = clock
+        self._work_clock = work_clock
         self._names = names
         self._until_s = -inf
         self.due_s = inf
@@ -97,11 +100,11 @@ class StepWatch:
         if len(self._steps) >= room:
             self._num_dropped += 1
             return
-        began_s = self._clock()
+        began_s = self._work_clock()
         self._steps.append(
             self._lines.line(plan, now_s=now_s, stats=stats, waiting=waiting, times=times).rstrip()
         )
-        self._spent_s += self._clock() - began_s
+        self._spent_s += self._work_clock() - began_s
 
     def look(self, *, now_s: float) -> None:
         """Send a view if one is due."""
@@ -110,12 +113,12 @@ class StepWatch:
         if now_s >= self._until_s:
             self._turn_off()
             return
+        began_s = self._work_clock()
         self._send(View(self._document(now_s)))
-        ended_s = self._clock()
-        self._spent_s += ended_s - now_s
-        self._earliest_s = ended_s + max(MIN_INTERVAL_S, _REST_PER_WORK * self._spent_s)
+        self._spent_s += self._work_clock() - began_s
+        self._earliest_s = now_s + max(MIN_INTERVAL_S, _REST_PER_WORK * self._spent_s)
         is_idle = not self._scheduler.has_unfinished_requests
-        self.due_s = max(self._earliest_s, ended_s + _IDLE_INTERVAL_S) if is_idle else self._earliest_s
+        self.due_s = max(self._earliest_s, now_s + _IDLE_INTERVAL_S) if is_idle else self._earliest_s
         self._spent_s = 0.0
 
     def _turn_off(self) -> None:

@@ -33,6 +33,7 @@ _TOOLS = {
     "run-batch": "server.batch.batch_command",
     "chat": "server.terminal.chat_command",
     "complete": "server.terminal.complete_command",
+    "top": "server.terminal.top_command",
 }
 EXIT_PORT_IN_USE = 98
 
@@ -40,6 +41,7 @@ _USAGE = """\
 usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI's API does
        tokenyard chat                         talk to a running server
        tokenyard complete PROMPT              let a running server continue a text
+       tokenyard top                          watch the requests, blocks and steps of a running server
        tokenyard run-batch -i FILE -o FILE    answer a file of requests in OpenAI's batch format
        tokenyard bench ...                    send load to a server and measure it
        tokenyard simulate ...                 what would happen with other load, memory, policy

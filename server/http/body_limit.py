@@ -120,8 +120,10 @@ async def _drain(receive: Receive) -> None:
 def _check_framing(scope: Scope) -> None:
     """Two lengths are two opinions on where the next request begins: ours, and that of a proxy before us.
 
-    Source: RFC 9112, section 6.1.
+    So is a transfer coding in HTTP/1.0, which has none. Source: RFC 9112, section 6.1.
     """
+    if scope.get("http_version") == "1.0" and _header(scope, b"transfer-encoding") is not None:
+        raise RequestRejected("HTTP/1.0 has no Transfer-Encoding", code="invalid_request")
     if _header(scope, b"transfer-encoding") is not None and _header(scope, b"content-length") is not None:
         raise RequestRejected(
             "send either Content-Length or Transfer-Encoding, not both", code="invalid_request"

@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -58,7 +58,7 @@ async def read_request(
 
     Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout.
     """
-    _check_media_type(request.headers.get("content-type"))
+    _check_media_type(request.headers.getlist("content-type"))
     _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
     reader = _Reader(
@@ -93,8 +93,10 @@ async def _in_large_lane(read: Callable[[], ReadT]) -> ReadT:
         _num_large_under_way -= 1
 
 
-def _check_media_type(content_type: str | None) -> None:
-    media_type = (content_type or "application/json").partition(";")[0].strip().lower()
+def _check_media_type(content_types: Sequence[str]) -> None:
+    if len(content_types) > 1:
+        raise UnsupportedMediaType("the request has two media types: send Content-Type once")
+    media_type = (content_types[0] if content_types else "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType("the request body must be JSON: send Content-Type: application/json")
 

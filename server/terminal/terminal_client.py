@@ -101,11 +101,11 @@ class TokenWriter:
             self._stream.write(f"{_PLAIN}\n\n")
 
     def _put(self, text: str) -> None:
-        self._stream.write(_harmless(text) if self._is_terminal else text)
+        self._stream.write(harmless(text) if self._is_terminal else text)
         self._stream.flush()
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
@@ -124,7 +124,7 @@ async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGen
             yield chunk
         whole = await reply.whole()
         if whole.status != 200:
-            raise Failed(_why(whole))
+            raise Failed(reason_of(whole))
 
 
 def _chunk_of(data: bytes) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _objects(listed: Any) -> list[dict[str, Any]]:
     return [item for item in data if isinstance(item, dict)] if isinstance(data, list) else []
 
 
-def _why(reply: Reply) -> str:
+def reason_of(reply: Reply) -> str:
     try:
         message = _message(orjson.loads(reply.body))
     except orjson.JSONDecodeError:
@@ -180,7 +180,7 @@ def _message(body: Any) -> str | None:
     """The text of OpenAI's error object."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
-    return _harmless(str(message)) if message else None
+    return harmless(str(message)) if message else None
 
 
 def say(text: str) -> None:
@@ -203,7 +203,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
         self.add_argument(
             "--base-url",
-            type=_url,
+            type=url_text,
             default=DEFAULT_URL,
             metavar="URL",
             help=f"the server (default: {DEFAULT_URL})",
@@ -244,7 +244,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def _url(text: str) -> str:
+def url_text(text: str) -> str:
     try:
         Target.parse(text, api_key="")
     except ValueError as error:

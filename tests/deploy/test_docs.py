@@ -41,7 +41,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
-OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed"}
+OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed", "once"}
 """Flags of the commands that talk to a server; docs/clients.md."""
 CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
 

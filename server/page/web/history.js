@@ -81,7 +81,7 @@ export class History {
     life.lastView = view.view;
   }
 
-  // The steps tell ends late, or not at all if no step follows: whoever is in no line any more has ended.
+  // The steps tell ends late, or not at all if no step follows: a request that is in no line any more has ended.
   #takeEnds(view) {
     if (view.running.length < view.stats.num_running || view.waiting.length < view.stats.num_waiting + view.stats.num_swapped) return;
     for (const life of this.lives.values()) {

@@ -17,6 +17,7 @@ const REASONS = {
   adapter: () => "as many adapters as may be are in use",
   encoder: () => "the encoder has no room",
   grammar: () => "other grammars are compiled first",
+  order: () => "it has all that it needs, but one before it waits",
 };
 
 // Why one in the waiting line waits.

@@ -53,7 +53,7 @@ function draw() {
   byId("step-note").textContent = history.numDropped ? `${many(history.numDropped, "step")} not shown: faster than the view` : "";
   byId("blocks-note").textContent = `${view.stats.num_used_blocks.toLocaleString("en")} of ${view.stats.num_blocks.toLocaleString("en")} used, ${view.block_size} tokens each`;
   drawRunning(view);
-  drawWaiting(view, steps);
+  drawWaiting(view);
   drawLife(view);
   drawEvents(view);
 }
@@ -146,17 +146,16 @@ function drawRunning(view) {
   }, "Nothing runs.");
 }
 
-function drawWaiting(view, steps) {
+function drawWaiting(view) {
   const shown = view.waiting.filter((report) => fits(history.lives.get(report.sequence_id)));
-  const admitted = steps.filter((step) => step.time_s > view.time_s - 20).reduce((sum, step) => sum + step.new.length, 0);
   const more = view.stats.num_waiting + view.stats.num_swapped - view.waiting.length;
-  byId("waiting-note").textContent = shown.length ? `by rank${more > 0 ? `; ${more} more behind` : ""}; ≈ start at the pace of the last 20 s` : "";
+  byId("waiting-note").textContent = shown.length ? `by rank${more > 0 ? `; ${more} more behind` : ""}; ≈ start, as the last starts were apart` : "";
   drawLine(byId("waiting"), shown, (item, report) => {
     const [, name, why, what] = item.children;
     fillName(name, report);
     why.className = report.num_preemptions ? "why sent-away" : "why";
     why.textContent = reasonOf(report, view);
-    const expected = admitted ? ` · ≈ ${span((report.place + 1) * 20 / admitted)}` : "";
+    const expected = report.expected_start_s === null ? "" : ` · ≈ ${span(report.expected_start_s)}`;
     what.textContent = `${span(report.age_s)}${expected}`;
   }, "Nobody waits.");
 }

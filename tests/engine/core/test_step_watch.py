@@ -5,7 +5,9 @@ from itertools import pairwise
 import orjson
 
 from engine.core.loop import EngineLoop
-from engine.process_messages import EndSequences, Outputs, Shutdown, View, Watch
+from engine.core.request_names import RequestNames
+from engine.core.step_watch import StepWatch
+from engine.process_messages import EndSequences, Outputs, Shutdown, StepTimes, View, Watch
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.engine.core.test_loop import Desk, request
@@ -55,7 +57,7 @@ def test_a_view_holds_the_steps_the_sequences_and_the_blocks() -> None:
     assert {owner for _, _, owner in busy["blocks"]} >= {1, 2}
 
 
-def test_a_block_of_two_sequences_is_marked_and_a_cached_one_too() -> None:
+def test_blocks_of_ended_sequences_are_shown_as_cached() -> None:
     desk = TickingDesk()
     desk.tick_s = 0.0
     views = run(
@@ -75,11 +77,18 @@ def test_a_lease_ends_and_a_new_one_begins_with_new_steps() -> None:
 
 
 def test_an_expensive_view_is_followed_by_a_pause_a_hundred_times_as_long() -> None:
-    desk = TickingDesk()
-    desk.tick_s = 0.02
-    views = run(desk, [Watch(lease_s=1e6)], [request(1, max_tokens=40)], turns=200)
-    pauses = [after["time_s"] - before["time_s"] for before, after in pairwise(views)]
-    assert min(pauses) >= 100 * desk.tick_s
+    sent: list[View] = []
+    work = iter(range(1000))
+    watch = StepWatch(
+        Scheduler(small_config()), sent.append, RequestNames(), work_clock=lambda: next(work) * 0.0625
+    )
+    watch.renew(now_s=0.0, lease_s=1e6, times=StepTimes())
+    times_s = []
+    for tick in range(200):
+        watch.look(now_s=tick * 0.125)
+        if len(sent) > len(times_s):
+            times_s.append(tick * 0.125)
+    assert [after - before for before, after in pairwise(times_s)] == [6.25, 6.25, 6.25]
 
 
 def test_steps_beyond_the_room_of_a_view_are_counted() -> None:

@@ -204,3 +204,17 @@ async def test_a_body_without_end_is_refused_at_the_limit(url):
             await asyncio.sleep(0.001)
     assert reply.result().startswith(b"HTTP/1.1 413")
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "field", "status"),
+    [
+        (b"1.0", b"Transfer-Encoding: chunked", b"400"),
+        (b"1.1", b"Content-Type: application/json\r\nContent-Type: text/plain\r\nContent-Length: 2", b"415"),
+    ],
+)
+async def test_what_two_readers_could_understand_differently_is_refused(url, engine, version, field, status):
+    head = b"POST /v1/completions HTTP/%b\r\nHost: t\r\nConnection: close\r\n%b\r\n\r\n"
+    reply = await raw(url, head % (version, field), b"{}")
+    assert reply.startswith(b"HTTP/1.1 " + status)
+    assert engine.requests == []

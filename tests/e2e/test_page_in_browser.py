@@ -1,0 +1,227 @@
+"""The page in a real browser: a key, a chat, a preemption that is seen, and nothing asked of anybody else.
+
+Needs Chromium (`apt-get install chromium`, or its path in CHROMIUM) and the package playwright.
+PAGE_IMAGES names a folder for the pictures of README.md and docs.
+"""
+
+import concurrent.futures
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from bench.simulate.arrivals import read_requests
+from bench.trace.trace_reading import read_trace
+from tests.e2e.serving import RunningServer, running_server
+
+api = pytest.importorskip("playwright.sync_api", reason="the page is not tried: playwright is not installed")
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+IMAGES = os.environ.get("PAGE_IMAGES")
+KEY = "key-for-the-page"
+BEARER = {"authorization": f"Bearer {KEY}"}
+SMALL = ("--num-gpu-blocks-override", "48", "--block-size", "16", "--max-num-seqs", "8")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+PATIENCE_MS = 60_000
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="the page is not tried: there is no Chromium here (apt-get install chromium)"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The built-in model, with too few blocks for everybody."""
+    folder = tmp_path_factory.mktemp("page")
+    options = (*SMALL, "--scheduling-policy", "priority", "--num-threads", "1")
+    with running_server(folder, *options, variables={"TOKENYARD_API_KEY": KEY}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: RunningServer) -> Iterator[Any]:
+    """The page with its key typed in. Afterwards: no complaint, no request to anybody else."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860}, accept_downloads=True)
+    page = context.new_page()
+    complaints: list[str] = []
+    foreign: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request",
+        lambda asked: None if asked.url.startswith((server.url, "blob:")) else foreign.append(asked.url),
+    )
+    page.add_init_script(
+        "addEventListener('securitypolicyviolation', (e) => console.error('policy: ' + e.violatedDirective))"
+    )
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(f"{server.url}/")
+    page.fill("#key", KEY)
+    # Every request before the key is refused, and Chromium says so on its console.
+    complaints[:] = [text for text in complaints if "401" not in text]
+    page.click("#key-form button")
+    page.wait_for_selector(".welcome button")
+    complaints[:] = [text for text in complaints if "401" not in text]
+    yield page
+    context.close()
+    assert complaints == []
+    assert foreign == []
+
+
+def picture(page: Any, name: str) -> None:
+    if IMAGES:
+        page.screenshot(path=str(Path(IMAGES) / name))
+
+
+def ask(server: RunningServer, number: int) -> int:
+    body = {
+        "prompt": f"Once upon a time, in the land of the number {number},",
+        "max_tokens": 330,
+        "ignore_eos": True,
+        "priority": number % 3,
+    }
+    headers = {**BEARER, "x-tokenyard-tenant": ("acme", "umbra")[number % 2]}
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120).status_code
+
+
+def test_a_chat_is_answered_retried_edited_and_copied(page: Any) -> None:
+    page.fill("#prompt", "Hello! Who are you?")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector("article.assistant .meta")
+    assert page.inner_text("article.assistant .body").strip()
+    assert "first token" in page.inner_text("article.assistant .meta")
+    page.get_by_role("button", name="Retry").click()
+    page.wait_for_selector("article.assistant .meta")
+    assert page.locator("article").count() == 2
+    page.get_by_role("button", name="Edit").click()
+    page.fill("article.user textarea", "Tell me a short story about a train.")
+    page.get_by_role("button", name="Send again").click()
+    page.wait_for_selector("article.assistant .meta")
+    assert "train" in page.inner_text("article.user .body")
+    picture(page, "page-chat.png")
+
+
+def test_priority_time_limit_settings_and_the_copied_request_agree(page: Any) -> None:
+    page.click("#settings-button")
+    page.fill("#system", "You are brief.")
+    page.fill("#max_tokens", "5")
+    page.fill("#schema", "{")
+    page.locator("#priority").fill("2")
+    page.locator("#limit").fill("4")
+    page.fill("#prompt", "Hello!")
+    page.click("#send")
+    assert "not valid JSON" in page.inner_text(".failure")
+    page.fill("#schema", "")
+    page.get_by_role("button", name="Retry").click()
+    page.wait_for_selector("article.assistant .meta")
+    assert "priority 2" in page.inner_text("article.assistant .meta")
+    curl, python = page.evaluate(
+        """async () => {
+          const { snippet } = await import("/page/snippets.js");
+          const body = { model: "m", messages: [{ role: "user", content: "it's" }], priority: 2, timeout: 5, stream: true };
+          return ["curl", "python"].map((each) => snippet(each, body, { needsKey: true }));
+        }"""  # noqa: E501
+    )
+    assert "it'\\''s" in curl
+    assert KEY not in curl + python, "the variable, not the key"
+    compile(python, "snippet", "exec")
+    assert '"timeout": 5' in python
+
+
+def test_a_reply_can_be_stopped(page: Any, server: RunningServer) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as crowd:
+        others = [crowd.submit(ask, server, number * 3) for number in range(8)]
+        page.locator("#priority").fill("5")  # it waits behind all of them
+        page.fill("#prompt", "Hello!")
+        page.click("#send")
+        page.click("#stop")
+        page.wait_for_selector("article.assistant .meta")
+        assert page.is_visible("#send")
+        assert [each.result() for each in others] == [200] * 8
+
+
+def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer, tmp_path: Path) -> None:
+    page.click("#tab-yard")
+    page.wait_for_selector("#gauges dd")
+    with concurrent.futures.ThreadPoolExecutor(14) as crowd:
+        others = [crowd.submit(ask, server, number) for number in range(14)]
+        page.wait_for_selector("#running li[data-id]")
+        page.wait_for_selector("#waiting li[data-id] .why")
+        page.wait_for_selector("#events li:not(.empty)")
+        if IMAGES:
+            page.wait_for_timeout(1500)  # a picture with more steps in it
+        page.click("#pause")
+        picture(page, "page-yard.png")
+        page.locator("#running li[data-id]").first.click()
+        assert "prompt tokens" in page.inner_text("#life")
+        assert [each.result() for each in others] == [200] * 14
+    assert "gave" in page.inner_text("#events li:not(.empty) >> nth=0")
+    shown = page.inner_text("#scrub-value")
+    page.focus("#scrub")
+    page.press("#scrub", "ArrowLeft")
+    assert "ago" in page.inner_text("#scrub-value") != shown
+    page.click("#pause")
+    assert page.inner_text("#scrub-value") == "live"
+    page.click("#export")
+    files = {}
+    for name in ("steps", "requests", "perfetto"):
+        with page.expect_download() as download:
+            page.click(f"#export-{name}")
+        files[name] = tmp_path / download.value.suggested_filename
+        download.value.save_as(files[name])
+    assert "tokenyard simulate --fit yard-steps.jsonl" in page.inner_text("#what-if")
+    assert any(step["preemptions"] for step in map(orjson.loads, files["steps"].read_bytes().splitlines()))
+    assert list(read_trace(files["steps"]))
+    assert len(list(read_requests(files["requests"]))) >= 14
+    phases = {event["ph"] for event in orjson.loads(files["perfetto"].read_bytes())["traceEvents"]}
+    assert {"X", "C", "s", "f"} <= phases
+
+
+def test_the_server_tab_names_options_with_their_origin(page: Any) -> None:
+    page.click("#tab-server")
+    page.wait_for_selector("#options tr.set")
+    rows = page.inner_text("#options")
+    assert "--num-gpu-blocks-override" in rows
+    assert "environment" in rows
+    assert KEY not in page.content()
+
+
+def test_the_text_of_a_model_stays_text(page: Any) -> None:
+    made = page.evaluate(
+        """async () => {
+          const { render } = await import("/page/markdown.js");
+          const box = document.createElement("div");
+          render(box, "# T <img src=x onerror=alert(1)>\\n\\n**b** `c` [no](javascript:alert(1)) [yes](https://a.example/)\\n\\n" +
+            "- one\\n  - two\\n\\n| a | b |\\n|---|---|\\n| 1 | 2 |\\n\\n```html\\n<script>alert(1)</script>\\n");
+          return { tags: [...box.querySelectorAll("*")].map((each) => each.tagName.toLowerCase()),
+                   links: [...box.querySelectorAll("a")].map((each) => each.href), text: box.textContent };
+        }"""  # noqa: E501
+    )
+    assert {"h2", "strong", "code", "ul", "li", "table", "td", "pre"} <= set(made["tags"])
+    assert not {"img", "script"} & set(made["tags"])
+    assert made["links"] == ["https://a.example/"]
+    assert "<script>alert(1)</script>" in made["text"]
+
+
+def test_nothing_is_wider_than_a_phone(page: Any) -> None:
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 360, "height": 800})
+    for tab in ("chat", "yard", "server"):
+        page.click(f"#tab-{tab}")
+        assert page.evaluate("(tab) => document.getElementById(tab).scrollWidth", tab) <= 360, tab

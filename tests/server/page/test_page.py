@@ -1,0 +1,87 @@
+"""The page's files: public, small, and unable to reach anything but this server."""
+
+import gzip
+import re
+from dataclasses import replace
+
+import pytest
+
+from engine.options.edge_config import Page
+from server.app import build_admin_app, build_app
+from server.page.page import FILES
+from tests.server.conftest import EDGE, Settings, connect
+from tests.server.fake_engine import FakeEngine
+
+_MAX_ZIPPED_BYTES = 100_000
+
+
+def paths() -> list[str]:
+    return ["/", *(f"/page/{name}" for name in FILES if name != "index.html")]
+
+
+async def test_the_page_and_its_files_need_no_key_and_keep_to_this_origin(engine):
+    async with connect(build_app(engine, Settings(api_keys=("k",)))) as client:
+        for path in paths():
+            for method in ("GET", "HEAD"):
+                reply = await client.request(method, path)
+                assert reply.status_code == 200, path
+                policy = reply.headers["content-security-policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert "http" not in policy
+                assert reply.headers["x-content-type-options"] == "nosniff"
+                assert bool(reply.content) == (method == "GET")
+
+
+def test_the_page_is_small():
+    assert sum(len(gzip.compress(file.plain)) for file in FILES.values()) < _MAX_ZIPPED_BYTES
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_a_file_names_no_other_server_and_makes_no_markup_of_text(name):
+    text = FILES[name].plain.decode()
+    addresses = set(re.findall(r"https?://[^\s'\"`)]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "https?:\\/\\/[^\\s"}, "an address in a file"
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+        assert word not in text
+    assert " style=" not in text
+    assert not re.search(r"\son[a-z]+=", text), "an inline handler, which the policy refuses"
+
+
+async def test_a_file_that_is_known_is_not_sent_again(client):
+    first = await client.get("/page/main.js")
+    assert first.headers["content-encoding"] == "gzip"
+    again = await client.get("/page/main.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    plain = await client.get("/page/main.js", headers={"accept-encoding": "identity"})
+    assert plain.content == first.content
+
+
+async def test_there_is_no_other_file(client):
+    for name in ("index.html", "nothing.js", "..%2Fpage.py", "page.py"):
+        assert (await client.get(f"/page/{name}")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("page", "enable_admin", "expected"),
+    [
+        (Page.OFF, False, {"/": 405, "/admin/events": 404, "/admin/server": 404, "/admin/requests": 404}),
+        (Page.OFF, True, {"/": 405, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 200}),
+        (Page.CHAT, False, {"/": 200, "/admin/events": 404, "/admin/server": 404}),
+        (Page.CHAT, True, {"/": 200, "/admin/events": 200, "/admin/server": 200}),
+        (Page.YARD, False, {"/": 200, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 404}),
+    ],
+)
+async def test_the_option_says_what_is_served(page, enable_admin, expected):
+    settings = Settings(edge=replace(EDGE, page=page), enable_admin=enable_admin)
+    async with connect(build_app(FakeEngine(), settings)) as client:
+        assert {path: (await client.get(path)).status_code for path in expected} == expected
+
+
+async def test_a_port_for_administration_has_the_page_with_the_yard(engine):
+    settings = Settings(edge=replace(EDGE, page=Page.CHAT, admin_port=0), enable_admin=False)
+    app = build_app(engine, settings)
+    async with connect(app) as client, connect(build_admin_app(app, settings)) as admin:
+        assert (await client.get("/admin/events")).status_code == 404
+        assert (await admin.get("/admin/events")).status_code == 200
+        assert (await admin.get("/")).status_code == 200
