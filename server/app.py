@@ -26,6 +26,7 @@ from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
 from server.endpoints import (
     ADMIN,
+    BATCH_PATHS,
     ERROR_SHAPES,
     KEYLESS_PATHS,
     OPEN_PATHS,
@@ -141,6 +142,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
     )
     app.state.edge = edge
     app.state.keys = keys
+    app.state.batch_paths = BATCH_PATHS
     return app
 
 

@@ -16,6 +16,7 @@ from server.operations import admin, invocations, models, ops, tokenization
 from server.page import page, yard
 from server.pooling import embeddings, scoring
 from server.responses import responses
+from server.state import batch_routes, file_routes
 
 PUBLIC: tuple[Endpoint, ...] = (
     chat.ENDPOINT,
@@ -26,6 +27,8 @@ PUBLIC: tuple[Endpoint, ...] = (
     tokenization.ENDPOINT,
     embeddings.ENDPOINT,
     scoring.ENDPOINT,
+    file_routes.ENDPOINT,
+    batch_routes.ENDPOINT,
     invocations.ENDPOINT,
     anthropic_messages.ENDPOINT,
     ollama_endpoints.ENDPOINT,

@@ -61,6 +61,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
         "prompt, or prompt and `max_tokens`, exceed the context window or the KV cache"
     ),
     "wrong_task": _wrong("the model is served for something else: text, embeddings or scores"),
+    "storage_full": _wrong("too many files, bytes or open batches in the state folder; delete or wait"),
     "previous_response_not_found": _wrong("no stored response of this id, for this key"),
     "invalid_grammar": _wrong("a grammar, schema or expression that is wrong, or too expensive"),
     "no_chat_template": _wrong("the checkpoint has none; use `/v1/completions`"),
@@ -81,6 +82,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
         403, "permission_error", Retry.NEVER, "a web page of another origin asks a server without keys"
     ),
     "model_not_found": Entry(404, _CALLER, Retry.NEVER, "no model of this name"),
+    "object_not_found": Entry(404, _CALLER, Retry.NEVER, "no file or batch of this id, for this key"),
     "response_not_found": Entry(404, _CALLER, Retry.NEVER, "no stored response of this id, for this key"),
     "not_found": Entry(404, _CALLER, Retry.NEVER, "nothing at this path"),
     "method_not_allowed": Entry(405, _CALLER, Retry.NEVER, "see the `Allow` header"),

@@ -61,6 +61,13 @@ class ResponseNotFound(EdgeError):
         super().__init__(f"there is no stored response {response_id[:128]!r}")
 
 
+class ObjectNotFound(EdgeError):
+    """The file or batch was never there, no longer is, or is another key's: the reply does not say which."""
+
+    def __init__(self, kind: str, object_id: str) -> None:
+        super().__init__(f"there is no {kind} {object_id[:128]!r}")
+
+
 class MethodNotAllowed(EdgeError):
     """The path exists, the method does not."""
 
@@ -147,6 +154,7 @@ _CODES: dict[type[Exception], str | None] = {
     LowMemory: "low_memory",
     ModelNotFound: "model_not_found",
     ResponseNotFound: "response_not_found",
+    ObjectNotFound: "object_not_found",
     RouteNotFound: "not_found",
     MethodNotAllowed: "method_not_allowed",
     BodyTimeout: "request_timeout",

@@ -83,6 +83,9 @@ class EdgeConfig:
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
+    state_folder: str | None
+    """Folder of files and batches; None: there are none."""
+    state_max_bytes: int
     page: Page
     send_timeout_s: float
     max_memory_use: float
@@ -109,6 +112,8 @@ def edge_config(options: Options) -> EdgeConfig:
         admin_host=options.admin_host,
         tls=tls,
         cors_origins=options.cors_origin,
+        state_folder=options.state_folder,
+        state_max_bytes=options.state_max_size,
         page=_page(options),
         send_timeout_s=options.send_timeout,
         max_memory_use=options.max_memory_use,

@@ -7,7 +7,7 @@ Never: checks them against each other (edge_config.py).
 from dataclasses import dataclass
 
 from engine.options.option_declaration import Arity, Group, declared
-from engine.options.option_values import Choice, Count, Duration, Share, Switch, Text
+from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,21 @@ class EdgeOptions:
         arity=Arity.MANY,
         open_default="none",
         default=(),
+    )
+    state_folder: str | None = declared(
+        Group.EDGE,
+        Text(metavar="FOLDER"),
+        "Keep files and batches (/v1/files, /v1/batches) in a SQLite database in this folder, so that they "
+        "survive a restart; one server to a folder. Each answer is written to disk before it counts.",
+        open_default="no files and batches",
+        default=None,
+    )
+    state_max_size: int = declared(
+        Group.EDGE,
+        Bytes(low=2**20, high=2**44),
+        "Uploads are refused when all files in the state folder would be larger together. Answers of batches "
+        "under way are kept all the same.",
+        default=4 * 2**30,
     )
     page: str | None = declared(
         Group.EDGE,

@@ -13,6 +13,12 @@ from engine.options.model_options import ModelOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
+from engine.options.parser_options import (
+    REASONING_HELP,
+    REASONING_PARSERS,
+    TOOL_CALL_HELP,
+    TOOL_CALL_PARSERS,
+)
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
@@ -243,20 +249,8 @@ class Options(ModelOptions):
         "of tenants. It needs a key like other routes.",
         default=False,
     )
-    tool_call_parser: str = _option(
-        Group.SERVER,
-        Choice(words=("auto", "hermes", "llama3_json", "mistral", "json", "none")),
-        "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
-        "template.",
-        default="auto",
-    )
-    reasoning_parser: str = _option(
-        Group.SERVER,
-        Choice(words=("auto", "think", "none")),
-        "think tells reasoning between <think> and </think> apart from the answer; auto does so if the "
-        "chat template or the tokenizer knows these marks.",
-        default="auto",
-    )
+    tool_call_parser: str = _option(Group.SERVER, TOOL_CALL_PARSERS, TOOL_CALL_HELP, default="auto")
+    reasoning_parser: str = _option(Group.SERVER, REASONING_PARSERS, REASONING_HELP, default="auto")
     max_queued_requests: int = _option(
         Group.SERVER,
         Count(low=1, high=2**20),

@@ -21,7 +21,7 @@ _KNOWN_MARKS = (
     _Marks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma
     _Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     _Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    _Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 -- DeepSeek spells it so
+    _Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     _Marks("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
 )
 

@@ -14,6 +14,8 @@ ADMIN_PATHS = "/admin/"
 
 KEY_NAME = "tokenyard.key"
 """The scope's entry with the name of the key that was sent."""
+OWNER_NAME = "tokenyard.owner"
+"""The scope's entry with the name of the key for which this process itself calls; no socket can set it."""
 _KEY = "tokenyard.api_key"
 
 
@@ -30,13 +32,27 @@ class Auth:
         if scope["type"] != "http" or not self._keys.is_locked or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
+        owner = scope.get(OWNER_NAME)
+        if owner is not None:
+            self._admit(scope, self._named(owner))
+            await self._app(scope, receive, send)
+            return
         key = self._identify(scope)
         if scope["path"].startswith(ADMIN_PATHS) and not key.may_administer:
             raise NotPermitted("this key may not administer the server; use one that may")
-        scope[KEY_NAME] = key.name
-        scope[_KEY] = key
+        self._admit(scope, key)
         with self._keys.under_way(key):
             await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope, key: ApiKey) -> None:
+        scope[KEY_NAME] = key.name
+        scope[_KEY] = key
+
+    def _named(self, owner: str) -> ApiKey:
+        key = self._keys.named(owner)
+        if key is None:
+            raise InvalidApiKey("the API key of this batch is not known here any more")
+        return key
 
     def _identify(self, scope: Scope) -> ApiKey:
         given = [value for name, value in scope["headers"] if name == b"authorization"]

@@ -41,6 +41,10 @@ class KeyRing:
         matches = [secrets.compare_digest(digest, key.digest) for key in keys]
         return keys[matches.index(True)] if any(matches) else None
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name."""
+        return next((key for key in self._keys if key.name == name), None)
+
     @contextmanager
     def under_way(self, key: ApiKey) -> Iterator[None]:
         """Count one more request of this key, until the end of the block. Raises TooManyOfOneKey."""

@@ -21,10 +21,7 @@ from server.anthropic.anthropic_models import AnthropicErrorBody, AnthropicEvent
 from server.anthropic.anthropic_protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
 from server.chat.chat_protocol import ChatCompletionRequest
 from server.chat.chat_replies import ChatStream
-from server.chat.chat_turn import ChatTurn, prepare_turn
-from server.chat.template_input import chat_messages, chat_options
-from server.chat.tool_protocol import ToolChoiceObject
-from server.chat.tool_use import tool_use_of
+from server.chat.chat_turn import ChatTurn, prepare_turn, prompt_of
 from server.generate.answering import new_head, whole
 from server.generate.calls import Origin, read_call
 from server.generate.replies import ReplyPlan, UsageReport
@@ -101,15 +98,9 @@ async def create_message(request: Request) -> Response:
 @router.post(_COUNT_PATH, **_documentation(TokenCount, CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that the same body would make."""
-    engine = edge_of(request).engine
     body = await read_request(request, CountTokensRequest, MESSAGES_REFUSALS, from_headers={})
-    chat = chat_request_of(body)
-    if chat.tools:
-        # The prompt is the same for every choice, and for this one no way to write calls need be known.
-        chat = chat.model_copy(update={"tool_choice": ToolChoiceObject(type="required")})
     with in_their_words():
-        options = chat_options(chat, tools=tool_use_of(chat, dialect=None).definitions)
-        token_ids = await engine.encode_chat(chat_messages(chat, engine.info), options)
+        token_ids = await prompt_of(edge_of(request), chat_request_of(body))
     return Response(orjson.dumps({"input_tokens": len(token_ids)}), media_type="application/json")
 
 

@@ -23,9 +23,9 @@ from engine.options.edge_options import EdgeOptions
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.option_sources import Source, merge, read_sources, source_of
 from engine.options.options import OptionError
-from server.batch.batch_files import BatchFileError, InputFile, OutputFile, check_input, open_output
 from server.batch.batch_progress import progress, summary
-from server.batch.batch_run import BatchRun, Client, Counts, ServerLost
+from server.batch_work.batch_files import BatchFileError, InputFile, OutputFile, check_input, open_output
+from server.batch_work.batch_run import BatchRun, Client, Counts, ServerLost
 from server.commands.command_line import OptionParser
 from server.http.http_client import ExchangeFailed, Reply, Target, fetch, key_from_environment
 
@@ -150,8 +150,8 @@ async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
 async def _local_client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
     engine_config, server_config = _configs(asked.serve_flags)
     # Not at the top: this is where the seconds of imports begin.
-    from server.batch.app_client import AppClient
     from server.batch.local_engine import CannotLoad, local_app
+    from server.batch_work.app_client import AppClient
 
     # Twice what runs at once, so that the next one is there when one ends; more would only wait.
     concurrency = min(2 * engine_config.scheduler.max_num_seqs, engine_config.max_queued_requests)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from server.batch.batch_run import Counts
+from server.batch_work.batch_run import Counts
 
 _SECONDS_BETWEEN_LINES = 5.0
 

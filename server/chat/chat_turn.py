@@ -13,8 +13,10 @@ from engine.errors import RequestRejected
 from engine.types import ChatOptions, GenerationRequest, ModelInfo
 from server.chat.chat_protocol import ChatCompletionRequest
 from server.chat.message_reader import Reading, ShownReasoning
-from server.chat.reasoning import BEGIN, END, ReasoningStart
-from server.chat.template_input import chat_messages, chat_options, turns_reasoning_off
+from server.chat.reasoning import ReasoningStart
+from server.chat.reasoning_styles import THINK, ReasoningStyle, find_style
+from server.chat.template_input import template_input, turns_reasoning_off
+from server.chat.tool_protocol import ToolChoiceObject
 from server.chat.tool_use import ToolUse, tool_use_of
 from server.generate.calls import Origin
 from server.generate.engine_requests import (
@@ -49,16 +51,22 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     engine, info = edge.engine, edge.engine.info
     tool_use = tool_use_of(body, find_dialect(edge.parsers.tool_calls, info.chat_template))
     grammar = _wanted_grammar(body, tool_use, info)
-    options = chat_options(body, tools=tool_use.definitions)
-    rendered = await engine.encode_chat(chat_messages(body, info), options)
+    messages, options = template_input(body, info, tool_use)
+    rendered = await engine.encode_chat(messages, options)
     limit = body.max_completion_tokens or body.max_tokens or 1
     prompt_ids = kept_prompt(body, rendered, info, max_tokens=limit)
-    start = _reasoning_start(edge, body, prompt_ids)
-    if grammar is not None:
-        prompt_ids, start = _before_grammar(options, info, prompt_ids, start)
-        grammar = _after_reasoning(grammar, info, start)
+    if tool_use.offered:
+        tool_use = tool_use.opened_by(_text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]))
+        grammar = _wanted_grammar(body, tool_use, info)
+    style = find_style(edge.parsers.reasoning, info)
+    start = _reasoning_start(edge.engine, style, body, prompt_ids)
+    if grammar is not None and style is not None:
+        prompt_ids, start = await _before_grammar(edge.engine, style, options, prompt_ids, start)
+        grammar = _after_reasoning(grammar, info, style, start)
     check_num_prompt_logprobs(body.prompt_logprobs, len(prompt_ids), param="prompt_logprobs")
-    wanted = _wanted(body, grammar, _shown_special_ids(tool_use, info, start))
+    wanted = _wanted(
+        body, grammar, _shown_special_ids(tool_use, info, style if start is not ReasoningStart.NONE else None)
+    )
     (request,) = await engine_requests(engine, body, {origin.reply_id: prompt_ids}, wanted, origin)
     return ChatTurn(
         prompt_ids=prompt_ids,
@@ -66,14 +74,26 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
         reading=Reading(
             reasoning=start,
             shown_reasoning=ShownReasoning.COUNT if body.include_reasoning is False else ShownReasoning.ALL,
-            reasoning_end_id=info.added_tokens.get(END),
-            reports_reasoning=reasons(edge.parsers.reasoning, info),
+            style=style or THINK,
+            reasoning_end_id=None if style is None else info.added_tokens.get(style.end),
+            reports_reasoning=style is not None,
             new_parser=tool_use.new_parser,
             max_calls=tool_use.max_calls,
             new_call_id=tool_use.new_call_id,
             finish_reason_of_calls=tool_use.finish_reason,
         ),
     )
+
+
+async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> TokenIds:
+    """The prompt that a request would have, for counting its tokens. Raises RequestRejected, Overloaded."""
+    info = edge.engine.info
+    dialect = find_dialect(edge.parsers.tool_calls, info.chat_template)
+    if chat.tools and dialect is None:
+        # Where calls are not read, a choice that needs no reader has the same prompt.
+        chat = chat.model_copy(update={"tool_choice": ToolChoiceObject(type="required")})
+    messages, options = template_input(chat, info, tool_use_of(chat, dialect))
+    return await edge.engine.encode_chat(messages, options)
 
 
 def _wanted(
@@ -95,17 +115,10 @@ def _wanted(
     )
 
 
-def _shown_special_ids(tool_use: ToolUse, info: ModelInfo, start: ReasoningStart) -> frozenset[int]:
+def _shown_special_ids(tool_use: ToolUse, info: ModelInfo, style: ReasoningStyle | None) -> frozenset[int]:
     """Marks that the readers of the reply must see in its text, as far as they are tokens."""
-    marks = (*tool_use.marks, *((BEGIN, END) if start is not ReasoningStart.NONE else ()))
+    marks = (*tool_use.marks, *(() if style is None else style.marks))
     return frozenset(info.added_tokens[mark] for mark in marks if mark in info.added_tokens)
-
-
-def reasons(option: str, info: ModelInfo) -> bool:
-    """True if replies of this model have reasoning apart from the answer, by --reasoning-parser."""
-    if option == "auto":
-        return END in info.chat_template or END in info.added_tokens
-    return option == "think"
 
 
 def _wanted_grammar(body: ChatCompletionRequest, tool_use: ToolUse, info: ModelInfo) -> WantedGrammar | None:
@@ -125,37 +138,44 @@ def _wanted_grammar(body: ChatCompletionRequest, tool_use: ToolUse, info: ModelI
     return wanted
 
 
-def _reasoning_start(edge: Edge, body: ChatCompletionRequest, prompt_ids: TokenIds) -> ReasoningStart:
-    if not reasons(edge.parsers.reasoning, edge.engine.info):
+def _reasoning_start(
+    engine: Engine, style: ReasoningStyle | None, body: ChatCompletionRequest, prompt_ids: TokenIds
+) -> ReasoningStart:
+    if style is None:
         return ReasoningStart.NONE
     if body.continue_final_message:
         begun = _last_text(body)
-        is_open = begun.rfind(BEGIN) > begun.rfind(END)
+        is_open = begun.rfind(style.begin) > begun.rfind(style.end)
         return ReasoningStart.OPEN if is_open else ReasoningStart.NONE
-    end = _text(edge.engine, prompt_ids[-_NUM_TAIL_TOKENS:]).rstrip()
-    if end.endswith(BEGIN):
+    end = _text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]).rstrip()
+    if end.endswith(style.begin):
         return ReasoningStart.OPEN
-    return ReasoningStart.NONE if end.endswith(END) else ReasoningStart.POSSIBLE
+    return ReasoningStart.NONE if end.endswith(style.end) else ReasoningStart.POSSIBLE
 
 
-def _before_grammar(
-    options: ChatOptions, info: ModelInfo, prompt_ids: TokenIds, start: ReasoningStart
+async def _before_grammar(
+    engine: Engine, style: ReasoningStyle, options: ChatOptions, prompt_ids: TokenIds, start: ReasoningStart
 ) -> tuple[TokenIds, ReasoningStart]:
     """Open the block of reasoning in the prompt, or leave it out: a grammar cannot leave that open."""
-    begin_id, end_id = info.added_tokens.get(BEGIN), info.added_tokens.get(END)
+    info = engine.info
+    if style.answer and start is ReasoningStart.POSSIBLE:
+        return (*prompt_ids, *await engine.encode_plain(style.answer)), ReasoningStart.NONE
+    begin_id, end_id = info.added_tokens.get(style.begin), info.added_tokens.get(style.end)
     if end_id is None:
         return prompt_ids, ReasoningStart.NONE
     is_off = turns_reasoning_off(options)
-    if start is ReasoningStart.POSSIBLE and BEGIN in info.chat_template and begin_id and not is_off:
+    if start is ReasoningStart.POSSIBLE and style.begin in info.chat_template and begin_id and not is_off:
         return (*prompt_ids, begin_id), ReasoningStart.OPEN
     return prompt_ids, ReasoningStart.OPEN if start is ReasoningStart.OPEN else ReasoningStart.NONE
 
 
-def _after_reasoning(grammar: WantedGrammar, info: ModelInfo, start: ReasoningStart) -> WantedGrammar:
+def _after_reasoning(
+    grammar: WantedGrammar, info: ModelInfo, style: ReasoningStyle, start: ReasoningStart
+) -> WantedGrammar:
     """Let the grammar begin with the token that ends an open block of reasoning."""
     if start is not ReasoningStart.OPEN:
         return grammar
-    begun_later = replace(grammar.grammar, begins_after=info.added_tokens.get(END))
+    begun_later = replace(grammar.grammar, begins_after=info.added_tokens.get(style.end))
     return replace(grammar, grammar=begun_later)
 
 

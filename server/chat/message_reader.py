@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from server.chat.reasoning import Phase, Reasoning, ReasoningSplitter, ReasoningStart
+from server.chat.reasoning import Phase, Reasoning, ReasoningStart
+from server.chat.reasoning_styles import THINK, ReasoningStyle
 from server.tool_calls.events import Arguments, CallStart, Content, ToolCallParser, ToolEvent
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -44,6 +45,8 @@ class Reading:
     """Settings for reading the replies to one request."""
 
     reasoning: ReasoningStart = ReasoningStart.NONE
+    style: ReasoningStyle = THINK
+    """Marks of the reasoning, where there may be any."""
     shown_reasoning: ShownReasoning = ShownReasoning.ALL
     reasoning_end_id: int | None = None
     """The token that ends a block of reasoning, if it is one token."""
@@ -81,7 +84,7 @@ class MessageReader:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._splitter = ReasoningSplitter(reading.reasoning)
+        self._splitter = reading.style.new_splitter(reading.reasoning)
         self._parser = reading.new_parser()
         self._num_calls = 0
         self._undecided_ids: list[int] = []
@@ -136,7 +139,7 @@ class MessageReader:
                 continue
             elif isinstance(event, CallStart):
                 self._num_calls += 1
-                pieces.append(ToolCall(event.index, self._reading.new_call_id(), event.name))
+                pieces.append(ToolCall(event.index, event.id or self._reading.new_call_id(), event.name))
             else:
                 pieces.append(event)
         return pieces

@@ -1,20 +1,17 @@
-"""Reasoning and answer in generated text: <think> ... </think>, at the beginning of a reply only.
+"""Reasoning and answer in generated text: a block such as <think> ... </think>, at the beginning of a reply.
 
 Owns: where the block begins and ends, also where the prompt has opened it.
 Never: tool calls, which begin after it (tool_calls/), or counting tokens (message_reader.py).
 Pure: fed with text in pieces of any size. The pieces, joined, are the same however it was cut.
-Source: the chat templates of DeepSeek R1 and Qwen 3, which name the marks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from server.tool_calls.events import Content
 from server.tool_calls.marks import MarkFinder
-
-BEGIN = "<think>"
-END = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +37,46 @@ class Phase(Enum):
     ANSWER = "answer"
 
 
-class ReasoningSplitter:
-    """Splits the text of one choice."""
+Pieces = Reasoning | Content
+
+
+class Splitter(ABC):
+    """Text of one choice in, reasoning and answer out."""
 
     def __init__(self, start: ReasoningStart) -> None:
-        self._start = start
-        self._state: Callable[[str], None] = self._opening
-        self._held = ""
-        """Text that may become the opening mark."""
-        self._end_mark = MarkFinder(END)
-        self._spaces: list[str] = []
-        self._is_blank = True
-        """No text of the block yet."""
-        self._reasoning: list[str] = []
-        self._answer: list[str] = []
         self.phase = Phase.REASONING if start is ReasoningStart.OPEN else Phase.UNDECIDED
         if start is ReasoningStart.NONE:
             self.phase = Phase.ANSWER
         self.has_block = start is ReasoningStart.OPEN
         """The block has begun, by now; empty or not."""
 
-    def feed(self, text: str) -> list[Reasoning | Content]:
-        """Return the pieces that are certain by now; reasoning comes before the answer."""
+    @abstractmethod
+    def feed(self, text: str) -> list[Pieces]:
+        """Return the pieces that are certain by now."""
+
+    @abstractmethod
+    def finish(self) -> list[Pieces]:
+        """The text has ended."""
+
+
+class ReasoningSplitter(Splitter):
+    """A block between two marks, before the answer. A block that is not closed stays reasoning."""
+
+    def __init__(self, start: ReasoningStart, *, begin: str, end: str) -> None:
+        super().__init__(start)
+        self._start = start
+        self._begin = begin
+        self._state: Callable[[str], None] = self._opening
+        self._held = ""
+        """Text that may become the opening mark."""
+        self._end_mark = MarkFinder(end)
+        self._spaces: list[str] = []
+        self._is_blank = True
+        """No text of the block yet."""
+        self._reasoning: list[str] = []
+        self._answer: list[str] = []
+
+    def feed(self, text: str) -> list[Pieces]:
         for place, char in enumerate(text):
             if self.phase is Phase.ANSWER and self._state != self._behind:
                 self._answer.append(text[place:])
@@ -69,16 +84,15 @@ class ReasoningSplitter:
             self._state(char)
         return self._take()
 
-    def finish(self) -> list[Reasoning | Content]:
-        """The text has ended. A block that was not closed stays reasoning."""
+    def finish(self) -> list[Pieces]:
         if self._state == self._opening and self._start is ReasoningStart.POSSIBLE:
             self._answer.append(self._held)
         elif self.phase is Phase.REASONING:
             self._add_reasoning(self._held + self._end_mark.flush())
         return self._take()
 
-    def _take(self) -> list[Reasoning | Content]:
-        taken: list[Reasoning | Content] = []
+    def _take(self) -> list[Pieces]:
+        taken: list[Pieces] = []
         if self._reasoning:
             taken.append(Reasoning("".join(self._reasoning)))
         answer = "".join(self._answer)
@@ -92,12 +106,12 @@ class ReasoningSplitter:
         """White space only and, perhaps, the beginning of the mark."""
         self._held += char
         visible = self._held.lstrip()
-        if visible == BEGIN:
+        if visible == self._begin:
             self._held = ""
             self.phase = Phase.REASONING
             self.has_block = True
             self._state = self._inside
-        elif not BEGIN.startswith(visible):
+        elif not self._begin.startswith(visible):
             held, self._held = self._held, ""
             if self._start is ReasoningStart.OPEN:
                 self._state = self._inside

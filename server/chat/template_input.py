@@ -5,6 +5,7 @@ Never: types and bounds (chat_protocol.py), or the template itself (the engine).
 Source: the shape of messages that `apply_chat_template` of Hugging Face transformers defines.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, Final
@@ -12,6 +13,8 @@ from typing import Any, Final
 from engine.errors import RequestRejected
 from engine.types import ChatOptions, ModelInfo
 from server.chat.chat_protocol import ChatCompletionRequest, ChatMessage, ContentPart
+from server.chat.grammar_tools import CallForm, with_tools_shown
+from server.chat.tool_use import ToolMode, ToolUse
 from server.generate.engine_requests import check_fields, check_num_chars
 from server.refusals import unsupported
 
@@ -34,6 +37,19 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names of the variable that turns reasoning off, in Qwen's and DeepSeek's templates."""
 _NO_REASONING = ("none", "minimal")
 """Efforts that leave a model no time to think, where all it has is a switch."""
+
+
+def template_input(
+    body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolUse
+) -> tuple[list[dict[str, Any]], ChatOptions]:
+    """Messages and options, with the tools where this model is shown them. Raises RequestRejected."""
+    messages = chat_messages(body, info)
+    if not tool_use.is_shown_in_messages:
+        if tool_use.offered and tool_use.dialect is not None and tool_use.dialect.system_field:
+            messages = _with_system_field(messages, tool_use.dialect.system_field, tool_use.definitions)
+        return messages, chat_options(body, tools=tool_use.definitions)
+    form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
+    return with_tools_shown(messages, tool_use.definitions, form), chat_options(body, tools=())
 
 
 def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
@@ -90,6 +106,15 @@ def _template_messages(messages: Sequence[ChatMessage], template: str) -> list[d
         rendered.append(_template_message(message, f"messages[{index}]", names, template))
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
     return rendered
+
+
+def _with_system_field(
+    messages: list[dict[str, Any]], name: str, tools: tuple[dict[str, Any], ...]
+) -> list[dict[str, Any]]:
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], name: text}, *messages[1:]]
+    return [{"role": "system", "content": "", name: text}, *messages]
 
 
 def _num_chars(messages: Sequence[dict[str, Any]]) -> int:

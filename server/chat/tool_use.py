@@ -8,18 +8,19 @@ Source: tool_choice as OpenAI documents it; `x-guidance` and %json are llguidanc
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind
 from server.chat.chat_protocol import ChatCompletionRequest
+from server.chat.grammar_tools import OPENING, free_or_calls, opened_call
 from server.chat.message_reader import call_id, no_calls, short_call_id
 from server.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.generate.schema_formats import without_unknown_formats
 from server.refusals import unsupported
-from server.tool_calls.dialects import JSON, Dialect
+from server.tool_calls.dialects import HERMES, JSON, Dialect
 from server.tool_calls.events import ToolCallParser
 from server.tool_calls.forced import ForcedCallParser, ForcedListParser
 
@@ -43,6 +44,7 @@ class ToolMode(StrEnum):
 
     NONE = "none"
     AUTO = "auto"  # the model decides, and writes in its own dialect
+    OPENED = "opened"  # the template has decided for a call, and opened it
     REQUIRED = "required"  # it must; a grammar sees to that
     NAMED = "named"  # one certain tool, and only its arguments are generated
 
@@ -57,6 +59,11 @@ class ToolUse:
     callable: tuple[FunctionDefinition, ...] = ()
     max_calls: int | None = None
     dialect: Dialect | None = None
+
+    @property
+    def is_shown_in_messages(self) -> bool:
+        """The model's template has no place for the tools."""
+        return self.dialect is not None and not self.dialect.is_trained
 
     @property
     def definitions(self) -> tuple[dict[str, Any], ...]:
@@ -80,7 +87,11 @@ class ToolUse:
 
     @property
     def grammar(self) -> Grammar | None:
-        """Grammar of the schema, with the form of the JSON text."""
+        """Grammar of the reply; None: it is free."""
+        if self.mode is ToolMode.OPENED:
+            return opened_call(self._call_body, self.max_calls)
+        if self.mode is ToolMode.AUTO and self.is_shown_in_messages:
+            return free_or_calls(self._call_body, self.max_calls)
         if self.schema is None:
             return None
         text = json.dumps({**self.schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
@@ -88,15 +99,31 @@ class ToolUse:
         return Grammar(kind=GrammarKind.LARK, text="start: %json " + text.replace("::=", r"\u003a:="))
 
     @property
+    def _call_body(self) -> dict[str, Any]:
+        """Schema of one call between marks."""
+        choices, places = _call_schemas(self.callable, arguments="arguments")
+        return {"anyOf": choices, "$defs": places, "x-guidance": _JSON_OPTIONS}
+
+    def opened_by(self, prompt_tail: str) -> "ToolUse":
+        """Return the use of tools behind a prompt that ends so: it may have opened a call."""
+        dialect = self.dialect
+        can_open = dialect is not None and dialect.marks == HERMES.marks
+        is_possible = self.mode in (ToolMode.AUTO, ToolMode.REQUIRED) and can_open
+        is_opened = is_possible and prompt_tail.rstrip().endswith(OPENING)
+        return replace(self, mode=ToolMode.OPENED) if is_opened else self
+
+    @property
     def new_parser(self) -> Callable[[], ToolCallParser | None]:
-        names = frozenset(function.name for function in self.callable)
+        schemas = {function.name: function.parameters or {} for function in self.callable}
         if self.mode is ToolMode.NAMED:
             return lambda: ForcedCallParser(self.callable[0].name)
         if self.mode is ToolMode.REQUIRED:
-            return lambda: ForcedListParser(JSON, names)
+            return lambda: ForcedListParser(JSON, frozenset(schemas))
         dialect = self.dialect
+        if self.mode is ToolMode.OPENED and dialect is not None:
+            return lambda: _behind_mark(dialect.new_parser(schemas))
         if self.mode is ToolMode.AUTO and dialect is not None:
-            return lambda: dialect.new_parser(names)
+            return lambda: dialect.new_parser(schemas)
         return no_calls
 
     @property
@@ -133,12 +160,12 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
     if mode == "required" and not tools:
         raise RequestRejected("tool_choice: there are no tools to choose from", param="tool_choice")
     if mode == "none" or not tools:
-        return ToolUse()
+        return ToolUse(dialect=dialect)
     if mode == "auto" and dialect is None:
         raise unsupported(
             "tools",
-            "how this model writes tool calls is not known: use tool_choice required, or name a function;"
-            " or start the server with --tool-call-parser",
+            "the server was started with --tool-call-parser none: use tool_choice required, or name a"
+            " function",
         )
     return ToolUse(
         mode=ToolMode(mode),
@@ -194,8 +221,17 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 def _list_schema(functions: tuple[FunctionDefinition, ...], max_calls: int | None) -> dict[str, Any]:
     """A list of calls. Each tool's own schema stands in a place of its own, so that its references hold."""
-    calls = []
-    places = {}
+    calls, places = _call_schemas(functions, arguments="parameters")
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": places}
+    return schema if max_calls is None else {**schema, "maxItems": max_calls}
+
+
+def _call_schemas(
+    functions: tuple[FunctionDefinition, ...], *, arguments: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Schemas of a call of each function, and the places that they refer to."""
+    calls: list[dict[str, Any]] = []
+    places: dict[str, Any] = {}
     for index, function in enumerate(functions):
         place = f"tool{index}"
         places[place] = _moved(_parameters(function), f"#/$defs/{place}")
@@ -204,14 +240,19 @@ def _list_schema(functions: tuple[FunctionDefinition, ...], max_calls: int | Non
                 "type": "object",
                 "properties": {
                     "name": {"const": function.name},
-                    "parameters": {"$ref": f"#/$defs/{place}"},
+                    arguments: {"$ref": f"#/$defs/{place}"},
                 },
-                "required": ["name", "parameters"],
+                "required": ["name", arguments],
                 "additionalProperties": False,
             }
         )
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": places}
-    return schema if max_calls is None else {**schema, "maxItems": max_calls}
+    return calls, places
+
+
+def _behind_mark(parser: ToolCallParser) -> ToolCallParser:
+    """Begin where the prompt ends."""
+    parser.feed(OPENING)
+    return parser
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from engine.types import ModelInfo
 from server.chat.chat_replies import ChatStream
-from server.chat.chat_turn import prepare_turn, reasons
+from server.chat.chat_turn import prepare_turn
+from server.chat.reasoning_styles import find_style
 from server.generate.answering import VERSION, new_head, whole
 from server.generate.calls import Origin, read_call
 from server.generate.model_checks import check_model
@@ -176,7 +177,7 @@ def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
     found = ["completion"]
     if find_dialect(edge.parsers.tool_calls, info.chat_template) is not None:
         found.append("tools")
-    if reasons(edge.parsers.reasoning, info):
+    if find_style(edge.parsers.reasoning, info) is not None:
         found.append("thinking")
     return found
 

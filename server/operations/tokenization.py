@@ -14,14 +14,12 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
-from engine.types import ModelInfo
 from server.chat.chat_protocol import ChatCompletionRequest, Messages
-from server.chat.template_input import chat_messages, chat_options
-from server.chat.tool_protocol import ToolChoiceObject, Tools
-from server.chat.tool_use import tool_use_of
+from server.chat.chat_turn import prompt_of
+from server.chat.tool_protocol import Tools
 from server.generate.model_checks import check_model, check_token_ids
 from server.generate.protocol import MAX_PROMPT_TOKENS, Name, ReasoningEffort, TemplateKwargs, Text
-from server.http.edge import Engine, edge_of
+from server.http.edge import Edge, edge_of
 from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.json_body import read_request
 from server.refusals import unsupported
@@ -90,7 +88,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
     info = engine.info
     check_model(body.model, info)
-    token_ids = await _encode(engine, body, info)
+    token_ids = await _encode(edge_of(request), body)
     strings = await engine.vocabulary_strings(token_ids) if body.return_token_strs else None
     return _json(
         {
@@ -118,9 +116,10 @@ async def detokenize(request: Request) -> Response:
     return _json({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
 
 
-async def _encode(engine: Engine, body: TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
+    engine = edge.engine
     if body.messages is not None:
-        return await _encode_chat(engine, body, info)
+        return await _encode_chat(edge, body)
     if body.prompt is None:
         raise RequestRejected("prompt or messages is required", param="prompt", code="missing_field")
     for name in _CHAT_FIELDS:
@@ -131,7 +130,7 @@ async def _encode(engine: Engine, body: TokenizeRequest, info: ModelInfo) -> tup
     return await engine.encode(body.prompt)
 
 
-async def _encode_chat(engine: Engine, body: TokenizeRequest, info: ModelInfo) -> tuple[int, ...]:
+async def _encode_chat(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
     if body.add_special_tokens:
@@ -145,11 +144,8 @@ async def _encode_chat(engine: Engine, body: TokenizeRequest, info: ModelInfo) -
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
         tools=body.tools,
-        # The prompt is the same for every choice, and for this one no way to write calls need be known.
-        tool_choice=ToolChoiceObject(type="required") if body.tools else None,
     )
-    options = chat_options(chat, tools=tool_use_of(chat, dialect=None).definitions)
-    return await engine.encode_chat(chat_messages(chat, info), options)
+    return await prompt_of(edge, chat)
 
 
 def _json(body: dict[str, Any]) -> Response:

@@ -27,6 +27,8 @@ from engine.text.tokenizer import TokenizerError
 from server.access.credentials import Credentials
 from server.access.tls import LiveTls
 from server.app import build_admin_app, build_app
+from server.batch_work.app_client import AppClient
+from server.batch_work.batch_queue import BatchQueue
 from server.endpoints import OPERATIONS
 from server.generate.answering import VERSION
 from server.http.connections import ClientConnection
@@ -35,6 +37,7 @@ from server.http.health_listener import HealthListener
 from server.http.listening import CannotListen, Listeners, url_of
 from server.sockets.accepting import ClientServer
 from server.startup.announcement import Announcement
+from server.state.state_desk import StateDesk
 
 if TYPE_CHECKING:
     from server.observe.otel_spans import OtelSpans
@@ -93,6 +96,7 @@ async def _serve(
     administering = asyncio.create_task(
         _administer(build_admin_app(app, server_config), credentials.tls, listeners.admin)
     )
+    batching = asyncio.create_task(_run_batches(app, engine_config, signals.first))
     watching = asyncio.create_task(credentials.keep_current())
     serving = asyncio.create_task(http.serve(sockets=[listeners.main]))
     announcing = asyncio.create_task(_announce(announcement, engine, engine_config, server_config, url))
@@ -100,6 +104,8 @@ async def _serve(
         return await _until_the_end(engine, signals, serving, server_config, announcement)
     finally:
         announcing.cancel()
+        batching.cancel()
+        await asyncio.gather(batching, return_exceptions=True)
         watching.cancel()
         administering.cancel()
         http.should_exit = True
@@ -111,6 +117,29 @@ async def _serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()
+
+
+async def _run_batches(app: FastAPI, config: EngineConfig, stopping: asyncio.Event) -> None:
+    """Work on batches, if there is a folder for them, until the server is to stop."""
+    desk: StateDesk = app.state.desk
+    if not desk.is_open:
+        return
+    # Without priorities nothing yields: then a few at a time.
+    num_seqs = config.scheduler.max_num_seqs
+    yields = config.scheduler.policy.value == "priority"
+    concurrency = num_seqs if yields else max(1, num_seqs // 4)
+    queue = BatchQueue(desk, lambda owner: AppClient(app, owner=owner), concurrency=concurrency)
+    working = asyncio.create_task(queue.run())
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        working.cancel()
+        (end,) = await asyncio.gather(working, return_exceptions=True)
+        if not isinstance(end, asyncio.CancelledError):
+            log.error("no more batches are worked on until the next start", exc_info=end)
+        await asyncio.to_thread(desk.store.close)
 
 
 async def _administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket | None) -> None:

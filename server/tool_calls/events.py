@@ -21,6 +21,8 @@ class CallStart:
     index: int
     """Number of the call from 0, in the order of the text."""
     name: str
+    id: str | None = None
+    """The id that the model wrote; None in most dialects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,12 @@ class EventLog:
         self._is_after_call = False
         self._has_content = True
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, call_id: str | None = None) -> None:
         self._close_event()
         if not self._is_after_call:
             self._spaces_before_call = list(self._spaces)
         self._spaces.clear()
-        self._events.append(CallStart(self._num_calls, name))
+        self._events.append(CallStart(self._num_calls, name, call_id))
         self._num_calls += 1
         self._is_in_call = self._is_after_call = True
 

@@ -4,12 +4,15 @@ Owns: the alternation of text, marks and objects.
 
     hermes        text <tool_call> {...} </tool_call> <tool_call> {...} </tool_call>
     llama3_json   text <|python_tag|> {...} ; {...}     or nothing but   {...} ; {...}
+    llama4_json   text <|python_start|> {...} <|python_end|>     or nothing but   {...} ; {...}
+    granite       text <|tool_call|> [{...}, {...}]
+    phi4          text functools[{...}, {...}]     or   <|tool_call|>[{...}]<|/tool_call|>
     json          nothing but   {...}   or   [{...}, {...}]
 
 Text that is no call after all becomes content, mark included. Separators between two calls are dropped, and
 so are surplus closing brackets.
-Source: the chat templates of Qwen 2.5 and 3, Hermes 2 and 3, and Llama 3.1 to 3.3, which ask their models
-to write so.
+Source: the chat templates of Qwen 2.5 and 3, Hermes 2 and 3, Llama 3.1 to 4, Granite 3 and Phi-4-mini,
+which ask their models to write so.
 """
 
 from collections.abc import Callable
@@ -29,8 +32,18 @@ class ObjectSyntax:
     opening: str = ""
     """Before a call, or before the first of several; empty: there is no such mark."""
     closing: str = ""
+    other_opening: str = ""
+    """A second mark before a call, if there are two."""
     may_begin_bare: bool = False
     """A reply whose first character opens an object or a list needs no mark."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.opening, self.other_opening) if mark)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (*self.openings, self.closing) if mark)
 
 
 class ObjectCallParser(ToolCallParser):
@@ -38,10 +51,9 @@ class ObjectCallParser(ToolCallParser):
 
     def __init__(self, syntax: ObjectSyntax, names: frozenset[str]) -> None:
         super().__init__()
-        marks = [mark for mark in (syntax.opening, syntax.closing) if mark]
         self._syntax = syntax
-        self._finder = MarkFinder(*marks[:1])
-        self._mark_after = MarkFinder(*marks)
+        self._finder = MarkFinder(*syntax.openings)
+        self._mark_after = MarkFinder(*syntax.marks)
         self._marked = CallRule()
         self._bare = CallRule(names=names)
         self._rule = self._marked

@@ -110,14 +110,61 @@ async def test_a_tool_loop_goes_round(sdk) -> None:
     assert last.choices[0].message.tool_calls is None
 
 
-async def test_a_template_that_knows_no_tool_role_says_so(sdk) -> None:
-    messages = [*HI, {"role": "tool", "tool_call_id": "a", "content": "rain"}]
-    with pytest.raises(openai.BadRequestError, match="unknown role 'tool'") as caught:
-        await sdk.chat.completions.create(**wild(messages=messages))
-    assert caught.value.param == "messages"
+async def test_a_first_agent_goes_round_on_the_demo_model_with_nothing_set(sdk) -> None:
+    """Tools and nothing else, as in the first example of every client: a call, its result, an answer."""
+    messages: list = [*HI]
+    fields = {"model": "tokenyard-demo", "tools": [WEATHER, DRAW], "max_tokens": 200}
+    reply = await sdk.chat.completions.parse(messages=messages, **fields)
+    (choice,) = reply.choices
+    assert choice.finish_reason == "tool_calls"
+    messages.append(choice.message)
+    for call in choice.message.tool_calls:
+        assert isinstance(call.function.parsed_arguments, GetWeather | Draw)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "It is 5."})
+    last = await sdk.chat.completions.create(messages=messages, **fields)
+    assert last.choices[0].finish_reason == "stop"
+    assert last.choices[0].message.content
+    assert last.choices[0].message.tool_calls is None
 
 
-async def test_a_model_whose_calls_nobody_can_read_is_told_of_the_ways_out(sdk) -> None:
-    with pytest.raises(openai.BadRequestError, match="tool_choice required") as caught:
-        await sdk.chat.completions.create(**wild(tools=[WEATHER]))
-    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+async def test_a_streamed_agent_turn_is_the_whole_one(sdk) -> None:
+    fields = wild(tools=[WEATHER], parallel_tool_calls=False, temperature=0)
+    whole = await sdk.chat.completions.create(**fields)
+    async with sdk.chat.completions.stream(**fields) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "tool_calls"
+    (call,), (streamed,) = whole.choices[0].message.tool_calls, final.choices[0].message.tool_calls
+    assert streamed.function.name == call.function.name
+    assert streamed.function.arguments == call.function.arguments
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The demo model, read as a model of which nothing is known."""
+    with running_server(tmp_path_factory.mktemp("generic"), "--tool-call-parser", "generic") as server:
+        yield server
+
+
+async def test_a_model_without_a_dialect_writes_text_or_calls_that_match(untrained) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{untrained.url}/v1", api_key="none", max_retries=0) as sdk:
+        reply = await sdk.chat.completions.create(
+            model="tokenyard-demo",
+            messages=[{"role": "user", "content": "Write a JSON object."}],
+            tools=[WEATHER, DRAW],
+            temperature=2.0,
+            seed=1,
+            n=8,
+            max_tokens=60,
+        )
+        for choice in reply.choices:
+            assert "<tool_call>" not in (choice.message.content or "")
+        reply = await sdk.chat.completions.create(
+            model="tokenyard-demo",
+            messages=[*HI, {"role": "assistant", "content": "<tool_call>"}],  # as if it had begun a call
+            tools=[WEATHER],
+            max_tokens=200,
+            parallel_tool_calls=False,
+            extra_body={"continue_final_message": True},
+        )
+        (call,) = reply.choices[0].message.tool_calls
+        assert GetWeather.model_validate_json(call.function.arguments)

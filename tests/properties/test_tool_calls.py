@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from server.chat.message_reader import Message, MessageReader, Reading
 from server.chat.reasoning import ReasoningStart
+from server.tool_calls.dialects import DIALECTS as DIALECT_ROWS
 from server.tool_calls.dialects import find_dialect
 from server.tool_calls.events import ToolCallParser
 from server.tool_calls.forced import ForcedCallParser
 
-NAMES = frozenset({"look", "f"})
+NAMES = {"look": {}, "f": {"properties": {"a": {"type": "string"}}}}
 DIALECTS = ("hermes", "llama3_json", "mistral", "json")
+ALL_DIALECTS = tuple(dialect.name for dialect in DIALECT_ROWS)
 
 # What the parsers look for, whole and in halves, between what they must pass on.
 FRAGMENTS = [
@@ -22,6 +24,30 @@ FRAGMENTS = [
     *("[ARGS]", "[CALL_ID]", "[TOOL", "<think>", "</think>", "</thi", '{"name": "f", "arguments": ', '"}'),
     *('{"name": "look", "parameters": {"a": [1, {"b": "}"}]}}', '{"arguments": {}, "name": "f"}'),
     *('{"name": "f"}', '"arguments": "{\\"a\\": 1}"', '{"a": "<', '\\"', "\\", '"', "{", "}", "[", "]", ","),
+    *(
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+    ),
+    *("</arg_value>", '<invoke name="f">', "<|tool_call>call:f{", '<|"|>', "<tool_call|>", "functools["),
+    *(
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+        "<｜tool▁call▁end｜>",
+        "<|tool_call_begin|>functions.f:0",
+        "<|tool_call_end|>",
+    ),
+    *(
+        "<|channel|>commentary to=f<|message|>{",
+        "<|call|>",
+        "[f(a=",
+        "'x')]",
+        "<function_calls>",
+        "</function_calls>",
+    ),
     *(";", ":", " ", "\n", "f", "look", "Hello", "é😀", "null", "12", "\u2028"),
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).map("".join)
@@ -47,8 +73,8 @@ def message(reading: Reading, parts: list[str]) -> dict:
     return whole.body()
 
 
-@pytest.mark.parametrize("dialect", [*DIALECTS, "none"])
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("dialect", [*ALL_DIALECTS, "none"])
+@settings(max_examples=150, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: list[int]) -> None:
     for start in ReasoningStart:
@@ -107,10 +133,23 @@ def test_calls_come_out_as_they_were_meant(
     ] == calls
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+SLOW = (
+    *(
+        "<function=",
+        "<function=f><parameter=a>",
+        "<tool_call>f\n<arg_key>",
+        "[f(",
+        "<function_calls>",
+        "<|tool_call>{",
+    ),
+    *("<｜tool▁call▁begin｜>", "<|tool_call_begin|>functions.f:0{", "<|channel|>", "<tool_call>f"),
+)
+
+
+@pytest.mark.parametrize("dialect", ALL_DIALECTS)
 def test_reading_takes_time_in_proportion_to_the_text(dialect: str) -> None:
     """Each of these would be slow if anything were looked at twice for each character."""
-    for unit in ("<tool_call>{", "[TOOL_CALLS][", "{", "<", " ", '{"name": "f", "arguments": {"a": "'):
+    for unit in ("<tool_call>{", "[TOOL_CALLS][", "{", "<", " ", '{"name": "f", "arguments": {"a": "', *SLOW):
         parser = parser_of(dialect)
         parser.feed(unit * (200_000 // len(unit)))
         parser.finish()

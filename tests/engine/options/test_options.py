@@ -104,6 +104,8 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "tls_key": ("/tmp/key.pem", "/tmp/key.pem"),
     "tls_client_ca": ("/tmp/ca.pem", "/tmp/ca.pem"),
     "cors_origin": ("https://app.example", ("https://app.example",)),
+    "state_folder": ("/tmp/state", "/tmp/state"),
+    "state_max_size": ("1MiB", 2**20),
     "page": ("off", "off"),
     "send_timeout": ("500ms", 0.5),
     "max_memory_use": ("90%", 0.9),

@@ -12,7 +12,7 @@ from tests.engine import small_tokenizers
 MARKS = {
     "qwen": ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     "starcoder": ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 -- as it is spelt
+    "deepseek": ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     "codellama": ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 }
 

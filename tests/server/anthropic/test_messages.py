@@ -166,6 +166,7 @@ async def test_more_tokens_than_the_context_window_leaves_are_cut_to_it(client, 
     [({"type": "any"}, True), ({"type": "tool", "name": "look"}, True), ({"type": "none"}, False)],
 )
 async def test_a_choice_of_tools_holds_the_reply_to_it(client, engine, choice, is_held):
+    engine.model_info = dataclasses.replace(engine.model_info, chat_template="<tool_call>")
     await create(client, tools=[TOOL], tool_choice=choice, max_tokens=2)
     assert (engine.requests[0].params.grammar is not None) == is_held
 
@@ -196,6 +197,7 @@ async def test_a_model_that_is_not_there_is_not_found(client):
 
 
 async def test_the_tokens_of_a_prompt_are_counted_as_the_message_would_count_them(client, engine):
+    engine.model_info = dataclasses.replace(engine.model_info, chat_template="<tool_call>")
     body = {**ASK, "tools": [TOOL], "system": "be brief"}
     counted = (await client.post(f"{PATH}/count_tokens", json=body)).json()
     await create(client, **{**body, "tool_choice": {"type": "any"}})

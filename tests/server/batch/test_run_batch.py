@@ -15,9 +15,9 @@ from engine.processes.engine_processes import GaveUp
 from engine.types import FinishReason
 from server.app import build_app
 from server.batch import batch_command as cli
-from server.batch.batch_files import BatchFileError, check_input, open_output
-from server.batch.batch_run import BatchRun, ServerLost
 from server.batch.local_engine import CannotLoad, while_it_lives
+from server.batch_work.batch_files import BatchFileError, check_input, open_output
+from server.batch_work.batch_run import BatchRun, ServerLost
 from server.commands.command_line import OptionParser
 from server.http.http_client import ExchangeFailed, Reply
 from tests.server.conftest import Settings, eventually, serving

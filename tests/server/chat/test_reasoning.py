@@ -6,7 +6,8 @@ import pytest
 
 from server.app import build_app
 from server.chat.message_reader import MessageReader, Reading
-from server.chat.reasoning import Reasoning, ReasoningSplitter, ReasoningStart
+from server.chat.reasoning import Reasoning, ReasoningStart
+from server.chat.reasoning_styles import THINK
 from server.tool_calls.events import Content
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
@@ -19,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 def split(start: ReasoningStart, text: str) -> list[Reasoning | Content]:
-    splitter = ReasoningSplitter(start)
+    splitter = THINK.new_splitter(start)
     *found, last = [*splitter.feed(text), *splitter.finish()]
     if found and type(found[-1]) is type(last):
         return [*found[:-1], type(last)(found[-1].text + last.text)]

@@ -1,5 +1,7 @@
 """POST /tokenize and /detokenize, through the whole application."""
 
+import dataclasses
+
 import pytest
 
 from server.app import build_app
@@ -39,6 +41,7 @@ async def test_messages_become_what_a_chat_would_generate_from(client, engine):
     assert rendered == [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
     assert options.add_generation_prompt
     assert options.template_kwargs == {"a": 1}
+    engine.model_info = dataclasses.replace(engine.model_info, chat_template="<tool_call>")
     await tokenize(client, messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])
     assert engine.chats[-1][1].tools[0]["function"]["name"] == "f"
     await tokenize(client, messages=messages, add_generation_prompt=False, continue_final_message=True)

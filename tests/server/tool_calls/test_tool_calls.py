@@ -6,7 +6,7 @@ from server.tool_calls.dialects import find_dialect
 from server.tool_calls.events import Arguments, CallStart, Content, ToolEvent
 from server.tool_calls.forced import ForcedCallParser
 
-NAMES = frozenset({"f", "g"})
+NAMES = {"f": {}, "g": {}}
 
 
 def read(dialect: str, text: str) -> list[ToolEvent]:
@@ -188,14 +188,14 @@ LLAMA_32 = '{"name": function name, "parameters": dictionary of argument name an
         (MISTRAL_7, "mistral"),
         (LLAMA_31, "llama3_json"),
         (LLAMA_32, "llama3_json"),
-        (QWEN_3_CODER, None),
-        (GLM_45, None),
-        ("{{ messages[0].content }}", None),
-        ("", None),
+        (QWEN_3_CODER, "qwen3_coder"),
+        (GLM_45, "glm45"),
+        ("{{ messages[0].content }}", "generic"),
+        ("", "generic"),
     ],
 )
 def test_auto_knows_a_dialect_by_the_template(template, name) -> None:
     found = find_dialect("auto", template)
-    assert (found and found.name) == name
+    assert found.name == name
     assert find_dialect("none", template) is None
     assert find_dialect("json", template).name == "json"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from server.batch.batch_files import BatchRequest, answer_line, fault_line
+from server.batch_work.batch_files import BatchRequest, answer_line, fault_line
 from server.http.http_client import ExchangeFailed, Reply
 
 _WAIT_STATUSES = frozenset({429, 503})
@@ -96,7 +96,7 @@ class BatchRun:
         Cancelled, it leaves no half line: requests without a reply have none.
         """
         places = asyncio.Semaphore(self.concurrency)
-        async with _failing_together() as group:
+        async with failing_together() as group:
             for request in requests:
                 await places.acquire()
                 task = group.create_task(self._answer(request))
@@ -104,7 +104,7 @@ class BatchRun:
 
     async def _answer(self, request: BatchRequest) -> None:
         fault = request.fault()
-        reply = None if fault is not None else await self._send(request)
+        reply = None if fault is not None else await self.send(request.url, orjson.dumps(request.body))
         line = (
             fault_line(request.custom_id, fault or "")
             if reply is None
@@ -114,15 +114,15 @@ class BatchRun:
         self.counts.add(reply)
         self.show(self.counts)
 
-    async def _send(self, request: BatchRequest) -> Reply:
-        body = orjson.dumps(request.body)
+    async def send(self, path: str, body: bytes) -> Reply:
+        """Send one request, again and again while that can help. Raises ServerLost."""
         clock = asyncio.get_running_loop().time
         give_up_s = clock() + self.retry_s
         num_tries = 0
         while True:
             num_tries += 1
             try:
-                reply = await self.client.post(request.url, body)
+                reply = await self.client.post(path, body)
             except ExchangeFailed as error:
                 wait_s, last = _backoff_s(num_tries), error
                 if clock() + wait_s > give_up_s:
@@ -155,7 +155,7 @@ def _backoff_s(num_tries: int) -> float:
 
 
 @asynccontextmanager
-async def _failing_together() -> AsyncIterator[asyncio.TaskGroup]:
+async def failing_together() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group that raises the first error itself rather than a group of errors."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -8,6 +8,7 @@ Source: OpenAI's reference of the batch API: request input and output objects.
 
 import contextlib
 import fcntl
+import io
 import os
 import secrets
 from collections.abc import Generator, Iterator
@@ -64,6 +65,12 @@ class InputFile:
         with self.path.open("rb") as file:
             for number, line in _numbered_lines(file):
                 yield _request(line, f"{self.path} line {number}")
+
+
+def numbered_requests(content: bytes) -> Iterator[tuple[int, BatchRequest]]:
+    """Requests of a file in memory, with their line numbers. Raises BatchFileError."""
+    for number, line in _numbered_lines(io.BytesIO(content)):
+        yield number, _request(line, f"line {number}")
 
 
 def check_input(path: Path) -> InputFile:

@@ -8,14 +8,17 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Scope
 
+from server.access.auth import OWNER_NAME
 from server.http.http_client import ExchangeFailed, Reply
 
 
 class AppClient:
     """Sends requests to `app` without a socket."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, owner: str | None = None) -> None:
+        """`owner` is the name of the key as which they are sent; None: as an outside caller without one."""
         self._app = app
+        self._owner = owner
 
     async def post(self, path: str, body: bytes) -> Reply:
         """Raises ExchangeFailed if the application ends without a reply. Cancelling it aborts the request."""
@@ -35,7 +38,10 @@ class AppClient:
             else:
                 pieces.append(message.get("body", b""))
 
-        await self._app(_scope(path, len(body)), receive, send)
+        scope = _scope(path, len(body))
+        if self._owner is not None:
+            scope[OWNER_NAME] = self._owner
+        await self._app(scope, receive, send)
         if not head:
             raise ExchangeFailed("no reply", "the application ended without a reply")
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}

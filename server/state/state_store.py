@@ -1,0 +1,277 @@
+"""Files, batches and their answers in one SQLite database, in the folder of --state-folder.
+
+Owns: the tables, the owner of each row (the key that made it), and that an answer is kept once.
+Never: a clock of its own, HTTP, or the sending of requests.
+
+Every method is one transaction and blocks: callers of the event loop use a thread.
+"""
+
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+MAX_FILES_OF_OWNER = 1000
+MAX_OPEN_BATCHES_OF_OWNER = 100
+_DATABASE = "tokenyard.sqlite"
+_LOCK_WAIT_S = 10.0
+OPEN_STATUSES = ("validating", "in_progress", "cancelling")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    filename TEXT NOT NULL, purpose TEXT NOT NULL, created_at INTEGER NOT NULL, content BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    status TEXT NOT NULL, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS answers (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, is_error INTEGER NOT NULL, answer BLOB NOT NULL,
+    PRIMARY KEY (batch, line)) WITHOUT ROWID;
+"""
+
+
+class StorageFull(Exception):
+    """There is no room for a file or a batch of this owner; the text says why."""
+
+
+class FileInUse(Exception):
+    """The file cannot be deleted yet; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFile:
+    """A file before it has an id."""
+
+    filename: str
+    purpose: str
+    created_s: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Part of a list that a client asks for, the newest first."""
+
+    limit: int
+    after: str | None
+
+
+class StateStore:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        """Raises OSError or sqlite3.Error if the folder cannot be used."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._connection = sqlite3.connect(
+            folder / _DATABASE, check_same_thread=False, timeout=_LOCK_WAIT_S, isolation_level=None
+        )
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute("PRAGMA synchronous=FULL")
+        self._connection.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    # Files.
+
+    def add_file(self, owner: str, file: NewFile) -> dict[str, Any]:
+        """Keep a file of a client. Raises StorageFull."""
+        with self._transaction() as database:
+            (num_files,) = database.execute("SELECT count(*) FROM files WHERE owner = ?", (owner,)).fetchone()
+            if num_files >= MAX_FILES_OF_OWNER:
+                raise StorageFull(f"there are {num_files} files already; delete some")
+            (num_bytes,) = database.execute("SELECT total(length(content)) FROM files").fetchone()
+            if num_bytes + len(file.content) > self._max_bytes:
+                raise StorageFull(f"all files together may have {self._max_bytes} bytes; delete some")
+            return _add_file(database, owner, file)
+
+    def file(self, owner: str, file_id: str) -> dict[str, Any] | None:
+        """Return the description of a file; None if there is none of this owner."""
+        with self._transaction() as database:
+            row = database.execute(f"{_FILES} AND id = ?", (owner, file_id)).fetchone()
+        return None if row is None else _file_body(row)
+
+    def files(self, owner: str, page: Page, purpose: str | None) -> list[dict[str, Any]]:
+        """List one file more than the page holds, if there are more."""
+        with self._transaction() as database:
+            before = _number(database, "files", page.after)
+            rows = database.execute(
+                f"{_FILES} AND number < ? AND purpose = coalesce(?, purpose) ORDER BY number DESC LIMIT ?",
+                (owner, before, purpose, page.limit + 1),
+            ).fetchall()
+        return [_file_body(row) for row in rows]
+
+    def content(self, owner: str, file_id: str) -> bytes | None:
+        """Return the bytes of a file; None if there is none of this owner."""
+        with self._transaction() as database:
+            row = database.execute(
+                "SELECT content FROM files WHERE owner = ? AND id = ?", (owner, file_id)
+            ).fetchone()
+        return None if row is None else row[0]
+
+    def delete_file(self, owner: str, file_id: str) -> bool:
+        """Delete a file; False if there is none of this owner. Raises FileInUse."""
+        with self._transaction() as database:
+            rows = database.execute(
+                "SELECT body FROM batches WHERE owner = ? AND status IN (?, ?, ?)", (owner, *OPEN_STATUSES)
+            ).fetchall()
+            if any(orjson.loads(row)["input_file_id"] == file_id for (row,) in rows):
+                raise FileInUse(f"a batch under way reads {file_id}; cancel it first")
+            statement = "DELETE FROM files WHERE owner = ? AND id = ?"
+            return database.execute(statement, (owner, file_id)).rowcount > 0
+
+    # Batches.
+
+    def add_batch(self, owner: str, body: dict[str, Any]) -> None:
+        """Keep a new batch. Raises StorageFull."""
+        with self._transaction() as database:
+            (num_open,) = database.execute(
+                "SELECT count(*) FROM batches WHERE owner = ? AND status IN (?, ?, ?)",
+                (owner, *OPEN_STATUSES),
+            ).fetchone()
+            if num_open >= MAX_OPEN_BATCHES_OF_OWNER:
+                raise StorageFull(f"there are {num_open} batches under way; wait, or cancel some")
+            database.execute(
+                "INSERT INTO batches (id, owner, status, body) VALUES (?, ?, ?, ?)",
+                (body["id"], owner, body["status"], orjson.dumps(body)),
+            )
+
+    def batch(self, owner: str, batch_id: str) -> dict[str, Any] | None:
+        """Return a batch with its counts; None if there is none of this owner."""
+        with self._transaction() as database:
+            row = database.execute(
+                "SELECT body FROM batches WHERE owner = ? AND id = ?", (owner, batch_id)
+            ).fetchone()
+            return None if row is None else _batch_body(database, row[0])
+
+    def batches(self, owner: str, page: Page) -> list[dict[str, Any]]:
+        """List one batch more than the page holds, if there are more."""
+        with self._transaction() as database:
+            rows = database.execute(
+                "SELECT body FROM batches WHERE owner = ? AND number < ? ORDER BY number DESC LIMIT ?",
+                (owner, _number(database, "batches", page.after), page.limit + 1),
+            ).fetchall()
+            return [_batch_body(database, row[0]) for row in rows]
+
+    def next_open(self) -> tuple[str, dict[str, Any]] | None:
+        """Return owner and body of the oldest batch that is not at its end."""
+        with self._transaction() as database:
+            row = database.execute(
+                "SELECT owner, body FROM batches WHERE status IN (?, ?, ?) ORDER BY number LIMIT 1",
+                OPEN_STATUSES,
+            ).fetchone()
+            return None if row is None else (row[0], _batch_body(database, row[1]))
+
+    def update_batch(
+        self, batch_id: str, changes: dict[str, Any], *, expected: Iterable[str]
+    ) -> dict[str, Any] | None:
+        """Change a batch if its status is one of `expected`; return it, or None if it is not."""
+        with self._transaction() as database:
+            row = database.execute("SELECT body FROM batches WHERE id = ?", (batch_id,)).fetchone()
+            body = None if row is None else orjson.loads(row[0])
+            if body is None or body["status"] not in tuple(expected):
+                return None
+            return _change(database, body, changes)
+
+    def add_answer(self, batch_id: str, line: int, answer: bytes, *, is_error: bool) -> None:
+        """Keep the answer of a line. A second one changes nothing."""
+        with self._transaction() as database:
+            database.execute(
+                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (batch_id, line, is_error, answer)
+            )
+
+    def answered(self, batch_id: str) -> frozenset[int]:
+        """Return the numbers of the lines that have an answer."""
+        with self._transaction() as database:
+            rows = database.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,)).fetchall()
+        return frozenset(line for (line,) in rows)
+
+    def finish(self, owner: str, batch_id: str, changes: dict[str, Any], *, now_s: int) -> None:
+        """End a batch: write its files, drop its answers and set its last status, all at once."""
+        with self._transaction() as database:
+            (row,) = database.execute("SELECT body FROM batches WHERE id = ?", (batch_id,)).fetchone()
+            body = _batch_body(database, row)
+            for is_error, field in ((0, "output_file_id"), (1, "error_file_id")):
+                rows = database.execute(
+                    "SELECT answer FROM answers WHERE batch = ? AND is_error = ? ORDER BY line",
+                    (batch_id, is_error),
+                ).fetchall()
+                if rows:
+                    content = b"".join(answer for (answer,) in rows)
+                    name = f"{batch_id}_{'error' if is_error else 'output'}.jsonl"
+                    file = NewFile(filename=name, purpose="batch_output", created_s=now_s, content=content)
+                    body[field] = _add_file(database, owner, file)["id"]
+            _change(database, body, changes)
+            database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+
+
+_FILES = "SELECT id, filename, purpose, created_at, length(content) FROM files WHERE owner = ?"
+
+
+def _add_file(database: sqlite3.Connection, owner: str, file: NewFile) -> dict[str, Any]:
+    file_id = f"file-{secrets.token_hex(16)}"
+    database.execute(
+        "INSERT INTO files (id, owner, filename, purpose, created_at, content) VALUES (?, ?, ?, ?, ?, ?)",
+        (file_id, owner, file.filename, file.purpose, file.created_s, file.content),
+    )
+    return _file_body((file_id, file.filename, file.purpose, file.created_s, len(file.content)))
+
+
+def _file_body(row: tuple[Any, ...]) -> dict[str, Any]:
+    file_id, filename, purpose, created_s, num_bytes = row
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": num_bytes,
+        "created_at": created_s,
+        "expires_at": None,
+        "filename": filename,
+        "purpose": purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def _batch_body(database: sqlite3.Connection, stored: bytes) -> dict[str, Any]:
+    """Return a batch; while it is under way, its counts are those of its answers."""
+    body: dict[str, Any] = orjson.loads(stored)
+    if body["status"] in OPEN_STATUSES:
+        num_answers, num_errors = database.execute(
+            "SELECT count(*), total(is_error) FROM answers WHERE batch = ?", (body["id"],)
+        ).fetchone()
+        body["request_counts"] |= {"completed": num_answers - int(num_errors), "failed": int(num_errors)}
+    return body
+
+
+def _change(database: sqlite3.Connection, body: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    changed = {**body, **changes}
+    database.execute(
+        "UPDATE batches SET status = ?, body = ? WHERE id = ?",
+        (changed["status"], orjson.dumps(changed), changed["id"]),
+    )
+    return changed
+
+
+def _number(database: sqlite3.Connection, table: str, after: str | None) -> int:
+    """Return the number of the row `after`, below which a page begins; beyond all rows if there is none."""
+    row = database.execute(f"SELECT number FROM {table} WHERE id = ?", (after,)).fetchone()
+    return 2**62 if row is None else int(row[0])
