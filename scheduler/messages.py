@@ -144,6 +144,8 @@ class SequenceInputs:
     """Name of the adapter (LoRA, say) that the model is run with; empty: none."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Inputs in order of their positions, which do not overlap; the prompt's last token is behind them."""
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects to be generated, as tokens."""
 
 
 NO_INPUTS = SequenceInputs()
@@ -203,6 +205,8 @@ class NewSequence:
     """If set, no token is sampled; the share that samples returns the pooled vector."""
     adapter: str = ""
     """Adapter to run the model with; empty: none."""
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects, as tokens: a source of drafts, without any effect on what is sampled."""
 
 
 class PreemptionCause(StrEnum):
@@ -318,6 +322,8 @@ class ModelRunnerOutput:
     asked."""
     pooled: Mapping[SequenceId, bytes] = field(default_factory=dict)
     """Float32, little-endian; for each pooling sequence whose share reaches the end of its prompt."""
+    draft_token_ids: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
+    """Guesses at the tokens after those in `token_ids`, for a next plan to verify."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

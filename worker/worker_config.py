@@ -5,8 +5,30 @@ Never: defaults that depend on the machine.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from scheduler.messages import PoolingTask, PromptComputation
+
+
+class DraftMethod(StrEnum):
+    """Source of drafts for sequences without a prediction of their own."""
+
+    PREDICTION = "prediction"  # none
+    NGRAM = "ngram"  # their own text
+    SUFFIX = "suffix"  # their own text, and replies that ended of late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Drafts that the worker proposes. How many of them are verified, the scheduler decides."""
+
+    method: DraftMethod = DraftMethod.PREDICTION
+    num_speculative_tokens: int = 8
+    """Most drafts of one sequence in a step."""
+    prompt_lookup_min: int = 2
+    """Tokens that must have gone the same way before."""
+    prompt_lookup_max: int = 5
+    """Tokens that are compared; of several places the one with the longest match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +68,7 @@ class WorkerConfig:
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
     """int8 keeps the layers' weights as integers with a scale for each output. CPU kernels only."""
+    speculation: SpeculationConfig = SpeculationConfig()
     num_threads: int | None = None
     """Compute threads on CPU. None: one per physical core that this process may use."""
 
@@ -114,6 +137,8 @@ class ModelFacts:
     saturating_tokens: int = 0
     """Number of prompt tokens from which the time of a step is linear: more tokens are not computed faster.
     0 if unknown, or if there is no such number."""
+    max_drafts: int = 0
+    """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
     pooling: PoolingFacts | None = None

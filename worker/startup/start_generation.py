@@ -12,6 +12,8 @@ from worker.progress import LoadStage
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
+from worker.speculation.drafter import Drafter
+from worker.speculation.refusals import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
@@ -47,6 +49,10 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
+    if facts.runs_ahead or device.torch_device.type != "cpu":
+        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
+    else:
+        facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
     generation = GenerationSteps(
         device=device,
         facts=facts,
@@ -54,6 +60,7 @@ def start_generating(
         host_pool=ready.host_pool,
         steps=steps,
         sampler=sampler,
+        drafter=Drafter(config.speculation),
     )
     return facts, generation
 
