@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 
 from scheduler.config import PreemptionMode
+from scheduler.messages import SamplingParams
 from tests.worker.conftest import load_worker
 from tests.worker.speculation.random_requests import random_request
 from tests.worker.speculation.speculated import Answer, Speculated, half_right, nonsense, oracle
@@ -56,6 +57,18 @@ def test_drafts_change_nothing_where_sequences_are_preempted(loaded: Loaded, mod
     check_equal(expected, narrow.answers(requests, half_right(expected, random, vocab_size)))
     assert narrow.num_preemptions > 0
     assert narrow.num_accepted > 0
+
+
+def test_a_bad_word_whose_beginning_is_a_draft_is_not_sampled(loaded: Loaded) -> None:
+    prompt = TOKENIZER.encode("one two three one two three one", add_special_tokens=False).ids
+    world = Speculated(*loaded)
+    ((plain, _, _),) = world.answers([(prompt, SamplingParams(temperature=0.0, max_tokens=12))])
+    words = tuple((plain[place], plain[place + 1]) for place in range(3, 10, 2))
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=12, bad_words=words))]
+    expected = world.answers(requests)
+    assert expected[0][0] != plain
+    check_equal(expected, world.answers(requests, oracle([(plain, [], None)], 6)))
+    check_equal(expected, world.answers(requests, oracle(expected, 6)))
 
 
 def test_an_abort_among_drafts_leaves_the_others_as_they_are(loaded: Loaded) -> None:
