@@ -251,6 +251,26 @@ class ScheduledSequence(NamedTuple):
     logits."""
 
 
+class DraftReason(StrEnum):
+    """Reason why a step verifies so many of the drafts that were offered."""
+
+    ALL = "all"  # each was expected to pay
+    COST = "cost"  # one more was expected to cost more time than it saves
+    PREFILL = "prefill"  # prompts fill the step
+
+
+class DraftChoice(NamedTuple):
+    """Choice among the drafts that were offered to a step, for the trace."""
+
+    num_offered: int
+    num_chosen: int
+    """Before the limits of the step and of sequences: the plan's drafts may be fewer."""
+    reason: DraftReason
+    expected_tokens: float
+    """Sampled tokens of the step, drafts that hold included."""
+    expected_s: float
+
+
 _NOTHING: Mapping[SequenceId, tuple[Any, ...]] = MappingProxyType({})
 
 
@@ -297,6 +317,8 @@ class SchedulerOutput(NamedTuple):
     encoder_inputs: Mapping[SequenceId, tuple[EncoderInput, ...]] = _NOTHING
     """Inputs to encode before this step computes. An output is kept until the last of its positions was
     computed, or its sequence was released."""
+    draft_choice: DraftChoice | None = None
+    """For the trace; None if no drafts were offered, or all that have room are verified."""
 
     @property
     def is_empty(self) -> bool:

@@ -157,4 +157,6 @@ class StepTrace:
             "num_blocks": stats.num_blocks,
             "waiting": waiting,
         }
+        if plan.draft_choice is not None:
+            document["drafts"] = plan.draft_choice._asdict()
         return orjson.dumps(document, option=_APPEND_NEWLINE)

@@ -67,6 +67,7 @@ class Planner:
         running = self._queues.running
         budget = budget_for_step(self._config, running, self._step_time, self._limits())
         plan = PlanDraft(budget, now_s)
+        self._shares.choose_drafts(plan)
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._config.batching is Batching.SEPARATE:
@@ -81,9 +82,10 @@ class Planner:
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """Learn how long a plan took."""
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
-        self._step_time.observe(
-            plan.num_scheduled_tokens, seconds, has_prefill=plan.num_scheduled_tokens > num_decoded
-        )
+        has_prefill = plan.num_scheduled_tokens > num_decoded
+        self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill)
+        if not has_prefill:
+            self._shares.observe_step(plan, seconds)
 
     def note_memory_sufficed(self) -> None:
         """Learn that a step found enough memory."""
