@@ -12,7 +12,7 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
-from worker.speculation.refusals import refuse_speculation
+from worker.speculation.unsupported import refuse_speculation
 from worker.startup.loader import find_kind
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
@@ -57,7 +57,9 @@ class Worker:
             return start_generating(self._config, kind, device, stage)
         except FamilyRefused as error:
             refused = error.what  # not the error: its traceback keeps the model's memory alive
-        refuse_speculation(self._config, f"{refused}, and a state that has taken in a draft cannot be taken back")
+        refuse_speculation(
+            self._config, f"{refused}, and a state that has taken in a draft cannot be taken back"
+        )
         return start_with_own_caches(self._config, kind, device, stage, refused)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:

@@ -36,12 +36,11 @@ from worker.gpu.graphs import GraphSizes
 from worker.gpu.sampling import gpu_sampler as sampler
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.gpu.step_buffers import Limits, StepBuffers
-from worker.speculation.drafter import Drafter
 from worker.steps import generation_step
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.host_pool import HostPool
 from worker.steps.row_table import RowTable
-from worker.worker_config import ModelFacts, SpeculationConfig, WorkerConfig
+from worker.worker_config import ModelFacts, WorkerConfig
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
@@ -180,7 +179,6 @@ def _worker_of(device: Device, limits: Limits, facts: ModelFacts) -> GenerationS
         host_pool=HostPool(0, cache, device),
         steps=steps,
         sampler=row_sampler,
-        drafter=Drafter(SpeculationConfig()),
     )
 
 

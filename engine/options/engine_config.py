@@ -14,6 +14,7 @@ from pathlib import Path
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.options import OptionError, Options
+from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
 from scheduler.config import (
     Batching,
@@ -162,6 +163,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             gpu_kernels=options.gpu_kernels,
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
+            speculation=speculation_config(options.speculative_config),
             num_threads=options.num_threads,
         ),
     )

@@ -277,6 +277,15 @@ class Options(EdgeOptions):
         "expected to take less time.",
         default="auto",
     )
+    speculative_config: str | None = _option(
+        Group.SCHEDULER,
+        Text(metavar="JSON"),
+        'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
+        'request\'s own text, "suffix" also in recent replies of all clients. Output stays the same; numbers '
+        "are ceilings, and no guess is verified that is not expected to save time. CPU only.",
+        open_default="only the `prediction` of a request is used",
+        default=None,
+    )
     max_bypasses: int = _option(
         Group.SCHEDULER,
         Count(low=0, high=2**20),

@@ -1,13 +1,13 @@
 """Choice of the drafts that pay: how many of those offered the next step verifies.
 
-Owns: how often drafts were right, for each sequence and each place among its drafts; the time of a step by its
-tokens; the choice by both. No draft is a normal choice.
+Owns: how often drafts were right, for each sequence and each place among its drafts; the time of a step by
+its tokens; the choice by both. No draft is a normal choice.
 Never: proposes or verifies a draft (the worker does both), gives a share (token_shares.py), or reads a clock.
 Source: speculative decoding pays while expected tokens a second rise: arXiv:2211.17192, section 3.3; here the
 time of a step is measured, not assumed, and drafts of all sequences compete for the same step.
 
-A draft at place j is kept if the j before it are. Its survival is the product of the rates of all places up to
-its own. So drafts in order of their survival are, of each sequence, in order of their places:
+A draft at place j is kept if the j before it are. Its survival is the product of the rates of all places up
+to its own. So drafts in order of their survival are, of each sequence, in order of their places:
 
     tokens(m) = sequences + survival of the best m          seconds(m) = measured, by tokens of the step
     the choice is the m with the most tokens(m) / seconds(m)

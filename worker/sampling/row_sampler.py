@@ -163,7 +163,7 @@ class RowSampler(ABC):
     ) -> list[VerifiedRow]:
         """Sample a token behind each draft, as `begin` would, and keep drafts while they equal the sample.
 
-        The logits have 1 + k lines for a row with k drafts: those of its last token, then those of each draft.
+        The logits have 1 + k lines for a row with k drafts: that of its last token, then one for each draft.
         Tokens are recorded as after `begin`. Only for samplers that keep all state on the host.
         """
         views: list[SamplingRow] = []
@@ -190,7 +190,7 @@ class RowSampler(ABC):
         return verified
 
     def _views(self, state: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
-        """List the state of a row now and after each of `drafts`, up to one that cannot be sampled or ends it."""
+        """List the state of a row now and after each of `drafts`, up to one that is impossible or ends it."""
         drafts = _before_stop(drafts, state)
         views = [state]
         for draft in drafts:

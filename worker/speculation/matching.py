@@ -1,9 +1,10 @@
 """Search for the end of one text inside another.
 
 Owns: the choice of the longest match.
-Never: state; a search looks at the tokens themselves, so that there is no index to build, to bound or to move.
-Source: prompt lookup decoding (A. Saxena, 2023). One comparison of 8,000 tokens takes some microseconds, and the
-few places that it leaves take less.
+Never: state; a search looks at the tokens themselves, so that there is no index to build, to bound or to
+move.
+Source: prompt lookup decoding (A. Saxena, 2023). One comparison of 8,000 tokens takes some microseconds, and
+the few places that it leaves take less.
 """
 
 import numpy as np
@@ -15,8 +16,8 @@ TokenIds = NDArray[np.int32]
 def find_continuations(text: TokenIds, tail: TokenIds, *, least: int, most: int) -> NDArray[np.int64]:
     """Find the places of `text` in front of which the end of `tail` stands, in ascending order.
 
-    The match is as long as any, up to `most` tokens; none if that is less than `least`. A place may be the end of
-    the text.
+    The match is as long as any, up to `most` tokens; none if that is less than `least`. A place may be the end
+    of the text.
     """
     none = np.empty(0, np.int64)
     if len(tail) < least:

@@ -2,8 +2,8 @@
 
 Owns: the row's own tokens as a source, the text that its client expects, and the replies of late.
 Never: cuts a guess to what a grammar or a limit allows (drafter.py).
-Source: prompt lookup (n-grams of the row's own text); OpenAI's predicted outputs; suffix decoding over earlier
-replies, arXiv:2411.04975, here without trees: the longest match of a few tokens decides.
+Source: prompt lookup (n-grams of the row's own text); OpenAI's predicted outputs; suffix decoding over
+earlier replies, arXiv:2411.04975, here without trees: the longest match of a few tokens decides.
 """
 
 from typing import Protocol
@@ -42,8 +42,8 @@ class OwnText:
 class Prediction:
     """The text that the client expects, followed from place to place.
 
-    After a token that is not the expected one, the place is looked up by the last tokens; if they are nowhere in
-    the text, one token counts as replaced by another.
+    After a token that is not the expected one, the place is looked up by the last tokens; if they are nowhere
+    in the text, one token counts as replaced by another.
     """
 
     def __init__(self, expected: TokenIds, *, num_prompt_tokens: int) -> None:

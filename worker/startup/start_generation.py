@@ -13,7 +13,7 @@ from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
-from worker.speculation.refusals import refuse_speculation
+from worker.speculation.unsupported import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
@@ -60,8 +60,9 @@ def start_generating(
         host_pool=ready.host_pool,
         steps=steps,
         sampler=sampler,
-        drafter=Drafter(config.speculation),
     )
+    if facts.max_drafts:
+        generation.speculate(Drafter(config.speculation))
     return facts, generation
 
 

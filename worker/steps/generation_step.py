@@ -51,18 +51,22 @@ class GenerationSteps:
         host_pool: HostPool,
         steps: StepRunner,
         sampler: RowSampler,
-        drafter: Drafter,
     ) -> None:
         self.rows = rows
         self.device = device
         self._host_pool = host_pool
         self._steps = steps
         self._sampler = sampler
-        self._drafter = drafter
+        self._drafter: Drafter | None = None
         self._vocab_size = facts.vocab_size
         self._prompt_logprobs = PromptScorer(facts.vocab_size)
         self._works_ahead = facts.runs_ahead
         self._pending: deque[_PendingStep] = deque()
+
+    def speculate(self, drafter: Drafter) -> None:
+        """Propose drafts after each step from now on; only where a launch computes at once."""
+        assert not self._works_ahead
+        self._drafter = drafter
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         """See SequenceTable."""
@@ -74,14 +78,16 @@ class GenerationSteps:
         row = self.rows.add(new)
         self._prompt_logprobs.add(new)
         self._sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
-        self._drafter.add(row, new)
+        if self._drafter is not None:
+            self._drafter.add(row, new)
 
     def release(self, sequence_id: SequenceId) -> None:
         """See SequenceTable."""
         self._prompt_logprobs.remove(sequence_id)
         row = self.rows.row_of(sequence_id)
         if row is not None:
-            self._drafter.remove(row, self.rows.tokens_of(row))
+            if self._drafter is not None:
+                self._drafter.remove(row, self.rows.tokens_of(row))
             self.rows.release(sequence_id)
             self._sampler.remove_row(row)
 
@@ -114,7 +120,9 @@ class GenerationSteps:
         if self._works_ahead:
             return step
         output = step.result()
-        return step if self._drafter.is_idle else ComputedStep(self._with_next_drafts(output))
+        if self._drafter is None or self._drafter.is_idle:
+            return step
+        return ComputedStep(self._with_next_drafts(output))
 
     def learn(self, step: "_PendingStep", token_ids: list[int]) -> None:
         """Record the tokens of a step in their rows."""
@@ -158,7 +166,7 @@ class GenerationSteps:
         )
 
     def _with_next_drafts(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        if self._drafter.is_idle:
+        if self._drafter is None:
             return output
         drafts = {}
         for sequence_id in output.token_ids:

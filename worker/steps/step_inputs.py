@@ -123,7 +123,9 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),
         position_ids_T=positions_T,
         rows_T=rows_T,
-        logits_indices_N=_wanted_logits(plan, shares, ends_R) if plan.draft_token_ids else ends_R[wanted_N] - 1,
+        logits_indices_N=_wanted_logits(plan, shares, ends_R)
+        if plan.draft_token_ids
+        else ends_R[wanted_N] - 1,
         metadata=metadata,
         sequence_ids=[share.sequence_id for share in shares if share.samples],
         rows=row_of_R[wanted_N].tolist(),

@@ -113,6 +113,4 @@ def half_right(expected: Sequence[Answer], random: Random, vocab_size: int) -> G
 
 def nonsense(random: Random, vocab_size: int) -> Guess:
     """Guess at random."""
-    return lambda number, generated: tuple(
-        random.randrange(vocab_size) for _ in range(random.randint(0, 5))
-    )
+    return lambda number, generated: tuple(random.randrange(vocab_size) for _ in range(random.randint(0, 5)))

@@ -25,7 +25,13 @@ Loaded = tuple[Worker, ModelFacts]
 def loaded() -> Loaded:
     """The demo model in bf16 on the CPU's kernels."""
     return load_worker(
-        DEMO, dtype="bfloat16", num_blocks=200, block_size=8, max_num_seqs=8, swap_space_bytes=1 << 22, num_threads=2
+        DEMO,
+        dtype="bfloat16",
+        num_blocks=200,
+        block_size=8,
+        max_num_seqs=8,
+        swap_space_bytes=1 << 22,
+        num_threads=2,
     )
 
 
