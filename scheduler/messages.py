@@ -358,6 +358,13 @@ class SequenceStart:
     """Prompt tokens found in the prefix cache at first admission."""
 
 
+class PredictionUse(NamedTuple):
+    """Drafts from a sequence's prediction that a step verified."""
+
+    num_accepted: int
+    num_rejected: int
+
+
 class SequenceOutput(NamedTuple):
     """Output of one sequence after a step, on its way to the client that owns it.
 
@@ -377,6 +384,8 @@ class SequenceOutput(NamedTuple):
     """Float32, little-endian; with the one output of a pooling sequence."""
     num_preemptions: int = 0
     """Preemptions of the sequence so far."""
+    prediction: PredictionUse | None = None
+    """Only for a sequence with a prediction, and a step that verified some of it."""
 
 
 class WaitReason(StrEnum):
@@ -465,3 +474,7 @@ class SchedulerStats:
     """Guessed tokens that were verified."""
     num_accepted_tokens: int = 0
     """Tokens among these that the model would have sampled too."""
+    num_verified_shares: int = 0
+    """Shares with drafts."""
+    num_accepted_by_place: tuple[int, ...] = ()
+    """Accepted tokens by their place among the drafts of their share."""

@@ -14,6 +14,7 @@ from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
+    PredictionUse,
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
@@ -268,6 +269,8 @@ class Scheduler:
             num_recomputed_tokens=self._counters.num_recomputed_tokens,
             num_draft_tokens=self._counters.num_draft_tokens,
             num_accepted_tokens=self._counters.num_accepted_tokens,
+            num_verified_shares=self._counters.num_verified_shares,
+            num_accepted_by_place=tuple(self._counters.num_accepted_by_place),
         )
 
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
@@ -333,6 +336,8 @@ class Scheduler:
         output = SequenceOutput(
             seq.sequence_id, token_ids, reason, logprobs, start, "", prompt_logprobs, b"", num_preemptions
         )
+        if plan.draft_token_ids and seq.prediction:
+            output = output._replace(prediction=_prediction_use(seq, token_ids, plan, result))
         if reason is None:
             self._post(seq, output)
         else:
@@ -344,8 +349,7 @@ class Scheduler:
         if not 1 <= len(token_ids) <= 1 + num_drafts:
             self._fail(seq, f"the model returned {len(token_ids)} tokens for {num_drafts} drafts")
             return False
-        self._counters.num_draft_tokens += num_drafts
-        self._counters.num_accepted_tokens += len(token_ids) - 1
+        self._counters.note_drafts(num_drafts, len(token_ids) - 1)
         return True
 
     def _settle(self, seq: Sequence, num_accepted: int) -> None:
@@ -449,6 +453,15 @@ class Scheduler:
                 f"the prompt has {seq.num_tokens} tokens; the KV cache holds "
                 f"{self.kv.num_blocks * self.config.block_size}"
             )
+
+
+def _prediction_use(
+    seq: Sequence, kept_ids: tuple[int, ...], plan: SchedulerOutput, result: ModelRunnerOutput
+) -> PredictionUse | None:
+    """Count the drafts of a sequence that were accepted, up to its end, and the others."""
+    num_drafts = len(plan.draft_token_ids.get(seq.sequence_id, ()))
+    num_accepted = min(len(result.token_ids[seq.sequence_id]) - 1, len(kept_ids))
+    return PredictionUse(num_accepted, num_drafts - num_accepted) if num_drafts else None
 
 
 def _append(seq: Sequence, token_ids: tuple[int, ...]) -> FinishReason | None:

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.errors import Overloaded, OverloadReason
 from engine.frontend.batched_histogram import BatchedHistogram
+from engine.frontend.draft_metrics import DraftMetrics
 from engine.logs.log_setup import num_dropped_lines
 from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
@@ -145,8 +146,7 @@ class EngineMetrics:
         self._prefix_host_hits.inc(stats.num_prefix_host_hits - last.num_prefix_host_hits)
         self._kept_host_blocks.inc(stats.num_kept_host_blocks - last.num_kept_host_blocks)
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
-        self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
-        self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+        self._drafts.beat(stats, last)
 
     def _take_dropped_lines(self, num_of_engine: int) -> None:
         """Count dropped lines of both processes; each counts from its own start."""
@@ -264,8 +264,7 @@ class EngineMetrics:
             "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
         )
         self._recomputed = self._counter("recomputed_tokens", "Tokens computed again after a preemption")
-        self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
-        self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
+        self._drafts = DraftMetrics(self.registry, self._model_name)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated")
 

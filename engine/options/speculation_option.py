@@ -29,7 +29,7 @@ def speculation_config(text: str | None) -> SpeculationConfig:
     if "model" in asked or method not in _METHODS:
         key, value = ("model", asked["model"]) if "model" in asked else ("method", method)
         _refuse(
-            f'"{key}": {json.dumps(value)} is not supported: drafts come from the text itself, not from a second model',
+            f'"{key}": {json.dumps(value)} is not supported: drafts come from texts, not from a second model',
             f"use one of the methods {', '.join(_METHODS)}",
         )
     for key, value in asked.items():

@@ -35,7 +35,7 @@ class Drafter:
         return not self._proposers
 
     def add(self, row: int, new: NewSequence) -> None:
-        """Take a row into use. A prediction is its row's only source: the client learns how many tokens held."""
+        """Take a row into use. A prediction is its only source, since its tokens are reported."""
         if new.prediction:
             expected = np.array(new.prediction, np.int32)
             self._proposers[row] = (Prediction(expected, num_prompt_tokens=new.num_prompt_tokens),)

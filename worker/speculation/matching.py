@@ -14,10 +14,10 @@ TokenIds = NDArray[np.int32]
 
 
 def find_continuations(text: TokenIds, tail: TokenIds, *, least: int, most: int) -> NDArray[np.int64]:
-    """Find the places of `text` in front of which the end of `tail` stands, in ascending order.
+    """Find the places of `text` that come right after the end of `tail`, in ascending order.
 
-    The match is as long as any, up to `most` tokens; none if that is less than `least`. A place may be the end
-    of the text.
+    The match is as long as any, up to `most` tokens; none if that is less than `least`. The end of the text
+    may be a place.
     """
     none = np.empty(0, np.int64)
     if len(tail) < least:
