@@ -117,7 +117,7 @@ SCENES = (
     Scene(
         claim="aging ends starvation (strict priorities against --priority-aging 200ms)",
         measured="the patient request",
-        base=(*_SMALL, *_PRIORITY),
+        base=(*_SMALL, *_PRIORITY, "--priority-aging", "0"),
         options=("--priority-aging", "200ms"),
         act=_patient_under_load,
     ),

@@ -7,6 +7,7 @@ import msgspec
 
 from scheduler.messages import (
     FinishReason,
+    Page,
     PoolingParams,
     SamplingParams,
     SchedulerStats,
@@ -46,10 +47,17 @@ class EndSequences(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Report every live sequence, and what it does or waits for."""
+    """Report live sequences, and what each does or waits for."""
 
     question: int
     """Number of the question, which the answer repeats."""
+    page: Page
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Send views of steps and blocks for some time. Repeated while there are viewers."""
+
+    lease_s: float
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
@@ -60,7 +68,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process now; running sequences are lost."""
 
 
-ToEngine = AddRequest | EndSequences | Explain | ResetPrefixCache | Shutdown
+ToEngine = AddRequest | EndSequences | Explain | Watch | ResetPrefixCache | Shutdown
 
 # To the API process.
 
@@ -116,10 +124,18 @@ class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The answer to Explain: running sequences, then waiting ones, each in the order of service."""
 
     question: int
+    num_live: int
+    """Live sequences, on other pages too."""
     reports: list[SequenceReport]
 
 
-ToClient = Loading | Ready | StartFailed | Outputs | Beat | Pulse | Explanation
+class View(msgspec.Struct, frozen=True, tag=True):
+    """Steps since the last view, live sequences and the use of blocks, as JSON (step_watch.py)."""
+
+    document: bytes
+
+
+ToClient = Loading | Ready | StartFailed | Outputs | Beat | Pulse | Explanation | View
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -16,6 +16,7 @@ from scheduler.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
+    Page,
     PoolingParams,
     PoolingTask,
     PromptComputation,
@@ -27,6 +28,7 @@ from worker.worker_config import ModelFacts, PoolingFacts
 
 __all__ = [
     "ChatOptions",
+    "EngineLoad",
     "EngineState",
     "FinishReason",
     "GenerationRequest",
@@ -35,12 +37,14 @@ __all__ = [
     "Health",
     "LogprobEntry",
     "ModelInfo",
+    "Page",
     "PooledOutput",
     "PoolingFacts",
     "PoolingParams",
     "PoolingRequest",
     "PoolingTask",
     "PromptComputation",
+    "QueueForecast",
     "SamplingParams",
     "ServiceTerms",
     "TextCut",
@@ -50,6 +54,17 @@ __all__ = [
     "TokenText",
     "TokenizedText",
 ]
+
+
+class QueueForecast(NamedTuple):
+    """Place that a request would have in the queue now."""
+
+    num_ahead: int
+    """Sequences that have not begun and would be served before it; with fairness others may come first."""
+    expected_start_s: float | None
+    """Seconds until those have begun, as fast as in the last ones; None if none has begun lately."""
+    wait_reason: str
+    """Reason why the queue waited last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +210,18 @@ class ChatOptions:
     """Variables from the caller, such as `enable_thinking`. The template must read each of them."""
     template_hints: dict[str, Any] = field(default_factory=dict)
     """Variables that are ignored by a template that does not read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The work that the engine has now."""
+
+    num_requests: int
+    """Requests that are admitted and not over."""
+    num_waiting: int
+    """Sequences that wait for a place or for memory."""
+    kv_cache_usage: float
+    """Share of the blocks in use, 0 to 1."""
 
 
 class EngineState(StrEnum):

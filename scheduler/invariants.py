@@ -53,7 +53,7 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[Sequence]) -> None:
     assert all(seq.status is Status.RUNNING for seq in running)
     assert all(seq.status in (Status.WAITING, Status.SWAPPED) for seq in waiting)
-    assert [seq.rank for seq in running] == sorted(seq.rank for seq in running), (
+    assert [seq.running_rank for seq in running] == sorted(seq.running_rank for seq in running), (
         "the running queue is out of order"
     )
     assert len(running) <= scheduler.config.max_num_seqs

@@ -399,6 +399,14 @@ class WaitReason(StrEnum):
     ADAPTER = "adapter"  # max_adapters others are in use
     ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
     GRAMMAR = "grammar"  # compiling the grammars that were admitted to the step takes long enough
+    ORDER = "order"  # of one sequence: it has all that it needs, but one before it waits
+
+
+class Page(NamedTuple):
+    """Part of a long list of reports."""
+
+    first: int
+    most: int
 
 
 class SequenceReport(NamedTuple):
@@ -421,7 +429,9 @@ class SequenceReport(NamedTuple):
     num_bypasses: int
     age_s: float
     wait_reason: str
-    """Reason why the waiting queue waits; empty for a running sequence."""
+    """Reason why this sequence waits; empty for a running one."""
+    expected_start_s: float | None
+    """Seconds until it starts, as the last starts were apart; None if it runs or nothing is known."""
 
 
 class RequestCounts(NamedTuple):

@@ -5,16 +5,22 @@ way. The scheduler asks about sequences, the API process about the calls in its 
 Never: sees blocks or sequences, mutates anything, or reads a clock; loads nothing of the scheduler but its
 options, since the API process loads this module.
 
-A rank is computed once, when a request is added, and does not change while it waits; so a heap stays a heap,
-and a preempted sequence returns to the place that it had.
+A rank is computed when a request is added, and does not change while it waits; so a heap stays a heap, and a
+preempted sequence returns to the place that it had.
 
 Aging keeps to this: a virtual deadline `arrived_s + priority * aging_s` is constant for one request and grows
 with arrival. So a request of priority p waits behind later ones of priority q < p for at most (p - q) *
 aging_s; still later ones have a later deadline than its own.
+
+Age counts for admission only. Running requests have an order of their own, by priority alone. So an urgent
+request displaces a less urgent one however long ago that was added. Its age is spent once it has had a turn:
+then its rank is computed anew when it is displaced. So it has a turn each time that it has grown old, and the
+urgent have all the time between.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from math import inf, isinf
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -65,6 +71,8 @@ class OrderOfService(ABC):
 
     displaces = False
     """Whether a request may ever take the place of another."""
+    ages = False
+    """Whether running requests have another order than waiting ones."""
 
     def __init__(self, among_equals: _SortKey) -> None:
         self._among_equals = among_equals
@@ -73,6 +81,10 @@ class OrderOfService(ABC):
     def rank(self, standing: Standing) -> Rank:
         """Sort key, best first. No two requests have the same one."""
 
+    def running_rank(self, standing: Standing) -> Rank:
+        """Sort key of a request while it runs."""
+        return self.rank(standing)
+
     def level(self, priority: int) -> int:  # noqa: ARG002
         """Group of equals that a priority belongs to; fairness between tenants holds inside each."""
         return 0
@@ -80,12 +92,19 @@ class OrderOfService(ABC):
     def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:  # noqa: ARG002
         """Requests whose place `newcomer` may take, the one that is served last first.
 
-        `line` is in order of rank.
+        `line` waits, and is in order of rank.
+        """
+        return iter(())
+
+    def displaced_by(self, newcomer: Ranked, running: Sequence[RankedT]) -> Iterator[RankedT]:  # noqa: ARG002
+        """Running requests whose place `newcomer` may take, the one that is served last first.
+
+        `running` is in order of `running_rank`.
         """
         return iter(())
 
     def equals_of_last(self, line: Sequence[RankedT]) -> list[RankedT]:
-        """Requests of `line`, in order of rank, that are as little urgent as its last.
+        """Running requests of `line`, in their order, that are as little urgent as its last.
 
         One of them gives way when a better one needs room to grow.
         """
@@ -122,6 +141,10 @@ class StrictPriority(OrderOfService):
             if each.priority > priority:
                 yield each
 
+    def displaced_by(self, newcomer: Ranked, running: Sequence[RankedT]) -> Iterator[RankedT]:
+        """Running requests of a less urgent priority: they stand at the back."""
+        return takewhile(lambda each: each.priority > newcomer.priority, reversed(running))
+
     def equals_of_last(self, line: Sequence[RankedT]) -> list[RankedT]:
         last = line[-1].priority
         return [each for each in line if each.priority == last]
@@ -130,6 +153,8 @@ class StrictPriority(OrderOfService):
 class AgingPriority(StrictPriority):
     """A level of priority is a head start of `aging_s` seconds, so that no request waits for ever."""
 
+    ages = True
+
     def __init__(self, among_equals: _SortKey, *, aging_s: float) -> None:
         super().__init__(among_equals)
         self._aging_s = aging_s
@@ -137,6 +162,9 @@ class AgingPriority(StrictPriority):
     def rank(self, standing: Standing) -> Rank:
         virtual_deadline_s = standing.arrived_s + standing.priority * self._aging_s
         return (virtual_deadline_s, *self._among_equals(standing))
+
+    def running_rank(self, standing: Standing) -> Rank:
+        return super().rank(standing)
 
 
 def order_of_service(options: SchedulerOptions) -> OrderOfService:

@@ -14,6 +14,7 @@ from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
+    Page,
     PredictionUse,
     RequestCounts,
     ScheduledSequence,
@@ -36,6 +37,7 @@ from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
 from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog
+from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
@@ -71,6 +73,7 @@ class Scheduler:
             queues=self._queues,
             in_flight=self._in_flight,
             counters=self._counters,
+            step_time=StepTimeModel(),
         )
         self._shares = TokenShares(self._state)
         self._planner = Planner(self._state, self._shares, finish=self._finish)
@@ -91,7 +94,9 @@ class Scheduler:
         seq.admission = self._counters.num_added
         seq.admitted_s = now_s
         deadline_s = now_s + seq.time_limits.nearest_s
-        seq.rank = self._order.rank(Standing(seq.priority, now_s, deadline_s, seq.admission))
+        standing = Standing(seq.priority, now_s, deadline_s, seq.admission)
+        seq.rank = self._order.rank(standing)
+        seq.running_rank = self._order.running_rank(standing)
         self._sequences[seq.sequence_id] = seq
         self._queues.add(seq)
         self._deadlines.add(seq)
@@ -211,9 +216,9 @@ class Scheduler:
         """Learn how long the worker took for a plan; later plans are sized by such figures."""
         self._planner.observe_step(plan, seconds)
 
-    def report(self, *, now_s: float) -> list[SequenceReport]:
-        """Reports on all unfinished sequences, and why they wait."""
-        return self._queues.report(self._planner.wait_reason, now_s=now_s)
+    def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
+        """Reports on unfinished sequences, running ones first, and why each waits."""
+        return self._queues.report(page, self._planner.reason_of, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""

@@ -86,11 +86,13 @@ class Sequence:
         "prompt_computation",
         "protected_until",
         "rank",
+        "running_rank",
         "sequence_id",
         "status",
         "tenant",
         "time_limits",
         "token_ids",
+        "turn",
     )
 
     def __init__(
@@ -126,6 +128,8 @@ class Sequence:
         self.admission = 0
         self.admitted_s = 0.0
         self.rank: Rank = ()
+        self.running_rank: Rank = ()
+        self.turn = 0  # changes whenever it begins or ceases to wait: entries of another turn are dead
         self.num_preemptions = 0
         self.num_reached_tokens = 0  # computed before it was preempted: from here on no token is recomputed
         self.num_bypasses = 0  # later sequences that were admitted while this one was first in the queue
@@ -179,7 +183,7 @@ class Sequence:
     @property
     def is_protected(self) -> bool:
         """Whether it was preempted, and has not made enough progress since to be preempted again."""
-        return self.num_tokens < self.protected_until
+        return self.num_preemptions > 0 and self.num_tokens < self.protected_until
 
     @property
     def num_uncomputed_tokens(self) -> int:

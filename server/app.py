@@ -19,11 +19,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from engine.options.api_keys import given_keys
+from engine.options.edge_config import Page
 from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
-from server.endpoints import ADMIN, OPEN_PATHS, OPENAPI_PATH, PUBLIC, ROUTES
+from server.endpoints import (
+    ADMIN,
+    ERROR_SHAPES,
+    KEYLESS_PATHS,
+    OPEN_PATHS,
+    OPENAPI_PATH,
+    PAGE,
+    PUBLIC,
+    ROUTES,
+    YARD,
+)
 from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
 from server.http.body_limit import BodyLimit
@@ -61,8 +72,7 @@ def build_app(
     )
     keys = keys or KeyRing(given_keys(settings.api_keys))
     app = _layered(edge, settings, keys, openapi_url=OPENAPI_PATH)
-    is_admin_here = settings.enable_admin and settings.edge.admin_port is None
-    endpoints = (*PUBLIC, *ADMIN) if is_admin_here else PUBLIC
+    endpoints = _endpoints(settings)
     _include(app, endpoints, settings)
     page: list[dict[str, Any]] = []
 
@@ -78,11 +88,19 @@ def build_app(
 
 
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
-    """Build an application of the admin routes alone, for a port of their own, beside that of `build_app`."""
+    """Build an application of the admin routes and the page, for a port of their own beside `build_app`'s."""
     edge: Edge = app.state.edge
     admin_app = _layered(edge, settings, app.state.keys, openapi_url=None)
-    _include(admin_app, ADMIN, settings)
+    _include(admin_app, ADMIN if settings.edge.page is Page.OFF else (*PAGE, *ADMIN), settings)
     return admin_app
+
+
+def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
+    page = settings.edge.page
+    endpoints = PUBLIC if page is Page.OFF else (*PUBLIC, *PAGE)
+    if settings.enable_admin and settings.edge.admin_port is None:
+        return (*endpoints, *ADMIN)
+    return (*endpoints, *YARD) if page is Page.YARD else endpoints
 
 
 def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
@@ -103,13 +121,19 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
         redirect_slashes=False,
         middleware=[
             Middleware(RequestIds),
-            Middleware(RequestLog, routes=ROUTES, probes=OPEN_PATHS, spans=edge.spans, metrics=edge.metrics),
+            Middleware(
+                RequestLog,
+                routes=ROUTES,
+                probes=OPEN_PATHS | KEYLESS_PATHS,
+                spans=edge.spans,
+                metrics=edge.metrics,
+            ),
             *_cors(settings.edge.cors_origins),
             Middleware(LastReplies, health=edge.engine.health),
-            Middleware(ErrorBoundary, count=edge.metrics.count_error),
+            Middleware(ErrorBoundary, count=edge.metrics.count_error, shapes=ERROR_SHAPES),
             Middleware(ReservedPlaces, open_paths=OPEN_PATHS),
             Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),
-            Middleware(Auth, keys=keys, open_paths=_open_paths(settings)),
+            Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),
             Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
         ],
@@ -122,6 +146,11 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
 
 def _open_paths(settings: EdgeSettings) -> frozenset[str]:
     return OPEN_PATHS - {METRICS_PATH} if settings.edge.metrics_auth else OPEN_PATHS
+
+
+def _keyless_paths(settings: EdgeSettings) -> frozenset[str]:
+    open_paths = _open_paths(settings)
+    return open_paths if settings.edge.page is Page.OFF else open_paths | KEYLESS_PATHS
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -7,10 +7,12 @@ Never: anything about one endpoint: its own module says that (server/http/endpoi
 
 from collections.abc import Iterable
 
+from server.anthropic import anthropic_messages
 from server.chat import chat
 from server.completions import completions
 from server.http.endpoint import Endpoint
-from server.operations import admin, models, ops, tokenization
+from server.operations import admin, invocations, models, ops, tokenization
+from server.page import page, yard
 from server.pooling import embeddings, scoring
 from server.responses import responses
 
@@ -23,8 +25,14 @@ PUBLIC: tuple[Endpoint, ...] = (
     tokenization.ENDPOINT,
     embeddings.ENDPOINT,
     scoring.ENDPOINT,
+    invocations.ENDPOINT,
+    anthropic_messages.ENDPOINT,
 )
-ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT,)
+PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
+"""The web page's own files."""
+YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
+"""The live view of the scheduler, which reads and changes nothing."""
+ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
 OPENAPI_PATH = "/openapi.json"
 
@@ -33,9 +41,12 @@ def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
     return frozenset().union(*sets)
 
 
-ROUTES = _union(each.paths for each in (*PUBLIC, *ADMIN)) | {OPENAPI_PATH}
+ROUTES = _union(each.paths for each in (*PUBLIC, *PAGE, *ADMIN)) | {OPENAPI_PATH}
 """Labels of the request counter, and words of the log."""
 OPEN_PATHS = _union(each.open_paths for each in PUBLIC)
+KEYLESS_PATHS = _union(each.keyless_paths for each in PAGE)
 BATCH_PATHS = _union(each.batch_paths for each in PUBLIC)
 OPERATIONS = {path: name for each in PUBLIC for path, name in each.operations.items()}
 """`gen_ai.operation.name` by path."""
+ERROR_SHAPES = {path: shape for each in PUBLIC for path, shape in each.error_shapes.items()}
+"""Shapes of errors by path; elsewhere OpenAI's."""

@@ -8,7 +8,7 @@ meaning of a code (error_catalogue.py).
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,10 @@ class ErrorReply:
         return {"error": error}
 
 
+ErrorShape = Callable[[ErrorReply], dict[str, Any]]
+"""An error object in the words of one protocol."""
+
+
 def describe(error: Exception, request_id: str) -> ErrorReply:
     """Find the error's row, most specific type first. Never raises: every exception has a row."""
     if isinstance(error, HTTPException):
@@ -265,10 +269,17 @@ def log_failure(error: Exception, reply: ErrorReply, request_id: str) -> None:
 class ErrorBoundary:
     """The outermost handler: below it anything may raise, above it there are only replies."""
 
-    def __init__(self, app: ASGIApp, *, count: Callable[[str], None] | None = None) -> None:
-        """`count` is called with the code of every error."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        count: Callable[[str], None] | None = None,
+        shapes: Mapping[str, ErrorShape] | None = None,
+    ) -> None:
+        """`count` is called with the code of every error; `shapes` are by path, where not OpenAI's."""
         self._app = app
         self._count = count
+        self._shapes = shapes or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -292,13 +303,14 @@ class ErrorBoundary:
             if has_started:
                 # Half a reply is on its way: only cutting the connection can show that to the client.
                 raise
-            await error_response(reply)(scope, receive, send)
+            shape = self._shapes.get(scope.get("path", ""), ErrorReply.body)
+            await error_response(reply, shape)(scope, receive, send)
 
 
-def error_response(reply: ErrorReply) -> Response:
+def error_response(reply: ErrorReply, shape: ErrorShape = ErrorReply.body) -> Response:
     """The whole HTTP reply for an error."""
     return Response(
-        orjson.dumps(reply.body()),
+        orjson.dumps(shape(reply)),
         status_code=reply.status,
         headers=reply.headers,
         media_type="application/json",

@@ -34,10 +34,16 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "return_token_offsets": OFF,
     "spaces_between_special_tokens": OFF,  # special tokens stand in the text as they are
     "stream_interval": (1,),
-    "truncation_side": ("left",),
     "use_beam_search": OFF,
 }
 
+_REASONS: Final = {
+    "chat_template": "a template is a program, and comes with the checkpoint only",
+    "logits_processors": "code from outside is never run",
+    "logprob_token_ids": "log-probabilities are those of the likeliest tokens: ask for more of them",
+    "prompt_embeds": "tensors from outside are never read",
+    "use_beam_search": "every choice is sampled by itself: ask for several with n, or best_of in completions",
+}
 _INSTEAD: Final = {
     "function_call": "tool_choice",
     "functions": "tools",
@@ -57,7 +63,8 @@ def refuse_unsupported(body: Mapping[str, Any], refusals: Mapping[str, tuple[Any
         value = body[name]
         if value is not None and not any(_is_same(value, harmless) for harmless in refusals[name]):
             advice = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise unsupported(name, f"{name} is not supported by this server{advice}")
+            reason = f": {_REASONS[name]}" if name in _REASONS else ""
+            raise unsupported(name, f"{name} is not supported by this server{advice}{reason}")
 
 
 def unsupported(param: str, message: str) -> RequestRejected:

@@ -52,15 +52,6 @@ SHARED_WITH_API = {
 }
 
 # Arrows between the floors of a package that close a circle and are to be cut.
-OPEN_CIRCLES = {}
-# Packages and folders whose docstrings begin with a noun or a verb. To be widened to all packages.
-PLAIN_WORDS = (
-    *("worker/steps", "worker/sampling", "worker/own_cache", "worker/pooling", "worker/checkpoint"),
-    *("worker/devices", "worker/startup/__init__", "worker/startup/device", "worker/startup/forecast"),
-    *("worker/startup/loader", "worker/startup/s", "worker/worker.py", "worker/worker_config.py"),
-    *("worker/worker_errors.py", "worker/progress.py", "worker/machine.py", "worker/memory_sizes.py"),
-    *("worker/doctor_findings.py", "worker/__init__.py"),
-)
 # No docstring that begins so can be read without the name above it.
 HEADLESS = {
     *("all of", "all that", "all there", "as", "by", "how", "nobody", "none", "nothing", "of", "so", "that"),
@@ -243,12 +234,7 @@ def arrows_in_circles(arrows: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("package", ["server", "engine", "scheduler", "worker"])
 def test_no_folders_of_a_package_import_each_other_in_a_circle(package: str) -> None:
-    arrows = floor_arrows(package)
-    is_open = {(source, target) for name, source, target in OPEN_CIRCLES if name == package}
-    assert is_open <= arrows_in_circles(arrows), "cut by now: take it out of OPEN_CIRCLES"
-    for source, target in is_open:
-        arrows[source].discard(target)
-    assert not arrows_in_circles(arrows)
+    assert not arrows_in_circles(floor_arrows(package))
 
 
 def test_only_the_choice_of_kernels_asks_whether_the_device_is_a_gpu() -> None:
@@ -275,7 +261,7 @@ def headless_docstrings(source: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in python_files(*INSTALLED) if path.relative_to(ROOT).as_posix().startswith(PLAIN_WORDS)],
+    python_files(*INSTALLED),
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_a_docstring_begins_with_a_noun_or_a_verb(path: Path) -> None:

@@ -71,8 +71,8 @@ def check_weights_fit(num_bytes: int, *, available_bytes: int, where: str) -> in
     """Refuse weights that do not fit, with StartupError; returns the bytes that they leave."""
     if num_bytes > available_bytes:
         raise StartupError(
-            f"the weights take {format_gib(num_bytes)}, "
-            f"but {where} has {format_gib(available_bytes)} available",
+            f"the weights take {format_size(num_bytes)}, "
+            f"but {where} has {format_size(available_bytes)} available",
             fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
         )
     return available_bytes - num_bytes
@@ -88,10 +88,10 @@ def check_host_memory(available_bytes: int, *, cache_bytes: int, swap_bytes: int
         "swap space": "ask for less with --swap-space",
     }
     asked = [name for name, num_bytes in wanted.items() if num_bytes]
-    named = " and ".join(f"a {name} of {format_gib(wanted[name])}" for name in asked)
+    named = " and ".join(f"a {name} of {format_size(wanted[name])}" for name in asked)
     verb = "does not fit" if len(asked) == 1 else "do not fit together"
     raise StartupError(
-        f"{named} {verb} into the {format_gib(available_bytes)} of memory that are available",
+        f"{named} {verb} into the {format_size(available_bytes)} of memory that are available",
         fix=fixes[asked[0]] if len(asked) == 1 else "ask for less with --swap-space, or for a smaller cache",
     )
 
@@ -146,7 +146,7 @@ def size_cache(request: CacheRequest) -> CacheSize:
         num_blocks = min(num_blocks, useful)
     if num_blocks < 1:
         raise StartupError(
-            f"the memory left for the KV cache ({format_gib(request.budget_bytes)}) holds no two blocks "
+            f"the memory left for the KV cache ({format_size(request.budget_bytes)}) holds no two blocks "
             f"of {request.block_bytes} bytes",
             fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-memory on CPU, "
             "--gpu-memory-utilization on CUDA), or take a smaller --block-size",
@@ -156,7 +156,7 @@ def size_cache(request: CacheRequest) -> CacheSize:
         needed_bytes = (_ceil_div(asked_len, request.block_size) + 1) * request.block_bytes
         raise StartupError(
             f"the KV cache of {num_blocks} blocks holds {cache_len} tokens, "
-            f"but one sequence of max_model_len {asked_len} needs {format_gib(needed_bytes)} of it",
+            f"but one sequence of max_model_len {asked_len} needs {format_size(needed_bytes)} of it",
             fix=f"ask for --max-model-len {cache_len} or less, or give the cache {needed_bytes} bytes",
         )
     return CacheSize(num_blocks=num_blocks, max_model_len=asked_len or min(request.checkpoint_len, cache_len))
@@ -176,6 +176,8 @@ def _ceil_div(amount: int, unit: int) -> int:
     return -(-amount // unit)
 
 
-def format_gib(num_bytes: int) -> str:
-    """Write a size for a person: `1.25 GiB`."""
+def format_size(num_bytes: int) -> str:
+    """Write a size for a person: `1.25 GiB`; below one GiB `7.82 MiB`."""
+    if abs(num_bytes) < 1 << 30:
+        return f"{num_bytes / (1 << 20):.2f} MiB"
     return f"{num_bytes / (1 << 30):.2f} GiB"

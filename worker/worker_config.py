@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from scheduler.messages import PoolingTask, PromptComputation
 
+MAX_DRAFTS = 16
+"""Most drafts of one sequence in a step that can be asked for."""
+
 
 class DraftMethod(StrEnum):
     """Source of drafts for sequences without a prediction of their own."""

@@ -234,6 +234,7 @@ def _plain(value: Any) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        usage="tokenyard simulate [options]",
         prog="tokenyard simulate",
         description="Run the scheduler in virtual time: what happens if there is more load, more memory, "
         "another policy, another replica.",

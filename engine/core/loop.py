@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
+from engine.core.step_watch import StepWatch
 from engine.logs.log_setup import num_dropped_lines
 from engine.process_messages import (
     AddRequest,
@@ -31,6 +32,7 @@ from engine.process_messages import (
     StepTimes,
     ToClient,
     ToEngine,
+    Watch,
 )
 from scheduler.messages import (
     FinishReason,
@@ -120,6 +122,7 @@ class EngineLoop:
         self._clock = clock
         self._trace = trace
         self._names = RequestNames()
+        self._watch = StepWatch(scheduler, mailbox.send, clock, self._names)
         self._under_way: deque[_StepUnderWay] = deque()
         self._last_result_s = float("-inf")
         self._is_stopping = False
@@ -143,6 +146,7 @@ class EngineLoop:
         for _ in range(self._num_results_due(plan)):
             self._take_result()
         self._post(self._scheduler.take_outputs())
+        self._watch.look(now_s=self._clock())
         self._num_turns += 1
         self._beat()
 
@@ -157,21 +161,28 @@ class EngineLoop:
                     self._add(message)
                 case EndSequences():
                     self._scheduler.finish_requests(message.sequence_ids, message.reason)
+                    self._watch.note_ends(message.sequence_ids)
                     if self._trace is not None:
                         self._trace.note_ends(message.sequence_ids)
                 case Explain():
-                    reports = self._scheduler.report(now_s=self._clock())
-                    self._mailbox.send(Explanation(question=message.question, reports=reports))
+                    self._explain(message)
+                case Watch():
+                    self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
                 case ResetPrefixCache():
                     self._scheduler.reset_prefix_cache()
                 case Shutdown():
                     self._is_stopping = True
 
+    def _explain(self, asked: Explain) -> None:
+        num_live = sum(self._scheduler.get_request_counts())
+        reports = self._scheduler.report(asked.page, now_s=self._clock())
+        self._mailbox.send(Explanation(question=asked.question, num_live=num_live, reports=reports))
+
     def _add(self, request: AddRequest) -> None:
         now_s = self._clock()
+        self._watch.note_arrivals(request)
         if self._trace is not None:
-            self._trace.note_arrivals(request.sequence_ids)
-            self._trace.note_request(request)
+            self._trace.note_arrivals(request)
         self._name(request)
         for index, sequence_id in enumerate(request.sequence_ids):
             seq = Sequence(
@@ -294,20 +305,24 @@ class EngineLoop:
             raise WorkerBroken(f"{self._num_failed_in_a_row} steps failed in a row")
 
     def _trace_step(self, plan: SchedulerOutput, planned_s: float) -> None:
-        if self._trace is not None:
-            stats = self._scheduler.stats()
-            waiting = {stats.wait_reason.value: stats.num_waiting} if stats.num_waiting else {}
-            self._trace.record(plan, now_s=planned_s, stats=stats, waiting=waiting, times=self._times())
+        if self._trace is None and not self._watch.is_on:
+            return
+        stats = self._scheduler.stats()
+        waiting = {stats.wait_reason.value: stats.num_waiting} if stats.num_waiting else {}
+        for recorder in (self._watch, self._trace):
+            if recorder is not None:
+                recorder.record(plan, now_s=planned_s, stats=stats, waiting=waiting, times=self._times())
 
     def _times(self) -> StepTimes:
         return StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
 
     def _idle_wait_s(self) -> float:
-        """Return the time until the next beat is due; flush the trace, since the loop is idle."""
+        """Return the time until the next beat or view is due; flush the trace, since the loop is idle."""
         if self._trace is not None:
             self._trace.flush()
-        since_s = self._clock() - self._last_beat_s
-        return max(0.0, _IDLE_WAIT_S - since_s)
+        now_s = self._clock()
+        beat_due_s = self._last_beat_s + _IDLE_WAIT_S
+        return max(0.0, min(beat_due_s, self._watch.due_s) - now_s)
 
     def _beat(self) -> None:
         now_s = self._clock()

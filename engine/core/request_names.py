@@ -11,6 +11,8 @@ from scheduler.messages import SequenceId
 
 _MIN_ROOM = 1024
 _MAX_NAMES_IN_A_LINE = 8
+_NO_ID = "(no id)"
+_TRACE = " (trace "
 
 
 class RequestNames:
@@ -32,13 +34,18 @@ class RequestNames:
 
     def add(self, request: AddRequest) -> None:
         """Add a request whose sequences arrive."""
-        name = request.request_id or "(no id)"
+        name = request.request_id or _NO_ID
         if request.trace_id:
-            name += f" (trace {request.trace_id})"
+            name += f"{_TRACE}{request.trace_id})"
         self._names.update(dict.fromkeys(request.sequence_ids, name))
+
+    def request_id_of(self, sequence_id: SequenceId) -> str:
+        """Return the request's id alone; empty if it has none."""
+        name = self._names.get(sequence_id, _NO_ID)
+        return "" if name == _NO_ID else name.partition(_TRACE)[0]
 
     def of(self, sequence_ids: Iterable[SequenceId]) -> str:
         """List some of their names for a line of the log, each once."""
-        names = list(dict.fromkeys(self._names.get(each, "(no id)") for each in sequence_ids))
+        names = list(dict.fromkeys(self._names.get(each, _NO_ID) for each in sequence_ids))
         more = f" and {len(names) - _MAX_NAMES_IN_A_LINE} more" if len(names) > _MAX_NAMES_IN_A_LINE else ""
         return ", ".join(names[:_MAX_NAMES_IN_A_LINE]) + more

@@ -1,10 +1,10 @@
 """A trace of the engine's steps, for `tokenyard trace` and `tokenyard simulate --fit`.
 
-Owns: the trace file and the form of its lines.
+Owns: the trace file.
 Never: stops the engine. A failed write ends the trace and is logged once.
 
-Each step is one line of JSON, of some 12 bytes for each sequence in it, built only if the operator asks for a
-trace. Times are in seconds of the engine's monotonic clock; sequences are given by their ids.
+Each step is one line of JSON (step_lines.py), of some 12 bytes for each sequence in it, built only if the
+operator asks for a trace.
 """
 
 import logging
@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from engine.core.step_lines import StepLines
 from engine.process_messages import AddRequest, StepTimes
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 
@@ -23,7 +22,6 @@ _FLUSH_INTERVAL_S = 1.0
 _MAX_PENDING_BYTES = 1 << 20
 # A forgotten trace must not fill the disk. This is enough for hours of a large server, days of a small one.
 _MAX_FILE_BYTES = 4 << 30
-_APPEND_NEWLINE = orjson.OPT_APPEND_NEWLINE
 
 
 class StepTrace:
@@ -39,25 +37,17 @@ class StepTrace:
         self._pending: list[bytes] = []
         self._num_pending_bytes = 0
         self._flushed_s = float("-inf")
-        self._arrived: list[SequenceId] = []
-        self._requests: list[tuple[SequenceId, str, str]] = []
-        self._ended: list[SequenceId] = []
-        self._last_times = StepTimes()
+        self._lines = StepLines()
 
-    def note_arrivals(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Note sequences that were added to the scheduler, for the next line."""
+    def note_arrivals(self, request: AddRequest) -> None:
+        """Note a request whose sequences were added to the scheduler, for the next line."""
         if self._file is not None:
-            self._arrived.extend(sequence_ids)
-
-    def note_request(self, request: AddRequest) -> None:
-        """Note the names of a request that arrived, if it has any."""
-        if self._file is not None and request.request_id:
-            self._requests.append((request.sequence_ids[0], request.request_id, request.trace_id))
+            self._lines.note_arrivals(request)
 
     def note_ends(self, sequence_ids: Iterable[SequenceId]) -> None:
         """Note aborted sequences. Other ends are in the plans, as released sequences."""
         if self._file is not None:
-            self._ended.extend(sequence_ids)
+            self._lines.note_ends(sequence_ids)
 
     def record(
         self,
@@ -76,8 +66,7 @@ class StepTrace:
         """
         if self._file is None or (plan.is_empty and not plan.preemptions):
             return
-        line = self._line(plan, now_s, stats, waiting, times)
-        self._arrived, self._requests, self._ended, self._last_times = [], [], [], times
+        line = self._lines.line(plan, now_s=now_s, stats=stats, waiting=waiting, times=times)
         self._pending.append(line)
         self._num_pending_bytes += len(line)
         if now_s - self._flushed_s >= _FLUSH_INTERVAL_S or self._num_pending_bytes > _MAX_PENDING_BYTES:
@@ -113,50 +102,8 @@ class StepTrace:
 
     def _close_file(self) -> None:
         file, self._file = self._file, None
-        self._pending, self._arrived, self._requests, self._ended = [], [], [], []
+        self._pending, self._lines = [], StepLines()
         try:
             file.close()
         except OSError as error:
             log.error("closing the trace of steps in %s: %s", self._path, error)
-
-    def _line(
-        self,
-        plan: SchedulerOutput,
-        now_s: float,
-        stats: SchedulerStats,
-        waiting: dict[str, int],
-        times: StepTimes,
-    ) -> bytes:
-        scheduled, last = plan.scheduled, self._last_times
-        decodes = [(share[0], share[1]) for share in scheduled if share[2] == 1]
-        chunks = [(share[0], share[1], share[2]) for share in scheduled if share[2] > 1]
-        document = {
-            "step": plan.step,
-            "time_s": now_s,
-            "schedule_s": times.schedule_s - last.schedule_s,
-            "execute_s": times.execute_s - last.execute_s,
-            "update_s": times.update_s - last.update_s,
-            "num_tokens": plan.num_scheduled_tokens,
-            "num_decodes": len(decodes),
-            # Keys that are read: for each entry, all up to its last token.
-            "num_context_tokens": sum([share[1] + share[2] for share in scheduled]),
-            "decodes": decodes,  # [sequence, position]
-            "chunks": chunks,  # [sequence, position of the first token, number of tokens]
-            "arrived": self._arrived,
-            "requests": self._requests,  # [first sequence of those that arrived, request id, trace id]
-            "new": [new.sequence_id for new in plan.new_sequences],
-            "released": plan.released,
-            "ended": self._ended,
-            "preemptions": [preemption._asdict() for preemption in plan.preemptions],
-            "num_swapped_out_blocks": len(plan.swap_out),
-            "num_swapped_in_blocks": len(plan.swap_in),
-            "num_running": stats.num_running,
-            "num_waiting": stats.num_waiting,
-            "num_swapped": stats.num_swapped,
-            "num_used_blocks": stats.num_used_blocks,
-            "num_blocks": stats.num_blocks,
-            "waiting": waiting,
-        }
-        if plan.draft_choice is not None:
-            document["drafts"] = plan.draft_choice._asdict()
-        return orjson.dumps(document, option=_APPEND_NEWLINE)

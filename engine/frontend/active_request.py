@@ -20,6 +20,7 @@ from engine.errors import (
     RequestRejected,
 )
 from engine.frontend.metrics import AbortCause
+from engine.frontend.vllm_metrics import Timeline
 from engine.types import GenerationRequest, PoolingRequest
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput
 
@@ -69,6 +70,10 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         self.arrived_s = time.monotonic()
         self.num_unstarted = len(choices)
         """Sequences that have not been in a step yet."""
+        self.started_s = self.arrived_s
+        """The first step of its first sequence; meaningless before."""
+        self.first_token_s: float | None = None
+        self.num_cached_tokens = 0
         self.num_deaths = 0
         """Engine processes that died while they held this request."""
         self.error: EngineError | None = None
@@ -86,6 +91,20 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
     @property
     def has_started(self) -> bool:
         return self.num_unstarted < len(self.choices)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The times of its life so far; None if it has generated nothing."""
+        if self.first_token_s is None:
+            return None
+        choices = self.choices.values()
+        return Timeline(
+            started_s=self.started_s,
+            first_token_s=self.first_token_s,
+            last_token_s=max(choice.last_token_s or self.first_token_s for choice in choices),
+            num_tokens=max(choice.num_tokens for choice in choices),
+            num_computed_prompt_tokens=max(0, self.num_prompt_tokens - self.num_cached_tokens),
+        )
 
     @property
     def is_over(self) -> bool:

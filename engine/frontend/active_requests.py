@@ -29,7 +29,7 @@ from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, PoolingRequest, ServiceTerms, TimeLimits
+from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, SequenceStart
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,18 @@ class ActiveRequests:
         with self._metrics.counting_refusals():
             raise self._queue_limits.refusal(1, now_s=now_s)
 
+    def forecast(self, terms: ServiceTerms, wait_reason: str) -> QueueForecast:
+        """Place that one more request of these terms would have; `wait_reason` is the whole queue's."""
+        now_s = time.monotonic()
+        call = CallTerms(
+            priority=terms.priority,
+            tenant=terms.tenant,
+            arrived_s=now_s,
+            time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
+        )
+        num_ahead = self._waiting.num_ahead(call, next_id=self._next_id)
+        return QueueForecast(num_ahead, self._queue_limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
+
     def admit(self, requests: Sequence[GenerationRequest], readable: asyncio.Event) -> list[ActiveText]:
         """Admit all requests or none. `readable` is set whenever one of them has something to read.
 
@@ -135,7 +147,7 @@ class ActiveRequests:
             if active.abort_cause is not None:
                 self._metrics.request_aborted(active.abort_cause)
                 active.request.journal.abort_cause = active.abort_cause
-        self._metrics.request_finished(time.monotonic() - active.arrived_s)
+        self._metrics.request_finished(time.monotonic() - active.arrived_s, active.timeline)
         if not self._by_id:
             self.is_empty.set()
 
@@ -291,6 +303,9 @@ class ActiveRequests:
             self._by_sequence.update(dict.fromkeys(active.choices, active))
             self.is_empty.clear()
             self._metrics.request_admitted(active.num_prompt_tokens)
+            if isinstance(active, ActiveText):
+                params = active.request.params
+                self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
         try:
             for active in admitted:
@@ -345,6 +360,8 @@ class ActiveRequests:
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:
+            active.started_s = active.arrived_s + start.queue_s
+            active.num_cached_tokens = start.num_cached_tokens
             active.request.journal.note_cached_tokens(start.num_cached_tokens)
         self._waiting.discard(active)
         active.num_unstarted -= 1
@@ -356,6 +373,8 @@ class ActiveRequests:
         self, active: AnyActive, choice: RequestChoice, num_tokens: int, now_s: float
     ) -> None:
         since_arrival_s = now_s - active.arrived_s
+        if active.first_token_s is None:
+            active.first_token_s = now_s
         self._metrics.first_token_arrived(num_tokens, since_arrival_s, active.request.terms.priority)
         active.request.journal.note_first_token(since_arrival_s)
         choice.last_token_s = now_s

@@ -17,15 +17,17 @@ class BatchedHistogram(Collector):
     """A histogram that renders like prometheus_client's own, which takes one value at a time under a lock."""
 
     def __init__(
-        self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry
+        self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry | None
     ) -> None:
+        """`registry` None: something else collects it."""
         self._name = name
         self._text = text
         self._buckets = buckets
         self._nums = [0] * (len(buckets) + 1)
         """Count of each bucket alone; the last is for values above all bounds."""
         self._sum = 0.0
-        registry.register(self)
+        if registry is not None:
+            registry.register(self)
 
     def observe(self, value: float, *, num: int) -> None:
         """Observe `value` `num` times."""

@@ -15,6 +15,7 @@ from engine.errors import EngineDied, EngineUnavailable, WrongTask
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
+from engine.frontend.viewers import Viewers
 from engine.grammars.grammar_compiler import GrammarCompiler
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import (
@@ -27,6 +28,7 @@ from engine.process_messages import (
     Ready,
     ResetPrefixCache,
     ToClient,
+    View,
 )
 from engine.processes.engine_processes import Death, EngineProcesses, GaveUp
 from engine.text.checkpoint_texts import load_texts
@@ -34,12 +36,16 @@ from engine.text.tokenizer import SpecialTokens
 from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     GenerationRequest,
     Grammar,
     Health,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenOutput,
@@ -66,7 +72,8 @@ class AsyncEngine:
         self._death: Death | None = None
         """The death of the last process, until the next is ready."""
         self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[list[SequenceReport]]] = {}
+        self._answers: dict[int, asyncio.Future[Explanation]] = {}
+        self._viewers = Viewers(self._processes.send)
         self.metrics = EngineMetrics(config.served_names[0])
         self.metrics.watch_health(self.health)
         self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._processes.send)
@@ -98,6 +105,7 @@ class AsyncEngine:
         self._health.welcome = Welcome.LEAVING
         await asyncio.sleep(delay_s)
         self._health.welcome = Welcome.CLOSED
+        self._viewers.close()
         self._processes.stop_replacing()
         num_cut_off = self._requests.num_cut_off
         with contextlib.suppress(TimeoutError):
@@ -108,6 +116,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine process, and every active request with an error."""
         self._health.welcome = Welcome.CLOSED
+        self._viewers.close()
         self._requests.fail_all(_SHUTTING_DOWN)
         await self._processes.stop()
         if self._supervision is not None:
@@ -137,6 +146,10 @@ class AsyncEngine:
 
     def health(self) -> Health:
         return self._health.judge(now_s=time.monotonic())
+
+    def load(self) -> EngineLoad:
+        """Report the work that the engine has now."""
+        return self.metrics.load(len(self._requests))
 
     # Requests.
 
@@ -205,6 +218,10 @@ class AsyncEngine:
         """
         self._requests.require_room(priority)
 
+    def forecast(self, terms: ServiceTerms) -> QueueForecast:
+        """Place that a request of these terms would have in the queue now."""
+        return self._requests.forecast(terms, self.metrics.wait_reason)
+
     async def generate_all(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
@@ -249,21 +266,31 @@ class AsyncEngine:
             for active in admitted:
                 self._requests.leave(active)
 
-    async def explain(self) -> list[dict[str, Any]]:
-        """Report each sequence: state, place in line, blocks, why it waits. Raises EngineUnavailable."""
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]:
+        """Report sequences: state, place in line, blocks, why each waits; and how many there are in all.
+
+        Raises EngineUnavailable.
+        """
         self._health.require_ready(now_s=time.monotonic())
         self._num_questions += 1
         question = self._num_questions
-        answer: asyncio.Future[list[SequenceReport]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         self._answers[question] = answer
-        self._processes.send(Explain(question=question))
+        self._processes.send(Explain(question=question, page=page))
         try:
-            reports = await asyncio.wait_for(answer, _MAX_ANSWER_S)
+            explanation = await asyncio.wait_for(answer, _MAX_ANSWER_S)
         except TimeoutError:
             raise EngineUnavailable("the engine did not answer in time") from None
         finally:
             del self._answers[question]
-        return [self._name(report) for report in reports]
+        return [self._name(report) for report in explanation.reports], explanation.num_live
+
+    def watch(self) -> AsyncGenerator[bytes, None]:
+        """Yield views of the engine as JSON, at most ten a second; empty ones while there is nothing new.
+
+        Ends when the server shuts down. Raises Overloaded with too many viewers.
+        """
+        return self._viewers.views()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises EngineUnavailable."""
@@ -300,12 +327,14 @@ class AsyncEngine:
             case Beat():
                 self._health.beat(message, now_s=time.monotonic())
                 self.metrics.beat(message)
+            case View():
+                self._viewers.show(message.document)
             case Pulse():
                 self._health.moved(now_s=time.monotonic())
             case Explanation():
                 answer = self._answers.get(message.question)
                 if answer is not None and not answer.done():
-                    answer.set_result(message.reports)
+                    answer.set_result(message)
             case Loading():
                 self._health.loading(message.progress, now_s=time.monotonic())
             case Ready():

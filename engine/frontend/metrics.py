@@ -8,29 +8,32 @@ engine process to its first step; time to first token from arrival to the first 
 inter-token latency between two tokens of one choice, preemptions included.
 """
 
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.metadata import version
 from typing import TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from engine.errors import Overloaded, OverloadReason
 from engine.frontend.batched_histogram import BatchedHistogram
-from engine.frontend.draft_metrics import DraftMetrics
+from engine.frontend.vllm_metrics import Derived, Timeline, VllmMetrics, value_of
 from engine.logs.log_setup import num_dropped_lines
 from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
-from engine.types import Health, ModelInfo
+from engine.types import EngineLoad, Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
+from worker.worker_config import MAX_DRAFTS
 
 # From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
 # buckets: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0)
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
-# The second is known to endpoint pickers and autoscalers (Gateway API inference extension, KEDA).
-_PREFIXES = ("tokenyard", "vllm")
 _END_TO_END_BUCKETS = _LATENCY_BUCKETS[2:]
 _LENGTH_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
 # Few: each band has a set of them.
@@ -85,6 +88,8 @@ class EngineMetrics:
         self._make_counters()
         self._make_counters_of_ends()
         self._make_histograms()
+        self._vllm = VllmMetrics(model_name, self._twins(), self._derived())
+        self.registry.register(self._vllm)
 
     def model_is_ready(self, info: ModelInfo) -> None:
         """Publish the facts that cluster routers read from labels."""
@@ -93,9 +98,8 @@ class EngineMetrics:
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
         }
-        for gauge in self._cache_info:
-            gauge.clear()
-            gauge.labels(**labels).set(1)
+        self._cache_info.clear()
+        self._cache_info.labels(**labels).set(1)
         self._last_times = StepTimes()
         self._last = None  # a fresh engine process counts from zero
         self._last_dropped.pop(Telemetry.ENGINE_LOG_LINES, None)
@@ -107,10 +111,16 @@ class EngineMetrics:
 
     def engine_is_gone(self) -> None:
         """Set the gauges of a dead process to zero."""
-        for gauges in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
-            _set_all(gauges, 0)
+        for gauge in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
+            gauge.set(0)
         for gauge in self._waiting_by_reason.values():
             gauge.set(0)
+
+    @property
+    def wait_reason(self) -> str:
+        """Reason why the queue of the engine process waited, as of the last beat."""
+        last = self._last
+        return (last.wait_reason if last is not None and last.num_waiting else WaitReason.STEP).value
 
     def engine_restarted(self, cause: DeathCause) -> None:
         self._restarts[cause].inc()
@@ -123,17 +133,17 @@ class EngineMetrics:
         stats = beat.stats
         last = self._last or SchedulerStats(num_blocks=stats.num_blocks)
         self._last = stats
-        _set_all(self._running, stats.num_running)
-        _set_all(self._waiting, stats.num_waiting)
-        _set_all(self._kv_usage, stats.num_used_blocks / stats.num_blocks)
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.num_used_blocks / stats.num_blocks)
         self._steps.inc(stats.num_steps - last.num_steps)
         for reason, gauge in self._waiting_by_reason.items():
             gauge.set(stats.num_waiting if reason is stats.wait_reason else 0)
         self._stalls.inc(stats.num_stalls - last.num_stalls)
         self._out_of_memory.inc(stats.num_out_of_memory - last.num_out_of_memory)
-        _set_all(self._swapped, stats.num_swapped)
+        self._swapped.set(stats.num_swapped)
         if stats.num_host_blocks:
-            _set_all(self._swap_usage, stats.num_used_host_blocks / stats.num_host_blocks)
+            self._swap_usage.set(stats.num_used_host_blocks / stats.num_host_blocks)
         before = {(count.cause, count.was_swapped): count.num for count in last.preemptions}
         for count in stats.preemptions:
             key = (count.cause, count.was_swapped)
@@ -146,7 +156,24 @@ class EngineMetrics:
         self._prefix_host_hits.inc(stats.num_prefix_host_hits - last.num_prefix_host_hits)
         self._kept_host_blocks.inc(stats.num_kept_host_blocks - last.num_kept_host_blocks)
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
-        self._drafts.beat(stats, last)
+        self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+        self._take_drafts(stats, last)
+
+    def load(self, num_requests: int) -> EngineLoad:
+        """Report the work of this moment, as of the last heartbeat."""
+        stats = self._last
+        return EngineLoad(
+            num_requests=num_requests,
+            num_waiting=0 if stats is None else stats.num_waiting,
+            kv_cache_usage=0.0 if stats is None else stats.num_used_blocks / stats.num_blocks,
+        )
+
+    def _take_drafts(self, stats: SchedulerStats, last: SchedulerStats) -> None:
+        self._verified.inc(stats.num_verified_shares - last.num_verified_shares)
+        before = (*last.num_accepted_by_place, *[0] * len(stats.num_accepted_by_place))
+        for place, num in enumerate(stats.num_accepted_by_place):
+            self._accepted_by_place[str(place)].inc(num - before[place])
 
     def _take_dropped_lines(self, num_of_engine: int) -> None:
         """Count dropped lines of both processes; each counts from its own start."""
@@ -202,18 +229,25 @@ class EngineMetrics:
     def request_aborted(self, cause: AbortCause) -> None:
         self._aborted[cause].inc()
 
-    def request_finished(self, since_arrival_s: float) -> None:
+    def params_admitted(self, *, n: int, max_tokens: int) -> None:
+        """Observe the parameters of a request that generates."""
+        self._vllm.request_admitted(n=n, max_tokens=max_tokens)
+
+    def request_finished(self, since_arrival_s: float, timeline: Timeline | None) -> None:
+        """Observe a request's end; `timeline` None: it has generated nothing."""
         self._end_to_end.observe(since_arrival_s)
+        if timeline is not None:
+            self._vllm.request_ended(timeline)
 
     def _make_gauges(self) -> None:
         self._ready = Gauge("tokenyard:ready", "1 while requests are welcome", registry=self.registry)
         self._live = Gauge("tokenyard:live", "0 while the engine stands still", registry=self.registry)
-        self._running = self._twice("num_requests_running", "Sequences that take part in the steps")
-        self._waiting = self._twice("num_requests_waiting", "Sequences that wait for a place or for memory")
-        self._kv_usage = self._twice(
+        self._running = self._gauge("num_requests_running", "Sequences that take part in the steps")
+        self._waiting = self._gauge("num_requests_waiting", "Sequences that wait for a place or for memory")
+        self._kv_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
         )
-        self._swapped = self._ours("num_requests_swapped", "Sequences whose KV waits in host memory")
+        self._swapped = self._gauge("num_requests_swapped", "Sequences whose KV waits in host memory")
         by_reason = Gauge(
             "tokenyard:num_requests_waiting_by_reason",
             "What the waiting line waits for",
@@ -221,12 +255,12 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._waiting_by_reason = {reason: by_reason.labels(reason=reason.value) for reason in WaitReason}
-        self._swap_usage = self._ours("swap_space_usage_perc", "Share of the swap space in use, 0 to 1")
+        self._swap_usage = self._gauge("swap_space_usage_perc", "Share of the swap space in use, 0 to 1")
         labels = ["model_name", "block_size", "num_gpu_blocks"]
         text = "Always 1; the labels carry the values"
-        self._cache_info = [
-            Gauge(f"{prefix}:cache_config_info", text, labels, registry=self.registry) for prefix in _PREFIXES
-        ]
+        self._cache_info = Gauge("tokenyard:cache_config_info", text, labels, registry=self.registry)
+        build = Gauge("tokenyard:build_info", text, ["version", "python"], registry=self.registry)
+        build.labels(version=version("tokenyard"), python=platform.python_version()).set(1)
 
     def _make_counters(self) -> None:
         self._steps = self._counter("engine_steps", "Steps that computed something")
@@ -264,7 +298,15 @@ class EngineMetrics:
             "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
         )
         self._recomputed = self._counter("recomputed_tokens", "Tokens computed again after a preemption")
-        self._drafts = DraftMetrics(self.registry, self._model_name)
+        self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
+        self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
+        self._verified = self._counter("verified_shares", "Sequences in steps, with guesses for them")
+        self._accepted_by_place = self._counters(
+            "accepted_draft_tokens_per_pos",
+            "Those that held, by place",
+            "position",
+            map(str, range(MAX_DRAFTS)),
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated")
 
@@ -312,15 +354,92 @@ class EngineMetrics:
             "request_generation_tokens", "Tokens generated by a choice", _LENGTH_BUCKETS
         )
 
-    def _twice(self, name: str, text: str) -> list[Gauge]:
-        return [gauge for prefix in _PREFIXES for gauge in self._gauges(f"{prefix}:{name}", text)]
+    def _twins(self) -> tuple[Collector, ...]:
+        """Metrics that vLLM has under the same name and with the same meaning."""
+        return (
+            *(self._running, self._waiting, self._kv_usage, self._cache_info),
+            *(self._prefix_queries, self._prompt_tokens, self._generated),
+            *(self._first_token, self._inter_token, self._queue_time, self._end_to_end),
+            *(self._request_prompt, self._request_generated),
+        )
 
-    def _ours(self, name: str, text: str) -> list[Gauge]:
-        return self._gauges(f"tokenyard:{name}", text)
+    def _derived(self) -> tuple[Derived, ...]:
+        """Metrics of vLLM that are sums or other labels of ours."""
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
 
-    def _gauges(self, name: str, text: str) -> list[Gauge]:
+        def by_word(counters: Mapping[_Word, Counter]) -> Callable[[], dict[str, float]]:
+            return lambda: {str(word): value_of(child) for word, child in counters.items()}
+
+        def preempted() -> float:
+            return sum(map(value_of, self._preemptions.values()))
+
+        by_place = by_word(self._accepted_by_place)
+
+        def waiting() -> dict[str, float]:
+            return {"capacity": value_of(self._waiting), "deferred": 0.0}
+
+        def drafts() -> float:
+            return value_of(self._drafts)
+
+        def accepted() -> float:
+            return value_of(self._accepted)
+
+        def verified() -> float:
+            return value_of(self._verified)
+
+        success, refused = by_word(self._finished), by_word(self._refused)
+        return (
+            *self._derived_of_cache(),
+            Derived("num_preemptions", "Sequences that gave up their blocks", counter, preempted),
+            Derived("request_success", "Choices by their end", counter, success, "finished_reason"),
+            Derived("admission_rejections", "Requests refused", counter, refused, "reason"),
+            Derived("spec_decode_num_draft_tokens", "Guessed tokens, verified", counter, drafts),
+            Derived("spec_decode_num_accepted_tokens", "Of these, those that held", counter, accepted),
+            Derived("spec_decode_num_drafts", "Sequences in steps, with guesses", counter, verified),
+            Derived(
+                "spec_decode_num_accepted_tokens_per_pos",
+                "By place",
+                counter,
+                by_place,
+                "position",
+            ),
+            Derived("num_requests_waiting_by_reason", "Waiting sequences", gauge, waiting, "reason"),
+        )
+
+    def _derived_of_cache(self) -> tuple[Derived, ...]:
+        """Tokens found in the caches; what vLLM calls external is the swap space here."""
+        counter = CounterMetricFamily
+
+        def found() -> float:
+            return value_of(self._prefix_hits)
+
+        def found_on_host() -> float:
+            return value_of(self._prefix_host_hits)
+
+        def found_on_device() -> float:
+            return found() - found_on_host()
+
+        def asked_of_host() -> float:
+            return value_of(self._prefix_queries) - found_on_device()
+
+        def by_source() -> dict[str, float]:
+            return {
+                "local_compute": max(0.0, value_of(self._prompt_tokens) - found()),
+                "local_cache_hit": found_on_device(),
+                "external_kv_transfer": found_on_host(),
+            }
+
+        return (
+            Derived("prefix_cache_hits", "Prompt tokens found on the device", counter, found_on_device),
+            Derived("external_prefix_cache_queries", "Tokens asked of the host", counter, asked_of_host),
+            Derived("external_prefix_cache_hits", "Tokens found on the host", counter, found_on_host),
+            Derived("prompt_tokens_cached", "Prompt tokens found in any cache", counter, found),
+            Derived("prompt_tokens_by_source", "Prompt tokens by source", counter, by_source, "source"),
+        )
+
+    def _gauge(self, name: str, text: str) -> Gauge:
         labels = {"model_name": self._model_name, "engine": "0"}
-        return [Gauge(name, text, list(labels), registry=self.registry).labels(**labels)]
+        return Gauge(f"tokenyard:{name}", text, list(labels), registry=self.registry).labels(**labels)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tokenyard:{name}", text, registry=self.registry)
@@ -332,8 +451,3 @@ class EngineMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
         return Histogram(f"tokenyard:{name}", text, buckets=buckets, registry=self.registry)
-
-
-def _set_all(gauges: list[Gauge], value: float) -> None:
-    for gauge in gauges:
-        gauge.set(value)

@@ -72,6 +72,13 @@ class QueueLimits:
         rate_hz = max(len(self._starts_s), 1) / _RATE_WINDOW_S
         return min(max(self.num_queued / rate_hz, _MIN_RETRY_S), _MAX_RETRY_S)
 
+    def time_to_start(self, num_sequences: int, *, now_s: float) -> float | None:
+        """Seconds in which so many begin, as fast as in the last seconds; None if none has begun in them."""
+        self._forget_old(now_s)
+        if not num_sequences:
+            return 0.0
+        return num_sequences / len(self._starts_s) * _RATE_WINDOW_S if self._starts_s else None
+
     def _forget_old(self, now_s: float) -> None:
         while self._starts_s and self._starts_s[0] < now_s - _RATE_WINDOW_S:
             self._starts_s.popleft()

@@ -96,6 +96,11 @@ class WaitingCalls(Generic[WaitingT]):
             self._by_id.pop(member.first_id, None)
         del self._line[bisect_left(self._line, call.rank, key=_rank_of)]
 
+    def num_ahead(self, terms: CallTerms, *, next_id: int) -> int:
+        """Sequences whose calls stand before a new one of these terms. O(calls before it)."""
+        rank = self._order.rank(terms.standing(next_id))
+        return sum(call.num_sequences for call in self._line[: bisect_left(self._line, rank, key=_rank_of)])
+
     def giving_way(self, terms: CallTerms | None, *, next_id: int) -> Iterator[Call[WaitingT]]:
         """Calls whose place a new one of these terms may take, the one that is served last first.
 

@@ -31,6 +31,10 @@ def num_dropped_lines() -> int:
     return sum(logs.num_dropped for logs in _running)
 
 
+ERASE_LINE = b"\r\x1b[K"
+"""Moves a terminal's cursor to the beginning of its line, and empties the line."""
+
+
 class Logs:
     """A context in which all logging of this process, and errors that end a thread, go through one queue."""
 
@@ -43,7 +47,9 @@ class Logs:
         self._level = level
         self._formatter: LineFormatter = (TextLines if self._is_text else JsonLines)(process)
         self._writer = LineWriter(descriptor, describe_loss=self._describe_loss)
-        self._handler = _QueuedHandler(self._writer, self._formatter)
+        # A bar of progress, perhaps another process's, may stand where the line begins on a terminal.
+        begins_with = ERASE_LINE if self._is_text and os.isatty(descriptor) else b""
+        self._handler = _QueuedHandler(self._writer, self._formatter, begins_with)
         self._before: list[tuple[logging.Logger, int]] = []
         self._handlers_before: list[logging.Handler] = []
         self._hook_before = threading.excepthook
@@ -98,10 +104,11 @@ class Logs:
 class _QueuedHandler(logging.Handler):
     """A handler that forms lines at once, since their arguments may change, and queues them."""
 
-    def __init__(self, writer: LineWriter, formatter: LineFormatter) -> None:
+    def __init__(self, writer: LineWriter, formatter: LineFormatter, begins_with: bytes) -> None:
         super().__init__()
         self._writer = writer
         self._lines = formatter
+        self._begins_with = begins_with
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line without waiting."""
@@ -110,7 +117,7 @@ class _QueuedHandler(logging.Handler):
         except (TypeError, ValueError):  # a mistake in the call; its arguments may hold client data
             record.msg, record.args, record.exc_info = "a line could not be formed: %s", (record.msg,), None
             line = self._lines.encode(record)
-        self._writer.put(line)
+        self._writer.put(self._begins_with + line)
 
     def close(self) -> None:
         """Flush and close; logging.shutdown calls it too."""

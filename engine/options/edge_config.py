@@ -9,6 +9,7 @@ import re
 import ssl
 import stat
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from engine.options.options import OptionError, Options
@@ -60,18 +61,29 @@ class TlsFiles:
         return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
 
+class Page(Enum):
+    """Parts of the web page that the main port serves."""
+
+    OFF = "off"
+    CHAT = "chat"  # without the live view, which names the requests and tenants of all clients
+    YARD = "yard"  # with it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeConfig:
     """The resolved EdgeOptions: access, ports, TLS and limits."""
 
     api_keys_file: str | None
     metrics_auth: bool
+    metric_names: str
+    """tokenyard, vllm or both."""
     admin_port: int | None
     """Port of the admin routes; None: no port of their own."""
     admin_host: str
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
+    page: Page
     send_timeout_s: float
     max_memory_use: float
     """Share of memory in use above which requests are refused; 1: no limit."""
@@ -92,10 +104,12 @@ def edge_config(options: Options) -> EdgeConfig:
     return EdgeConfig(
         api_keys_file=options.api_keys_file,
         metrics_auth=options.metrics_auth,
+        metric_names=options.metric_names,
         admin_port=options.admin_port,
         admin_host=options.admin_host,
         tls=tls,
         cors_origins=options.cors_origin,
+        page=_page(options),
         send_timeout_s=options.send_timeout,
         max_memory_use=options.max_memory_use,
     )
@@ -123,6 +137,14 @@ def _check_access(options: Options) -> None:
         "everybody who can reach this machine could use the model",
         "set TOKENYARD_API_KEY, or give --allow-unauthenticated if that is what you want",
     )
+
+
+def _page(options: Options) -> Page:
+    is_private = bool(options.api_key) or options.api_keys_file is not None or _is_loopback(options.host)
+    if options.page == "off" or (options.page is None and not is_private):
+        return Page.OFF
+    # With a port for administration, the live view is served there.
+    return Page.YARD if is_private and options.admin_port is None else Page.CHAT
 
 
 def _tls(options: Options) -> TlsFiles | None:

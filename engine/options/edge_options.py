@@ -7,7 +7,7 @@ Never: checks them against each other (edge_config.py).
 from dataclasses import dataclass
 
 from engine.options.option_declaration import Arity, Group, declared
-from engine.options.option_values import Count, Duration, Share, Switch, Text
+from engine.options.option_values import Choice, Count, Duration, Share, Switch, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,13 @@ class EdgeOptions:
         Switch(),
         "Ask for a key at /metrics too. Probes never need one.",
         default=False,
+    )
+    metric_names: str = declared(
+        Group.SERVER,
+        Choice(words=("tokenyard", "vllm", "both")),
+        "Names on /metrics: Tokenyard's own, the `vllm:` names that boards and autoscalers know, or both, "
+        "which makes the page twice as long.",
+        default="both",
     )
     admin_port: int | None = declared(
         Group.EDGE,
@@ -72,6 +79,14 @@ class EdgeOptions:
         arity=Arity.MANY,
         open_default="none",
         default=(),
+    )
+    page: str | None = declared(
+        Group.EDGE,
+        Choice(words=("on", "off")),
+        "Serve a web page at / with a chat and a live view of the scheduler. The live view needs a key that "
+        "may administer; without keys it is shown on a loopback address only, or with --enable-admin.",
+        open_default="on at a loopback address or with API keys, else off",
+        default=None,
     )
     send_timeout: float = declared(
         Group.EDGE,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
@@ -37,6 +38,9 @@ _DEMO_NAME = "tokenyard-demo"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
+
+# Ten levels of priority have grown old within half of the default time limit of a request.
+_DEFAULT_PRIORITY_AGING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ class ServerConfig:
     log_level: str
     otlp_traces_endpoint: str | None
     """Address of the collector of spans; None: no spans."""
+    shown_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Value and origin of each option, without secrets, for the web page; empty outside of `serve`."""
 
 
 def resolve(
@@ -176,7 +182,7 @@ def _scheduler_options(options: Options) -> SchedulerOptions:
         policy=SchedulingPolicy(options.scheduling_policy),
         prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
         watermark=options.watermark,
-        priority_aging_s=_or_no_limit(options.priority_aging),
+        priority_aging_s=_priority_aging_s(options),
         order_among_equals=OrderAmongEquals(options.order_among_equals),
         displacement=Displacement.ON if options.enable_displacement else Displacement.OFF,
         fairness=Fairness(options.fairness),
@@ -191,6 +197,14 @@ def _scheduler_options(options: Options) -> SchedulerOptions:
         max_chunk_tokens=options.long_prefill_token_threshold,
         max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
     )
+
+
+def _priority_aging_s(options: Options) -> float:
+    """Aging as asked; by itself the default, where it does not contradict the order among equals."""
+    if options.priority_aging is not None:
+        return options.priority_aging or inf
+    is_by_deadline = options.order_among_equals == OrderAmongEquals.DEADLINE
+    return inf if options.scheduling_policy == "fcfs" or is_by_deadline else _DEFAULT_PRIORITY_AGING_S
 
 
 def _or_no_limit(seconds: float | None) -> float:
@@ -222,7 +236,7 @@ def _check_scheduler(options: Options) -> None:
             "--scheduling-policy fcfs has no priorities",
             "use --scheduling-policy priority",
         )
-    if options.order_among_equals == "deadline" and options.priority_aging is not None:
+    if options.order_among_equals == "deadline" and options.priority_aging:
         raise OptionError(
             "--order-among-equals deadline", "--priority-aging leaves no equals", "leave one of them out"
         )

@@ -25,6 +25,10 @@ _SERVICE_LINK_NAME = re.compile(
 )
 
 
+_SIMILAR = 0.75
+"""Share of letters that two names have in common where one may be a slip of the other."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each option, under the heading of its group; `read_options` parses the values."""
     headings = {group: parser.add_argument_group(group.value) for group in Group}
@@ -183,7 +187,7 @@ def _parse_one(name: str, value: Any, *, source: str) -> object:
 
 def closest(name: str, known: Iterable[str], *, spelled: Callable[[str], str] = str) -> str:
     """Make the advice for an unknown name: the most similar one, or where all are listed."""
-    found: Sequence[str] = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    found: Sequence[str] = difflib.get_close_matches(name, list(known), n=1, cutoff=_SIMILAR)
     return f"did you mean {spelled(found[0])}?" if found else "`tokenyard serve --help` lists all options"
 
 

@@ -15,6 +15,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)")
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _YES = ("true", "yes", "on", "1")
 _NO = ("false", "no", "off", "0")
+# A number without a unit that is smaller was meant in another unit: other servers count some options in GiB.
+_FEWEST_BYTES = 1024
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -126,7 +128,12 @@ class Bytes:
     metavar: str = "BYTES"
 
     def parse(self, text: str) -> int:
-        return _within(_whole(text, like="an amount of memory such as 4GiB"), self.low, self.high, show_bytes)
+        number = _whole(text, like="an amount of memory such as 4GiB")
+        if 0 < number < _FEWEST_BYTES and text.strip().isdecimal():
+            raise ValueError(
+                f"be an amount of memory with a unit, such as {number}GiB: this is {number} bytes"
+            )
+        return _within(number, self.low, self.high, show_bytes)
 
     def show(self, value: object) -> str:
         return show_bytes(int(str(value)))

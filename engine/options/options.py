@@ -197,10 +197,10 @@ class Options(EdgeOptions):
     )
     priority_aging: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.001, high=1e6),
+        Duration(low=0.0, high=1e6),
         "Waiting time that makes up for one level of priority, so that no request waits for ever. Shorter is "
-        "fairer to less urgent requests, longer is stricter.",
-        open_default="priorities are strict",
+        "fairer to less urgent requests, longer is stricter; 0 is strict priority.",
+        open_default="30s under the priority policy, unless --order-among-equals deadline",
         default=None,
     )
     order_among_equals: str = _option(
@@ -435,8 +435,8 @@ class Options(EdgeOptions):
         Group.SERVER,
         Duration(low=0.0, high=3600.0),
         "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
-        "the proxies' own limit; 0 sends none.",
-        default=15.0,
+        "the proxies' own limit, which is often 60 seconds; some clients cannot read comments. 0 sends none.",
+        default=45.0,
     )
     shutdown_timeout: float = _option(
         Group.SERVER,

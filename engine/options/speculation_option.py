@@ -8,12 +8,12 @@ import json
 from typing import Any, NoReturn
 
 from engine.options.option_declaration import OptionError
-from worker.worker_config import DraftMethod, SpeculationConfig
+from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
 _FLAG = "--speculative-config"
 _METHODS = (DraftMethod.NGRAM.value, DraftMethod.SUFFIX.value)
 _BOUNDS = {
-    "num_speculative_tokens": (1, 16),
+    "num_speculative_tokens": (1, MAX_DRAFTS),
     "prompt_lookup_min": (1, 16),
     "prompt_lookup_max": (1, 16),
 }

@@ -11,8 +11,8 @@ Fairness holds inside a priority: more urgent requests come first, whatever thei
 rank decides.
 """
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace, merge
 from math import inf
 from operator import attrgetter
 
@@ -156,16 +156,16 @@ class _PriorityLevel:
                 return tenant
         return None
 
-    def take(self, seq: Sequence) -> None:
-        self._queues[seq.tenant].take(seq)
-        self.num_waiting -= 1
-
-    def discard(self, seq: Sequence) -> None:
-        self._queues[seq.tenant].discard(seq)
+    def remove(self, seq: Sequence) -> None:
+        self._queues[seq.tenant].remove(seq)
         self.num_waiting -= 1
 
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for queue in self._queues.values() for seq in queue)
+
+    def queues(self) -> Iterable[WaitingQueue]:
+        """Queue of each tenant."""
+        return self._queues.values()
 
 
 class FairWaitingQueue:
@@ -186,6 +186,11 @@ class FairWaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for level in self._levels.values() for seq in level)
 
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate by rank, whatever service the tenants had."""
+        queues = [queue.in_order() for level in self._levels.values() for queue in level.queues()]
+        return merge(*queues, key=_rank_of)
+
     def push(self, seq: Sequence) -> None:
         key = self._order.level(seq.priority)
         level = self._levels.get(key)
@@ -205,20 +210,18 @@ class FairWaitingQueue:
                 best = min(best, level.peek(), key=_rank_of)
         return best
 
+    def most_urgent(self) -> Sequence:
+        """Choice of the most urgent level, whatever the age of others. O(levels)."""
+        return self._levels[min(self._levels)].peek()
+
     def after_first(self, num: int) -> list[Sequence]:
         return self._level_of(self.peek()).after_first(num)
 
-    def take(self, seq: Sequence) -> None:
-        self._level_of(seq).take(seq)
-        self._note_removal(seq)
-
-    def discard(self, seq: Sequence) -> None:
-        self._level_of(seq).discard(seq)
-        self._note_removal(seq)
-
-    def _note_removal(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
+        level = self._level_of(seq)
+        level.remove(seq)
         self._num_waiting -= 1
-        if not self._level_of(seq).num_waiting:
+        if not level.num_waiting:
             del self._levels[self._order.level(seq.priority)]
 
     def _level_of(self, seq: Sequence) -> _PriorityLevel:

@@ -5,29 +5,41 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from itertools import islice
 from operator import attrgetter
 
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.messages import RequestCounts, SequenceReport, WaitReason
+from scheduler.messages import Page, RequestCounts, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.fairness import FairWaitingQueue, TenantLedger
+from scheduler.queues.lazy_heap import LazyHeap
+from scheduler.queues.need_index import NeedIndex
+from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence, Status
 
-_rank_of = attrgetter("rank")
+_running_rank_of = attrgetter("running_rank")
+
+_ReasonOf = Callable[[Sequence, int], WaitReason]
+"""Reason of a waiting sequence at a place."""
 
 
 class RequestQueues:
-    """The running queue is kept in order of rank; the waiting queue knows its first."""
+    """The running queue is kept in order of `running_rank`; the waiting queue knows its first."""
 
     def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
         self.running: list[Sequence] = []
         self.waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
         self._ledger: TenantLedger | None = None
         self._num_swapped = 0
+        self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
             self._ledger = TenantLedger(dict(config.tenant_weights))
             self.waiting = FairWaitingQueue(order, self._ledger)
+        self._by_urgency = LazyHeap() if order.ages and self._ledger is None else None
+        """The same sequences by urgency, where an older one may stand before a more urgent one."""
+        self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
 
     def counts(self) -> RequestCounts:
         return RequestCounts(
@@ -40,21 +52,21 @@ class RequestQueues:
         """Queue a new sequence."""
         if self._ledger is not None:
             self._ledger.join(seq.tenant)
-        self.waiting.push(seq)
+        self._wait(seq)
 
     def admit(self, seq: Sequence) -> None:
         """Move a sequence from the waiting queue to the running one."""
-        self.waiting.take(seq)
+        self._wait_no_more(seq)
         self._num_swapped -= seq.status is Status.SWAPPED
         seq.become(Status.RUNNING)
-        insort(self.running, seq, key=_rank_of)
+        insort(self.running, seq, key=_running_rank_of)
 
     def requeue(self, seq: Sequence, status: Status) -> None:
         """Move a running sequence to the waiting queue: WAITING, or SWAPPED with a copy on the host."""
         self._leave_running(seq)
         self._num_swapped += status is Status.SWAPPED
         seq.become(status)
-        self.waiting.push(seq)
+        self._wait(seq)
 
     def lose_copy(self, seq: Sequence) -> None:
         """Note that the copy on the host is gone: the sequence waits as one that recomputes."""
@@ -68,10 +80,22 @@ class RequestQueues:
         if before is Status.RUNNING:
             self._leave_running(seq)
         else:
-            self.waiting.discard(seq)
+            self._wait_no_more(seq)
             self._num_swapped -= before is Status.SWAPPED
         if self._ledger is not None:
             self._ledger.leave(seq.tenant)
+
+    def most_urgent(self) -> Sequence:
+        """First waiting sequence, whatever the age of others. There must be one."""
+        if self._by_urgency is None:
+            return self.waiting.most_urgent()
+        first = self._by_urgency.peek()
+        assert first is not None, "the queue is empty"
+        return first
+
+    def candidates(self, num_free: int) -> list[Sequence]:
+        """Waiting sequences that may fit into `num_free` blocks, wherever they stand; a few, by rank."""
+        return [] if self._by_need is None else self._by_need.candidates(num_free)
 
     def behind(self, seq: Sequence) -> list[Sequence]:
         """Running sequences that are served after `seq`."""
@@ -86,14 +110,38 @@ class RequestQueues:
         """Service of each tenant so far, by cost; empty without fairness."""
         return {} if self._ledger is None else self._ledger.tenants
 
-    def report(self, wait_reason: WaitReason, *, now_s: float) -> list[SequenceReport]:
-        """The running queue, then the waiting queue by rank. Built on request only; O(n log n)."""
-        waiting = sorted(self.waiting, key=_rank_of)
-        return [
-            _report(seq, place, "" if seq.status is Status.RUNNING else wait_reason.value, now_s)
-            for queue in (self.running, waiting)
-            for place, seq in enumerate(queue)
+    def report(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> list[SequenceReport]:
+        """A page of the running queue and, behind it, the waiting queue by rank.
+
+        Built on request only; O(end of the page).
+        """
+        num_running = len(self.running)
+        expected_s = self.forecast.expected_s
+        running = [_report(seq, place, "", None, now_s) for place, seq in enumerate(self.running)]
+        begin = max(page.first - num_running, 0)
+        end = max(page.first + page.most - num_running, 0)
+        places = range(begin, end)
+        waiting = zip(places, islice(self.waiting.in_order(), begin, end), strict=False)
+        return running[page.first : page.first + page.most] + [
+            _report(seq, place, reason_of(seq, place).value, expected_s(place, now_s=now_s), now_s)
+            for place, seq in waiting
         ]
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.turn += 1
+        self.waiting.push(seq)
+        if self._by_urgency is not None:
+            self._by_urgency.push(seq.running_rank, seq)
+        if self._by_need is not None:
+            self._by_need.push(seq)
+
+    def _wait_no_more(self, seq: Sequence) -> None:
+        seq.turn += 1
+        self.waiting.remove(seq)
+        if self._by_urgency is not None:
+            self._by_urgency.note_removal()
+        if self._by_need is not None:
+            self._by_need.remove(seq)
 
     def _leave_running(self, seq: Sequence) -> None:
         place = self._place(seq)
@@ -101,10 +149,12 @@ class RequestQueues:
         del self.running[place]
 
     def _place(self, seq: Sequence) -> int:
-        return bisect_left(self.running, seq.rank, key=_rank_of)
+        return bisect_left(self.running, seq.running_rank, key=_running_rank_of)
 
 
-def _report(seq: Sequence, place: int, wait_reason: str, now_s: float) -> SequenceReport:
+def _report(
+    seq: Sequence, place: int, wait_reason: str, expected_start_s: float | None, now_s: float
+) -> SequenceReport:
     return SequenceReport(
         sequence_id=seq.sequence_id,
         state=seq.status.value,
@@ -121,4 +171,5 @@ def _report(seq: Sequence, place: int, wait_reason: str, now_s: float) -> Sequen
         num_bypasses=seq.num_bypasses,
         age_s=now_s - seq.admitted_s,
         wait_reason=wait_reason,
+        expected_start_s=expected_start_s,
     )

@@ -1,66 +1,53 @@
 """Waiting queue, best rank first: new sequences and preempted ones.
 
-Owns: a heap with tombstones, so that an abort anywhere in a queue of any length costs O(1), and adding
-and taking the first O(log n).
+Owns: nothing beyond a heap by rank; it has the interface of FairWaitingQueue.
 """
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 
-from scheduler.policy import Rank
-from scheduler.sequence import Sequence, Status
-
-_COMPACT_ABOVE = 64
+from scheduler.queues.lazy_heap import LazyHeap
+from scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """Heap of sequences. One that has ended counts as removed; its entry is dropped when it surfaces."""
+    """An abort anywhere in a queue of any length is as cheap as adding and taking the first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Rank, Sequence]] = []
-        self._num_waiting = 0
+        self._heap = LazyHeap()
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return len(self._heap)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate in no particular order; for tests and reports."""
-        return (seq for _, seq in self._heap if seq.status is not Status.FINISHED)
+        return iter(self._heap)
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate by rank; the first k cost O(k log k)."""
+        return self._heap.in_order()
+
+    @property
+    def num_entries(self) -> int:
+        """Entries in memory, of sequences that have gone too."""
+        return self._heap.num_entries
 
     def push(self, seq: Sequence) -> None:
-        heappush(self._heap, (seq.rank, seq))
-        self._num_waiting += 1
+        self._heap.push(seq.rank, seq)
 
     def peek(self) -> Sequence:
         """First in the queue. The caller makes sure that there is one."""
-        while self._heap[0][1].status is Status.FINISHED:
-            heappop(self._heap)
-        return self._heap[0][1]
+        first = self._heap.peek()
+        assert first is not None, "the queue is empty"
+        return first
 
-    def take(self, seq: Sequence) -> None:
-        """Remove a sequence near the front: O(place * log(waiting))."""
-        passed: list[tuple[Rank, Sequence]] = []
-        while (entry := heappop(self._heap))[1] is not seq:
-            passed.append(entry)
-        for entry in passed:
-            heappush(self._heap, entry)
-        self._num_waiting -= 1
+    def most_urgent(self) -> Sequence:
+        """First in the queue: the rank says all there is to urgency, unless requests age."""
+        return self.peek()
 
     def after_first(self, num: int) -> list[Sequence]:
         """At most `num` sequences behind the first one, in order. O(num * log(waiting))."""
-        entries: list[tuple[Rank, Sequence]] = []
-        while self._heap and len(entries) <= num:
-            entry = heappop(self._heap)
-            if entry[1].status is not Status.FINISHED:
-                entries.append(entry)
-        for entry in entries:
-            heappush(self._heap, entry)
-        return [seq for _, seq in entries[1:]]
+        return self._heap.first(num + 1)[1:]
 
-    def discard(self, seq: Sequence) -> None:
-        """Remove a sequence that ended while it waited."""
-        assert seq.status is Status.FINISHED
-        self._num_waiting -= 1
-        if len(self._heap) > _COMPACT_ABOVE and len(self._heap) > 2 * self._num_waiting:
-            self._heap = [entry for entry in self._heap if entry[1].status is not Status.FINISHED]
-            heapify(self._heap)
+    def remove(self, seq: Sequence) -> None:  # noqa: ARG002 - FairWaitingQueue needs it
+        """Remove a sequence whose turn to wait has ended."""
+        self._heap.note_removal()

@@ -6,6 +6,7 @@ Never: serves the running queue (planner.py), or chooses victims and preempts th
 
 from collections.abc import Callable
 from itertools import takewhile
+from math import inf
 
 from scheduler.blocks.kv_cache_manager import AllocationStatus, BlockDemand
 from scheduler.config import PrefixCaching
@@ -18,8 +19,16 @@ from scheduler.step.preemption import PROTECTED_TOKENS, Preemptor
 from scheduler.step.scheduler_state import SchedulerState
 from scheduler.step.token_shares import TokenShares
 
-# Places behind a head that does not fit among which one is looked for that does.
+# Places behind a head that does not fit that are looked at although they seem to need too much: much of what
+# they need may be in the prefix cache.
 _BYPASS_WINDOW = 8
+
+# Reasons that concern the first in the queue; the others concern all.
+_REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER, WaitReason.GRAMMAR)
+
+# Part of the expected time that a prompt certainly takes: the steps it was learnt from may have been slow.
+_SURE = 0.7
+_TOO_LATE = "computing its prompt would take longer than its time limit leaves"
 
 
 class Admission:
@@ -31,7 +40,7 @@ class Admission:
         shares: TokenShares,
         preemptor: Preemptor,
         *,
-        finish: Callable[[Sequence, FinishReason], None],
+        finish: Callable[[Sequence, FinishReason, str], None],
     ) -> None:
         self._state = state
         self._config = state.config
@@ -48,15 +57,18 @@ class Admission:
     def admit_urgent(self, plan: PlanDraft) -> None:
         """Admit sequences that are strictly more urgent than running ones, which make room for them."""
         budget, waiting = plan.budget, self._queues.waiting
-        while len(waiting) and self._is_more_urgent_than_some(seq := waiting.peek()):
+        while len(waiting) and self._is_more_urgent_than_some(seq := self._queues.most_urgent()):
             if any(preemption.sequence_id == seq.sequence_id for preemption in plan.preemptions):
                 return  # a preempted sequence does not come back in the same step
             if self._obstacle(seq, budget) is not None:
                 return  # places and blocks are all that displacing gives
             demand = self._kv.demand(seq)
+            if self._is_too_late(seq, demand, plan.now_s):
+                self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
+                continue
             if self._lacks_encoder(seq, demand):
                 return
-            victims = self._preemptor.choose_displaced(seq, demand, num_free_slots=budget.remaining_seqs)
+            victims = self._choose_displaced(seq, demand, budget)
             if victims is None or any(victim.sequence_id in plan.urgent for victim in victims):
                 return  # a sequence that has a share of this step keeps it
             num_decodes = budget.num_decodes_ahead - sum(v.num_uncomputed_tokens == 1 for v in victims)
@@ -68,22 +80,43 @@ class Admission:
                 budget.give_back_slot()
                 self._preemptor.preempt(victim, plan, PreemptionCause.DISPLACED, seq)
             self._admit(seq, demand, plan)
+            self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
             plan.urgent.add(seq.sequence_id)
 
     def _is_more_urgent_than_some(self, seq: Sequence) -> bool:
-        return any(True for _ in self._order.giving_way(seq, self._queues.running))
+        return any(True for _ in self._order.displaced_by(seq, self._queues.running))
+
+    def _choose_displaced(
+        self, seq: Sequence, demand: BlockDemand, budget: SchedulingBudget
+    ) -> list[Sequence] | None:
+        """Sequences that give way to `seq`; None if it must wait.
+
+        An older one may be the first in the queue. Then the place and the blocks that are free are kept for
+        that one, which would else wait for ever: `seq` gets only what it takes from running ones.
+        """
+        head = self._queues.waiting.peek()
+        if head is seq:
+            return self._preemptor.choose_displaced(seq, demand, num_free_slots=budget.remaining_seqs)
+        free_slots = max(budget.remaining_seqs - 1, 0)
+        num_kept = self._kv.demand(head).num_from_free
+        victims = self._preemptor.choose_displaced(
+            seq, demand, num_free_slots=free_slots, num_kept_blocks=num_kept
+        )
+        return victims or None
 
     def _would_delay_better(self, seq: Sequence, demand: BlockDemand, room: int, plan: PlanDraft) -> bool:
         """Whether prompts before it in the running queue would get less of the step for its chunk.
 
         Else urgent ones that keep coming would stop an earlier one of their own priority.
         """
-        before = takewhile(lambda each: each.rank < seq.rank, self._queues.running)
+        before = takewhile(lambda each: each.running_rank < seq.running_rank, self._queues.running)
         unserved = [each for each in before if each.sequence_id not in plan.urgent]
-        num_ahead = sum(self._shares.num_wanted(each) for each in unserved if each.num_uncomputed_tokens > 1)
+        prefills = [each for each in unserved if each.num_uncomputed_tokens > 1]
+        num_ahead = sum(self._shares.num_wanted(each) for each in prefills)
         if not num_ahead:
             return False
-        return room - num_ahead < min(self._shares.num_wanted(seq), seq.num_tokens - demand.hit.num_tokens)
+        wanted = min(self._shares.num_wanted(seq), seq.num_tokens - demand.hit.num_tokens)
+        return room - num_ahead < wanted
 
     def skip_step(self) -> None:
         """Admit no sequence to this step; the waiting ones are looked at in the next."""
@@ -114,7 +147,10 @@ class Admission:
             demand = self._kv.demand(seq)
             if self._allocation_status(demand) is AllocationStatus.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
-                self._finish(seq, FinishReason.LENGTH)
+                self._finish(seq, FinishReason.LENGTH, "")
+                continue
+            if self._is_too_late(seq, demand, plan.now_s):
+                self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
                 continue
             reason = reason or self._shortage(seq, demand)
             if reason is not None:
@@ -125,7 +161,35 @@ class Admission:
                 seq.num_bypasses += 1
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
+            self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
         return WaitReason.STEP
+
+    def reason_of(self, seq: Sequence, place: int) -> WaitReason:
+        """Reason why the sequence at this place of the waiting queue waits, as far as it is cheap to say."""
+        if place == 0 or self.wait_reason not in _REASONS_OF_HEAD:
+            return self.wait_reason
+        if seq.adapter and not self._has_place_for_adapter(seq.adapter):
+            return WaitReason.ADAPTER
+        if self.wait_reason is WaitReason.GRAMMAR and seq.has_grammar:
+            return WaitReason.GRAMMAR
+        if self.wait_reason is WaitReason.ENCODER and seq.encoder_inputs:
+            return WaitReason.ENCODER
+        if self._kv.blocks_for(seq.num_tokens) > self._kv.pool.num_free:
+            return WaitReason.BLOCKS
+        return WaitReason.ORDER
+
+    def _is_too_late(self, seq: Sequence, demand: BlockDemand, now_s: float) -> bool:
+        """Whether it could not have its first token within its limits, even alone, as fast as recent steps.
+
+        Such a prompt is not computed: it would take the time from others, and expire all the same.
+        """
+        limits = seq.time_limits
+        limit_s = min(limits.first_token_s, limits.total_s)
+        if limit_s == inf or seq.num_output_tokens:
+            return False
+        slope_s = self._state.step_time.slope_s
+        num_to_compute = seq.num_tokens - demand.hit.num_tokens
+        return slope_s is not None and now_s + _SURE * slope_s * num_to_compute > seq.admitted_s + limit_s
 
     def _obstacle(self, seq: Sequence, budget: SchedulingBudget) -> WaitReason | None:
         """Reason that keeps a waiting sequence out of this step, however much memory is free."""
@@ -179,17 +243,26 @@ class Admission:
         """A sequence behind a head that does not fit yet, which does; None once enough have passed it."""
         if head.num_bypasses >= self._config.max_bypasses:
             return None
-        for seq in self._queues.waiting.after_first(_BYPASS_WINDOW):
+        for seq in self._candidates(head):
             if self._obstacle(seq, budget) is None:
                 demand = self._kv.demand(seq)
                 if self._shortage(seq, demand) is None:
                     return seq, demand
         return None
 
+    def _candidates(self, head: Sequence) -> list[Sequence]:
+        """Sequences behind the head that may fit: the next few, then those that need least."""
+        nearest = self._queues.waiting.after_first(_BYPASS_WINDOW)
+        by_need = self._queues.candidates(self._kv.pool.num_free)
+        return [*nearest, *(seq for seq in by_need if seq is not head and seq not in nearest)]
+
     def _note_lack_of_room(self, reason: WaitReason) -> None:
         """Remember that none was admitted: the next step need not look again, if only memory decides."""
-        behind = self._queues.waiting.after_first(_BYPASS_WINDOW)
-        if reason is WaitReason.BLOCKS and not any(self._needs_more_than_blocks(seq) for seq in behind):
+        if reason is not WaitReason.BLOCKS:
+            return
+        head = self._queues.waiting.peek()
+        looked_at = self._candidates(head) if self._config.max_bypasses else [head]
+        if not any(self._needs_more_than_blocks(seq) for seq in looked_at):
             self._memory_without_room = self._memory_state()
 
     def _needs_more_than_blocks(self, seq: Sequence) -> bool:
@@ -202,15 +275,14 @@ class Admission:
         plan.swap_in += copies.swap_in
         plan.copies += copies.copies
         self._queues.admit(seq)
+        self._queues.forecast.note_start(plan.now_s)
         plan.budget.take_slot()
         if seq.has_grammar:
             plan.budget.take_grammar(seq.compile_s)
-        if seq.num_preemptions:
-            seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
-        else:
+        seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
+        if not seq.num_preemptions:
             self._note_start(seq, demand, plan.now_s)
         plan.new_sequences.append(seq.as_new())
-        self._shares.chunk(seq, plan.budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
 
     def _note_start(self, seq: Sequence, demand: BlockDemand, now_s: float) -> None:
         counters = self._state.counters

@@ -15,6 +15,10 @@ from scheduler.step.step_time import StepTimeModel
 # Least share of prefill under a target for the time between tokens: it goes on, if slowly.
 _MIN_CHUNK_TOKENS = 16
 
+# Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
+# keep coming slow it down and do not stop it.
+_RESERVED_PART = 8
+
 SMALLEST_CHUNK_TOKENS = 64
 """A sequence that is alone in its step and finds too little memory even for these few tokens is failed."""
 
@@ -67,10 +71,13 @@ class SchedulingBudget:
         "has_chunks",
         "has_grammars",
         "num_decodes_ahead",
+        "num_prefills_ahead",
         "remaining_grammar_s",
         "remaining_prefill_tokens",
         "remaining_seqs",
         "remaining_tokens",
+        "reserved_for",
+        "reserved_tokens",
     )
 
     def __init__(self, limits: StepLimits, *, free_seqs: int, max_grammar_s: float, num_decodes: int) -> None:
@@ -85,6 +92,11 @@ class SchedulingBudget:
         self.has_grammars = False
         self.num_decodes_ahead = num_decodes
         """Running sequences not yet planned that need one token each; it is set aside for them."""
+        self.num_prefills_ahead = 1
+        """Prompts that may still want a part of this step; counted where one may not take all of it."""
+        self.reserved_tokens = 0
+        self.reserved_for: Sequence | None = None
+        """Prefill that gets so many tokens, whatever stands before it."""
 
     def take_decode(self) -> None:
         self.remaining_tokens -= 1
@@ -101,7 +113,20 @@ class SchedulingBudget:
         self.remaining_tokens -= share
         self.remaining_prefill_tokens -= share
         self.has_chunks = True
+        self.num_prefills_ahead -= 1
+        if seq is self.reserved_for:
+            self.reserved_for, self.reserved_tokens = None, 0
         return share
+
+    def equal_part(self) -> int:
+        """Part of each prompt, if those that may still come share what is left."""
+        room = min(self.remaining_tokens - self.num_decodes_ahead, self.remaining_prefill_tokens)
+        return room // max(self.num_prefills_ahead, 1)
+
+    def reserve(self, seq: Sequence) -> None:
+        """Set a part of what prefill may have aside for `seq`."""
+        room = min(self.remaining_tokens - self.num_decodes_ahead, self.remaining_prefill_tokens)
+        self.reserved_for, self.reserved_tokens = seq, min(room // _RESERVED_PART, seq.num_uncomputed_tokens)
 
     def chunk_tokens(self, seq: Sequence, *, num_decodes: int) -> int:
         """Longest chunk that the step has room for beside `num_decodes`; 0 or less is none.
@@ -112,7 +137,8 @@ class SchedulingBudget:
         room = self.remaining_tokens - num_decodes
         if seq.is_indivisible and not self.has_chunks:
             return room
-        return min(room, self.remaining_prefill_tokens)
+        room = min(room, self.remaining_prefill_tokens)
+        return room if seq is self.reserved_for else room - self.reserved_tokens
 
     def take_slot(self) -> None:
         self.remaining_seqs -= 1

@@ -16,17 +16,19 @@ sequence keeps its rank, and returns from the waiting queue by recompute, or fro
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from scheduler.config import Batching, Displacement
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerOutput, WaitReason
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
-from scheduler.step.budget import StepLimit, StepLimits, budget_for_step
+from scheduler.step.budget import SchedulingBudget, StepLimit, StepLimits, budget_for_step
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
+
+_rank_of = attrgetter("rank")
 
 
 class Planner:
@@ -40,7 +42,7 @@ class Planner:
         state: SchedulerState,
         shares: TokenShares,
         *,
-        finish: Callable[[Sequence, FinishReason], None],
+        finish: Callable[[Sequence, FinishReason, str], None],
     ) -> None:
         self._state = state
         self._config = state.config
@@ -48,9 +50,9 @@ class Planner:
         self._queues = state.queues
         self._shares = shares
         self._finish = finish
-        self._step_time = StepTimeModel()
+        self._step_time = state.step_time
         self._step_limit = StepLimit(state.config.max_num_batched_tokens)
-        self._preemptor = Preemptor(state, shares, self._step_time)
+        self._preemptor = Preemptor(state, shares)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._has_window = self._kv.attended.is_limited
         self._may_displace = state.order.displaces and self._config.displacement is Displacement.ON
@@ -60,13 +62,21 @@ class Planner:
         """Reason why the waiting queue waited in the last step."""
         return self._admission.wait_reason
 
+    def reason_of(self, seq: Sequence, place: int) -> WaitReason:
+        """Reason why the sequence at this place of the waiting queue waits."""
+        return self._admission.reason_of(seq, place)
+
     def plan(self, *, now_s: float) -> PlanDraft:
         """Decide all that happens in the next step."""
         if self._config.max_encoder_tokens:
             self._shares.encoder_cache.next_plan()
         running = self._queues.running
         budget = budget_for_step(self._config, running, self._step_time, self._limits())
+        if self._config.max_chunk_tokens:
+            budget.num_prefills_ahead = len(running) - budget.num_decodes_ahead + self._num_admissible(budget)
         plan = PlanDraft(budget, now_s)
+        if self._state.order.ages:
+            self._reserve_for_oldest(budget)
         self._shares.choose_drafts(plan)
         if self._may_displace:
             self._admission.admit_urgent(plan)
@@ -78,6 +88,20 @@ class Planner:
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
+
+    def _num_admissible(self, budget: SchedulingBudget) -> int:
+        """Waiting sequences that may be admitted, judging by the last step."""
+        if self.wait_reason not in (WaitReason.STEP, WaitReason.TOKENS):
+            return 0
+        return min(len(self._queues.waiting), budget.remaining_seqs)
+
+    def _reserve_for_oldest(self, budget: SchedulingBudget) -> None:
+        """Let the running prompt that came first by age go on behind more urgent ones."""
+        running = self._queues.running
+        if budget.num_decodes_ahead < len(running):
+            prefills = [seq for seq in running if seq.num_uncomputed_tokens > 1]
+            if prefills:
+                budget.reserve(min(prefills, key=_rank_of))
 
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """Learn how long a plan took."""
@@ -169,7 +193,7 @@ class Planner:
                 # token that is being sampled for it is reported first.
                 if not self._state.in_flight.samples_for(seq.sequence_id):
                     plan.budget.give_back_slot()
-                    self._finish(seq, FinishReason.LENGTH)
+                    self._finish(seq, FinishReason.LENGTH, "")
                 return False
             behind = self._queues.behind(seq)
             victim = self._preemptor.choose_victim(behind) if behind else seq

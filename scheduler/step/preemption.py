@@ -18,15 +18,16 @@ undone;
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 
 from scheduler.blocks.block_pool import BlockPool
 from scheduler.blocks.kv_cache_manager import BlockDemand
 from scheduler.config import PreemptionMode, VictimChoice
 from scheduler.messages import BlockId, Preemption, PreemptionCause
+from scheduler.policy import Standing
 from scheduler.sequence import Sequence, Status
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 
 PROTECTED_TOKENS = 16
@@ -40,11 +41,11 @@ _VICTIM_WINDOW = 8
 class Preemptor:
     """Moves running sequences back to the waiting queue."""
 
-    def __init__(self, state: SchedulerState, shares: TokenShares, step_time: StepTimeModel) -> None:
+    def __init__(self, state: SchedulerState, shares: TokenShares) -> None:
         self._state = state
         self._shares = shares
         self._copy_s_per_block = state.config.copy_s_per_block
-        self._step_time = step_time
+        self._step_time = state.step_time
         self._mode = state.config.preemption_mode
         self._victim_choice = state.config.victim_choice
         self._kv = state.kv
@@ -61,19 +62,20 @@ class Preemptor:
         return min(reversed(window), key=lambda seq: (seq.is_protected, self._num_tokens_at_stake(seq)))
 
     def choose_displaced(
-        self, candidate: Sequence, demand: BlockDemand, *, num_free_slots: int
+        self, candidate: Sequence, demand: BlockDemand, *, num_free_slots: int, num_kept_blocks: int = 0
     ) -> list[Sequence] | None:
         """Choose the fewest victims that make room for `candidate`, maybe none.
 
-        None if there is no such choice.
+        None if there is no such choice. `num_kept_blocks` of the free blocks are another's.
         """
         kv, running = self._kv, self._state.queues.running
+        num_free = max(kv.pool.num_free - num_kept_blocks, 0)
         num_growing = sum(kv.num_missing(seq) for seq in running if seq.num_tokens > seq.num_slots)
         gain = _Gain(kv.pool, set(demand.hit.device.values()))
         victims: list[Sequence] = []
-        less_urgent = self._state.order.giving_way(candidate, running)
+        less_urgent = self._state.order.displaced_by(candidate, running)
         while num_free_slots + len(victims) < 1 or (
-            kv.pool.num_free + gain.num_blocks < demand.num_from_free + num_growing
+            num_free + gain.num_blocks < demand.num_from_free + num_growing
         ):
             victim = next((seq for seq in less_urgent if not seq.is_protected), None)
             if victim is None:
@@ -97,6 +99,8 @@ class Preemptor:
         self._kv.free(victim)
         self._shares.forget_extras(victim)
         plan.released.append(victim.sequence_id)
+        if cause is PreemptionCause.DISPLACED:
+            self._spend_age(victim, plan.now_s)
         self._state.queues.requeue(victim, Status.SWAPPED if is_swap else Status.WAITING)
         victim.num_preemptions += 1
         preemption = Preemption(
@@ -109,6 +113,12 @@ class Preemptor:
         )
         plan.preemptions.append(preemption)
         self._state.counters.note_preemption(preemption)
+
+    def _spend_age(self, victim: Sequence, now_s: float) -> None:
+        """Let a sequence that has had its turn wait as long as a new one of its priority for the next."""
+        order = self._state.order
+        if order.ages and victim.num_tokens >= victim.protected_until:
+            victim.rank = order.rank(Standing(victim.priority, now_s, inf, victim.admission))
 
     def _mode_for(self, victim: Sequence) -> PreemptionMode:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""

@@ -14,6 +14,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Preemption, PreemptionCause, PreemptionCount, SchedulerOutput, SequenceId
 from scheduler.policy import OrderOfService
 from scheduler.queues.request_queues import RequestQueues
+from scheduler.step.step_time import StepTimeModel
 
 _MAX_EMPTY_PLANS = 3
 
@@ -128,3 +129,4 @@ class SchedulerState:
     queues: RequestQueues
     in_flight: PlansInFlight
     counters: Counters
+    step_time: StepTimeModel

@@ -15,6 +15,7 @@ fit.
 from scheduler.config import DraftAdmission
 from scheduler.messages import ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
+from scheduler.step.budget import SchedulingBudget
 from scheduler.step.draft_choice import DraftRule
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.plan_draft import PlanDraft
@@ -54,7 +55,7 @@ class TokenShares:
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
         """Give as much of what is left to compute as the budget has; no share, if nothing is left."""
-        share = plan.budget.take_chunk(seq, self.num_wanted(seq))
+        share = plan.budget.take_chunk(seq, self.num_shared(seq, plan.budget))
         if share:
             self.chunk(seq, share, plan)
 
@@ -73,7 +74,15 @@ class TokenShares:
 
     def num_wanted(self, seq: Sequence) -> int:
         """Tokens left to compute; fewer if others would like a part of the step too."""
-        limit, wanted = self._state.config.max_chunk_tokens, seq.num_uncomputed_tokens
+        return self._num_within(seq, self._state.config.max_chunk_tokens)
+
+    def num_shared(self, seq: Sequence, budget: SchedulingBudget) -> int:
+        """Tokens as wanted, and more where few others are left: then each has an equal part."""
+        limit = self._state.config.max_chunk_tokens
+        return self._num_within(seq, max(limit, budget.equal_part()) if limit else 0)
+
+    def _num_within(self, seq: Sequence, limit: int) -> int:
+        wanted = seq.num_uncomputed_tokens
         queues = self._state.queues
         if limit and not seq.is_indivisible and len(queues.running) + len(queues.waiting) > 1:
             wanted = min(wanted, limit)

@@ -40,6 +40,8 @@ class Auth:
 
     def _identify(self, scope: Scope) -> ApiKey:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:  # Anthropic's clients have a header of their own
+            given = [b"bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         if not given:
             raise InvalidApiKey("no API key: send it in the header Authorization: Bearer <key>")
         scheme, _, text = given[0].partition(b" ")

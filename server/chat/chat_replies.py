@@ -41,6 +41,7 @@ class ChatReply:
             **self._plan.head.body("chat.completion"),
             "choices": [self._choice(number, choice) for number, choice in enumerate(choices)],
             "usage": usage,
+            "prompt_logprobs": None,
         }
         if self._plan.num_prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(

@@ -89,7 +89,7 @@ class ReasoningSplitter:
         return taken
 
     def _opening(self, char: str) -> None:
-        """Nothing but white space and, perhaps, the beginning of the mark."""
+        """White space only and, perhaps, the beginning of the mark."""
         self._held += char
         visible = self._held.lstrip()
         if visible == BEGIN:

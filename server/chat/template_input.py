@@ -5,6 +5,7 @@ Never: types and bounds (chat_protocol.py), or the template itself (the engine).
 Source: the shape of messages that `apply_chat_template` of Hugging Face transformers defines.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str
     check_fields(body, info)
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
-    messages = _template_messages(body.messages)
+    messages = _template_messages(body.messages, info.chat_template)
     check_num_chars(_num_chars(messages), info, param="messages")
     return messages
 
@@ -80,13 +81,13 @@ def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
     return hints
 
 
-def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def _template_messages(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:
     """Raises RequestRejected."""
     names: dict[str, str] = {}
     """Names of the functions that were called so far, by the id of the call."""
     rendered = []
     for index, message in enumerate(messages):
-        rendered.append(_template_message(message, f"messages[{index}]", names))
+        rendered.append(_template_message(message, f"messages[{index}]", names, template))
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
     return rendered
 
@@ -101,8 +102,10 @@ def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
     )
 
 
-def _template_message(message: ChatMessage, where: str, names: dict[str, str]) -> dict[str, Any]:
-    role = _role(message, where)
+def _template_message(
+    message: ChatMessage, where: str, names: dict[str, str], template: str
+) -> dict[str, Any]:
+    role = _role(message, where, template)
     _check_fields(message, where)
     rendered: dict[str, Any] = {"role": role, "content": _content(message, where)}
     name = message.name
@@ -123,8 +126,11 @@ def _template_message(message: ChatMessage, where: str, names: dict[str, str]) -
     return rendered
 
 
-def _role(message: ChatMessage, where: str) -> str:
+def _role(message: ChatMessage, where: str, template: str) -> str:
+    """The role for the template. A role of its own is one that it names: others it would leave out."""
     role = _ROLES.get(message.role)
+    if role is None and message.role.isidentifier() and re.search(rf"['\"]{message.role}['\"]", template):
+        return message.role
     if role is None:
         instead = "tool" if message.role == "function" else "system, user, assistant or tool"
         raise unsupported(f"{where}.role", f"the role {message.role!r} is not supported; use {instead}")

@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from engine.options.engine_config import resolve
-from engine.options.option_sources import closest, read_options
+from engine.options.option_sources import closest, merge, read_sources
 from engine.options.options import OptionError
 from server.commands.command_line import OptionParser
+from server.commands.config_command import rows_of
 from server.http.listening import CannotListen, Listeners, PortInUse, listen
 
 EXIT_USAGE = 2
@@ -97,7 +99,9 @@ def _serve(words: list[str]) -> int:
     flags = OptionParser(
         prog="tokenyard serve", description="Serve a model over HTTP, as OpenAI's API does."
     ).read(words)
-    engine_config, server_config = resolve(read_options(flags, os.environ))
+    sources = read_sources(flags, os.environ)
+    engine_config, server_config = resolve(merge(sources))
+    server_config = replace(server_config, shown_options=rows_of(sources))
     with ExitStack() as stack:
         listener = stack.enter_context(listen(server_config.host, server_config.port))
         probes = admin = None

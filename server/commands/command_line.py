@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from engine.options.option_sources import add_flags, closest
 from engine.options.option_values import Switch
 from engine.options.options import DECLARATIONS, OptionError
+from engine.options.other_names import advice_for
 
 _EPILOG = """\
 Each option is also an environment variable (--max-num-seqs: TOKENYARD_MAX_NUM_SEQS) and a key of the
@@ -55,4 +56,6 @@ class OptionParser(argparse.ArgumentParser):
         switches = [name for name in keys if isinstance(DECLARATIONS[name].kind, Switch)]
         known = [f"--{key}" for key in keys.values()]
         known += [*(f"--no-{keys[name]}" for name in switches), "--config"]
-        return OptionError(word, "there is no such option", closest(word.replace("_", "-"), known))
+        flag = word.replace("_", "-")
+        advice = advice_for(flag.lstrip("-"), frozenset(keys.values())) or closest(flag, known)
+        return OptionError(word, "there is no such option", advice)

@@ -6,7 +6,7 @@ Never: shows a secret, loads a model, or checks it (`tokenyard doctor` does).
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.options.option_schema import file_schema
@@ -45,9 +45,15 @@ def _show(words: list[str]) -> int:
     flags = parser.read(words)
     as_json = flags.pop("json")
     sources = read_sources(flags, os.environ)
-    rows = {key: _row(name, merge(sources), source_of(name, sources)) for key, name in BY_KEY.items()}
+    rows = rows_of(sources)
     print(json.dumps({"options": rows}, indent=2) if as_json else _table(rows))
     return 0
+
+
+def rows_of(sources: Mapping[Source, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return value, words and origin of each option by its key; secrets are masked."""
+    options = merge(sources)
+    return {key: _row(name, options, source_of(name, sources)) for key, name in BY_KEY.items()}
 
 
 def _row(name: str, options: Options, source: Source) -> dict[str, Any]:

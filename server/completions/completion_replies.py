@@ -84,12 +84,13 @@ class CompletionReply:
 
     def _choice(self, index: int, number: int, choice: CollectedChoice) -> dict[str, Any]:
         plan = self._plan
-        shown = {
+        shown: dict[str, Any] = {
             "index": index,
             "text": plan.echo(number) + choice.text,
             "logprobs": self._logprobs(number, choice) if plan.shared.has_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            "prompt_logprobs": None,
         }
         if plan.shared.num_prompt_logprobs is not None:
             shown["prompt_logprobs"] = prompt_logprobs(

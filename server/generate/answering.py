@@ -21,9 +21,12 @@ from server.generate.protocol import GenerationFields
 from server.generate.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, UsageReport
 from server.generate.wire_logprobs import TokenNames
 from server.http.disconnect import while_connected
-from server.http.edge import NumberedOutputs
+from server.http.edge import NumberedOutputs, edge_of
 
 VERSION = version("tokenyard")
+
+_LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+_LOAD_HEADER = "endpoint-load-metrics"
 
 
 def new_reply_id(kind: str) -> str:
@@ -63,7 +66,29 @@ def token_names(body: GenerationFields) -> TokenNames:
 async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) -> Response:
     """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
     body = await while_connected(request.receive, _collect(outputs, reply))
-    return Response(body, media_type="application/json")
+    return Response(body, headers=load_headers(request), media_type="application/json")
+
+
+def load_headers(request: Request) -> dict[str, str]:
+    """The engine's load for a balancer, if the request asks for it in a form that is known: TEXT or JSON.
+
+    Source: Open Request Cost Aggregation (ORCA), with the names of vLLM's metrics.
+    """
+    form = request.headers.get(_LOAD_FORMAT_HEADER)
+    if form is None:
+        return {}
+    load = edge_of(request).engine.load()
+    metrics: dict[str, float] = {
+        "kv_cache_usage_perc": round(load.kv_cache_usage, 4),
+        "num_requests_waiting": load.num_waiting,
+    }
+    match form.strip().upper():
+        case "TEXT":
+            named = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
+            return {_LOAD_HEADER: f"TEXT {named}"}
+        case "JSON":
+            return {_LOAD_HEADER: "JSON " + orjson.dumps({"named_metrics": metrics}).decode()}
+    return {}
 
 
 async def _collect(outputs: NumberedOutputs, reply: FullReply) -> bytes:

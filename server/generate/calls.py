@@ -17,11 +17,16 @@ from engine.options.api_keys import ApiKey
 from engine.types import ServiceTerms, TimeLimits
 from server.access.auth import KEY_NAME, key_of
 from server.error_replies import NotPermitted
-from server.generate.header_fields import fields_from_headers, tenant_from_headers
+from server.generate.header_fields import (
+    asks_for_forecast,
+    fields_from_headers,
+    forecast_headers,
+    tenant_from_headers,
+)
 from server.generate.protocol import ServiceFields
 from server.http.edge import edge_of
 from server.http.json_body import read_request
-from server.observe.request_ids import journal_of
+from server.observe.request_ids import journal_of, set_reply_headers
 
 FieldsT = TypeVar("FieldsT", bound=ServiceFields)
 
@@ -52,6 +57,8 @@ async def read_call(
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
     terms = _service_terms(body, key, tenant)
     engine.require_room(terms.priority)
+    if asks_for_forecast(request.headers):
+        set_reply_headers(request.scope, forecast_headers(engine.forecast(terms)))
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""

@@ -38,7 +38,7 @@ class Wanted:
 
     names: FieldNames
     max_tokens: int | None
-    """As asked; must fit the context window."""
+    """The number asked for; must fit the context window."""
     default_max_tokens: int | None = None
     """Cut to the room there is; None: all of it."""
     num_choices: int
@@ -107,7 +107,8 @@ def check_fields(body: GenerationFields, info: ModelInfo) -> None:
         # int() would also take "1_0", " 1" and other alphabets' digits.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < info.vocab_size):
             raise RequestRejected(
-                f"the keys of logit_bias must be token ids from 0 to {info.vocab_size - 1}, as strings",
+                f"the keys of logit_bias must be token ids from 0 to {info.vocab_size - 1}, as strings, not"
+                f" {key[:64]!r}",
                 param="logit_bias",
             )
 
@@ -134,7 +135,7 @@ def check_num_prompt_logprobs(num_top: int | None, num_shown: int, *, param: str
 
 
 def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, max_tokens: int) -> TokenIds:
-    """Cut a prompt at its beginning, as truncate_prompt_tokens asks. Raises RequestRejected."""
+    """Cut a prompt as truncate_prompt_tokens and truncation_side ask. Raises RequestRejected."""
     asked = body.truncate_prompt_tokens
     if asked is None:
         return prompt
@@ -143,7 +144,8 @@ def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, ma
             f"truncate_prompt_tokens must be -1 or from 1 to {info.max_model_len}, not {asked}",
             param="truncate_prompt_tokens",
         )
-    return prompt[-(max(info.max_model_len - max_tokens, 1) if asked == -1 else asked) :]
+    num_kept = max(info.max_model_len - max_tokens, 1) if asked == -1 else asked
+    return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
 
 
 async def _compiled(engine: Engine, wanted: Wanted, *, num_choices: int) -> Grammar | None:

@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import RequestRejected
+from engine.types import QueueForecast
 
 TENANT_HEADER = "x-tokenyard-tenant"
+FORECAST_HEADER = "x-tokenyard-forecast"
 MAX_TENANT_CHARS = 256
 _MAX_NUMBER_CHARS = 64
 _FIELDS = {
+    # The name without a prefix, which other gateways set. Ours comes after it, and so wins.
+    "x-priority": "priority",
     "x-tokenyard-priority": "priority",
     "x-tokenyard-timeout": "timeout",
     "x-tokenyard-queue-timeout": "queue_timeout",
@@ -29,6 +33,25 @@ def fields_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
         if text is not None:
             found[field] = _number(header, text)
     return found
+
+
+def asks_for_forecast(headers: Mapping[str, str]) -> bool:
+    """Raises RequestRejected for anything but 0 and 1."""
+    asked = headers.get(FORECAST_HEADER, "0")
+    if asked not in ("0", "1"):
+        raise RequestRejected(f"{FORECAST_HEADER} must be 1 or 0", param=FORECAST_HEADER)
+    return asked == "1"
+
+
+def forecast_headers(forecast: QueueForecast) -> dict[str, str]:
+    """Headers of the reply; without the time where nothing is known of it."""
+    headers = {
+        "x-tokenyard-sequences-ahead": str(forecast.num_ahead),
+        "x-tokenyard-wait-reason": forecast.wait_reason,
+    }
+    if forecast.expected_start_s is not None:
+        headers["x-tokenyard-expected-start"] = f"{forecast.expected_start_s:.3f}"
+    return headers
 
 
 def tenant_from_headers(headers: Mapping[str, str]) -> str | None:

@@ -134,6 +134,16 @@ TopP = Annotated[float, Field(ge=0, le=1)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+def _check_seed(value: Any) -> Any:
+    """Name both bounds: the validator would name the one that was missed."""
+    if isinstance(value, int) and not -_INT64_MAX - 1 <= value <= _INT64_MAX:
+        raise wrong_shape(f"must be from {-_INT64_MAX - 1} to {_INT64_MAX}, not {value}")
+    return value
+
+
+Seed = Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX), BeforeValidator(_check_seed)]
+
+
 class StreamOptions(WireModel):
     include_usage: bool | None = None
     """One more chunk before [DONE], without choices, with the usage of the whole request."""
@@ -173,7 +183,7 @@ class SamplingFields(ServiceFields):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
+    seed: Seed | None = None
 
     # Accepted without effect, since nothing in a reply depends on them here (a test lists them).
     metadata: Metadata | None = None
@@ -207,9 +217,11 @@ class GenerationFields(SamplingFields):
     structured_outputs: StructuredOutputsField | None = None
     """Text that matches a schema, a regular expression, one of several choices, or a grammar."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep that many tokens at the end of the prompt; -1: as many as leave room for max_tokens."""
+    """Keep that many tokens of the prompt; -1: as many as leave room for max_tokens."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The end of the prompt at which truncate_prompt_tokens cuts; left if absent."""
     prompt_logprobs: NumLogprobs | None = None
-    """That many alternatives for each token of the prompt."""
+    """Number of alternatives for each token of the prompt."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and reply."""
     return_tokens_as_token_ids: bool | None = None

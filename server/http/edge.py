@@ -5,7 +5,7 @@ tests both fit `Engine`.
 Never: behaviour.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, cast
@@ -17,12 +17,16 @@ from engine.options.edge_config import EdgeConfig
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     GenerationRequest,
     Grammar,
     Health,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenOutput,
@@ -51,6 +55,7 @@ class Engine(Protocol):
     @property
     def info(self) -> ModelInfo: ...
     def health(self) -> Health: ...
+    def load(self) -> EngineLoad: ...
 
     # Text.
     async def encode(self, text: str) -> tuple[int, ...]: ...
@@ -67,11 +72,13 @@ class Engine(Protocol):
 
     # Work.
     def require_room(self, priority: int | None) -> None: ...
+    def forecast(self, terms: ServiceTerms) -> QueueForecast: ...
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs: ...
     async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]: ...
 
     # Operators.
-    async def explain(self) -> list[dict[str, Any]]: ...
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]: ...
+    def watch(self) -> AsyncGenerator[bytes, None]: ...
     def reset_prefix_cache(self) -> None: ...
 
 
@@ -98,13 +105,15 @@ class EdgeSettings(Protocol):
     def reasoning_parser(self) -> str: ...
     @property
     def enable_admin(self) -> bool: ...
+    @property
+    def shown_options(self) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Time limits for clients, and the number of their connections."""
 
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = 45.0
     """Silence after which a comment line is sent, so that no proxy takes the stream for dead; 0: none."""
     send_timeout_s: float = 30.0
     """Seconds in which a client may leave its socket full before its request is aborted."""

@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
+from server.error_replies import ErrorShape
 from server.http.edge import EdgeSettings
 
 MODEL_REFERENCE = "#/components/schemas/{model}"
@@ -29,10 +30,15 @@ class Endpoint:
     """Models of stream events that are no whole replies."""
     open_paths: frozenset[str] = frozenset()
     """Paths that are served without a key, for probes and scrapers: logged at DEBUG, not traced."""
+    keyless_paths: frozenset[str] = frozenset()
+    """Paths that are served without a key, and are no probes: they have no place in the reserve."""
     batch_paths: frozenset[str] = frozenset()
     """Paths that a line of a batch file may name."""
     operations: Mapping[str, str] = field(default_factory=dict)
     """Path to OpenTelemetry's `gen_ai.operation.name`, which its spans carry."""
+
+    error_shapes: Mapping[str, ErrorShape] = field(default_factory=dict)
+    """Path to the shape of its errors, where that is not OpenAI's."""
 
     add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
     """Puts the objects that only its routes use into the state of the application, beside the edge."""

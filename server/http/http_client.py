@@ -109,7 +109,7 @@ def key_from_environment(environment: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long a client waits, in seconds; None is without a limit."""
+    """Limits of a client's patience, in seconds; None is without a limit."""
 
     whole_s: float | None = None
     """From the first packet to the last byte of the reply."""

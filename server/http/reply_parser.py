@@ -33,7 +33,7 @@ class Reply:
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
-    """By their names in lower case."""
+    """Keyed by name in lower case."""
 
 
 class ReplyParser:

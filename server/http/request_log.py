@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.journal import Journal
 from engine.logs.log_lines import fields
 from server.access.auth import KEY_NAME
-from server.observe.http_metrics import HttpMetrics
+from server.observe.http_metrics import HttpMetrics, RecentError
 from server.observe.request_ids import error_code_of, journal_of
 from server.observe.route_names import RouteNames
 from server.observe.spans import NoSpans, Spans
@@ -71,7 +71,13 @@ class RequestLog:
         finally:
             total_s = time.monotonic() - began_s
             self._metrics.count_request(method, route, status)
-            span.end(journal, status=status, error_code=error_code_of(scope))
+            code = error_code_of(scope)
+            if code:
+                request_id = journal.request_id
+                self._metrics.note_error_reply(
+                    RecentError(time.time(), method, route, status, code, request_id)
+                )
+            span.end(journal, status=status, error_code=code)
             level = logging.DEBUG if is_probe else logging.INFO
             if log.isEnabledFor(level):
                 facts = fields(

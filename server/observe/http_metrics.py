@@ -4,7 +4,24 @@ Owns: counters with labels from fixed sets only; no client can make a new series
 Never: the engine's own metrics; both live in the engine's registry and appear on one page.
 """
 
+from collections import deque
+from typing import NamedTuple
+
 from prometheus_client import CollectorRegistry, Counter
+
+_RECENT_ERRORS = 50
+
+
+class RecentError(NamedTuple):
+    """One error reply; of a fixed size, and without a word of the client's but the request id."""
+
+    time_s: float
+    """Seconds since the epoch."""
+    method: str
+    route: str
+    status: int
+    code: str
+    request_id: str
 
 
 class HttpMetrics:
@@ -38,6 +55,13 @@ class HttpMetrics:
             "Streams given up because the client stopped reading.",
             registry=registry,
         )
+
+        self.recent_errors: deque[RecentError] = deque(maxlen=_RECENT_ERRORS)
+        """The last error replies, oldest first, for the web page."""
+
+    def note_error_reply(self, error: RecentError) -> None:
+        """Keep an error reply; the oldest one goes."""
+        self.recent_errors.append(error)
 
     def count_request(self, method: str, route: str, status: int) -> None:
         """Count a request; method and route are of fixed sets."""

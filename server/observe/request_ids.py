@@ -6,6 +6,7 @@ Never: the engine's request ids: two clients may send the same x-request-id.
 
 import re
 import secrets
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,6 +14,7 @@ from engine.journal import Journal
 
 _HEADER = b"x-request-id"
 _JOURNAL = "tokenyard.journal"
+_REPLY_HEADERS = "tokenyard.reply_headers"
 _ERROR_CODE = "tokenyard.error_code"
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 
@@ -32,7 +34,8 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
+                headers = [*message.get("headers", ()), (_HEADER, request_id), *scope.get(_REPLY_HEADERS, ())]
+                message = {**message, "headers": headers}
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -58,6 +61,11 @@ def journal_of(scope: Scope) -> Journal:
     """The journal of a request; outside of this middleware, one that is thrown away."""
     journal: Journal = scope.get(_JOURNAL) or Journal()
     return journal
+
+
+def set_reply_headers(scope: Scope, headers: Mapping[str, str]) -> None:
+    """Add headers to the reply, whatever it will be."""
+    scope[_REPLY_HEADERS] = [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 def note_error(scope: Scope, code: str) -> None:

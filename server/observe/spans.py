@@ -36,7 +36,7 @@ class NoSpan:
         self.trace_id = context.trace_id if context else ""
 
     def end(self, journal: Journal, *, status: int, error_code: str) -> None:
-        """Nothing is recorded."""
+        """Records nothing."""
 
 
 class NoSpans:

@@ -18,7 +18,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """Whose child a span would be."""
+    """The parent that a span would have."""
 
     trace_id: str
     """32 hexadecimal digits, not all zero."""

@@ -4,6 +4,7 @@ Off unless the operator asks for it (--enable-admin), and then behind the API ke
 names the requests and tenants of all clients.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import orjson
@@ -11,11 +12,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.errors import RequestRejected
+from engine.types import Page
 from server.http.edge import edge_of
 from server.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
 
 router = APIRouter()
 ENDPOINT = Endpoint(router=router)
+
+# The engine answers between two steps: no page may cost it more than some milliseconds.
+_MAX_PAGE = 1000
+_MAX_FIRST = 10_000
+
 _RESET_DOCUMENTATION: dict[str, Any] = {"responses": {204: {"description": "It is empty."}, **ERRORS}}
 
 
@@ -38,17 +46,35 @@ class LiveSequence(ReplyModel):
     num_bypasses: int
     age_s: float
     wait_reason: str
+    expected_start_s: float | None = None
+    """Seconds until it starts, as the last starts were apart; null if it runs, or nothing is known."""
 
 
 class LiveSequences(ReplyModel):
     requests: list[LiveSequence]
+    total: int
+    """Live sequences, on other pages too."""
+
+
+def _page(query: Mapping[str, str]) -> Page:
+    """Read the query of the URL. Raises RequestRejected."""
+    first = _number(query, "first", most=_MAX_FIRST, default=0)
+    return Page(first, _number(query, "limit", most=_MAX_PAGE, default=_MAX_PAGE))
+
+
+def _number(query: Mapping[str, str], name: str, *, most: int, default: int) -> int:
+    text = query.get(name, str(default))
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_number or int(text) > most:
+        raise RequestRejected(f"{name} must be a whole number from 0 to {most}, not {text!r}", param=name)
+    return int(text)
 
 
 @router.get("/admin/requests", **documentation(LiveSequences))
 async def list_live_requests(request: Request) -> Response:
-    """The running line, then the waiting line, each in the order in which it is served."""
-    reports = await edge_of(request).engine.explain()
-    return Response(orjson.dumps({"requests": reports}), media_type="application/json")
+    """The running line, then the waiting line, each in the order in which it is served: a page of them."""
+    reports, total = await edge_of(request).engine.explain(_page(request.query_params))
+    return Response(orjson.dumps({"requests": reports, "total": total}), media_type="application/json")
 
 
 @router.post("/admin/reset_prefix_cache", status_code=204, **_RESET_DOCUMENTATION)

@@ -1,15 +1,18 @@
-"""GET /health, /ping, /version and /metrics, for machines.
+"""GET /health, /ping, /load, /version and /metrics, for machines.
 
 Owns: the probes' status codes and the cached metrics page.
 Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,6 +28,8 @@ METRICS_TTL_S = 0.1
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
 """Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
+_LEFT_OUT = {"tokenyard": "vllm:", "vllm": "tokenyard:", "both": ""}
+"""Prefix of the names that are not on the page, by --metric-names."""
 _NO_STORE = {"cache-control": "no-store"}
 
 
@@ -34,6 +39,11 @@ class HealthPage(ReplyModel):
     detail: str
     progress: float
     num_steps: int
+
+
+class ServerLoad(ReplyModel):
+    server_load: int
+    """Requests that are admitted and not over."""
 
 
 class Version(ReplyModel):
@@ -48,11 +58,31 @@ _METRICS_DOCUMENTATION: dict[str, Any] = {
 }
 
 
+class _Chosen(Collector):
+    """The families of a registry, but for those of one prefix."""
+
+    def __init__(self, registry: CollectorRegistry, left_out: str) -> None:
+        self._registry = registry
+        self._left_out = left_out
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            if not family.name.startswith(self._left_out):
+                yield family
+
+
+def _without(registry: CollectorRegistry, left_out: str) -> CollectorRegistry:
+    chosen = CollectorRegistry()
+    chosen.register(_Chosen(registry, left_out))
+    return chosen
+
+
 class MetricsPage:
     """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry, *, left_out: str = "") -> None:
+        """`left_out` is the prefix of names that are not shown; empty: all are."""
+        self._registry = _without(registry, left_out) if left_out else registry
         self._rendering = asyncio.Lock()
         self._body = b""
         self._expires_s = 0.0
@@ -66,9 +96,11 @@ class MetricsPage:
         return self._body
 
 
-def _add_page(app: FastAPI, settings: EdgeSettings) -> None:  # noqa: ARG001 -- Endpoint's signature
+def _add_page(app: FastAPI, settings: EdgeSettings) -> None:
     edge: Edge = app.state.edge
-    app.state.metrics_page = MetricsPage(edge.engine.metrics.registry)
+    app.state.metrics_page = MetricsPage(
+        edge.engine.metrics.registry, left_out=_LEFT_OUT[settings.edge.metric_names]
+    )
 
 
 router = APIRouter()
@@ -104,6 +136,13 @@ async def is_live(request: Request) -> Response:
 def _answer(request: Request, question: Question) -> Response:
     is_yes, body = health_page(edge_of(request).engine.health(), question)
     return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/load", **documentation(ServerLoad))
+async def show_load(request: Request) -> Response:
+    """The number of requests under way."""
+    body = orjson.dumps({"server_load": edge_of(request).engine.load().num_requests})
+    return Response(body, headers=_NO_STORE, media_type="application/json")
 
 
 @router.get("/version", **documentation(Version))

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Announcement:
-    """Nothing of it waits for a reader, but for a terminal."""
+    """No part of it waits for a reader, but for a terminal."""
 
     def __init__(self, logs: Logs) -> None:
         self._logs = logs

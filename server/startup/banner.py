@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from engine.logs.log_setup import ERASE_LINE
+from engine.options.edge_config import Page
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo, PoolingTask
+from server.http.http_client import DEFAULT_URL
 
 _BAR_WIDTH = 20
 _PLAIN_LINES_EVERY_S = 2.0
 _MIN_FRACTION_FOR_ESTIMATE = 0.02
-_ERASE_LINE = "\r\x1b[K"
+_ERASE_LINE = ERASE_LINE.decode()
 
 
 def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *, url: str) -> str:
@@ -35,9 +38,11 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
         ("scheduler", _scheduler(engine, info)),
         ("API key", "needed" if _needs_key(server) else "not needed"),
         ("listens on", f"{url}   (API description: {url}/openapi.json)"),
+        *([] if server.edge.page is Page.OFF else [("web page", f"{url}/")]),
     ]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
-    return "\n".join(["", *lines, "", f"  Try: {_curl(info, server, url)}", ""])
+    examples = [f"  Try: {each}" for each in (*_chat(info, url), _curl(info, server, url))]
+    return "\n".join(["", *lines, "", *examples, ""])
 
 
 def _purpose(info: ModelInfo) -> str:
@@ -53,7 +58,7 @@ def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
     if not info.kv_cache_bytes:
         return []
     tokens = info.num_blocks * info.block_size
-    size = f"{tokens:,} tokens in {info.num_blocks:,} blocks, {info.kv_cache_bytes / 2**30:.2f} GiB"
+    size = f"{tokens:,} tokens in {info.num_blocks:,} blocks, {_size(info.kv_cache_bytes)}"
     if info.is_paged:
         return [("KV cache", size), ("", _full_length_requests(info))]
     return [
@@ -79,6 +84,13 @@ def _scheduler(engine: EngineConfig, info: ModelInfo) -> str:
     )
 
 
+def _chat(info: ModelInfo, url: str) -> list[str]:
+    """The command that talks to this server, for a model that talks."""
+    if info.pooling is not None or not info.has_chat_template:
+        return []
+    return ["tokenyard chat" if url == DEFAULT_URL else f"tokenyard chat --base-url {url}"]
+
+
 def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
     prompt: dict[str, Any]
     if info.pooling is not None and info.pooling.task is PoolingTask.SCORE:
@@ -97,6 +109,12 @@ def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
 
 def _needs_key(server: ServerConfig) -> bool:
     return bool(server.api_keys) or server.edge.api_keys_file is not None
+
+
+def _size(num_bytes: int) -> str:
+    """Format memory: `1.25 GiB`, and below one GiB `3.40 MiB`."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.2f} {name}"
 
 
 def _count(number: int) -> str:

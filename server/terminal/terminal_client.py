@@ -1,4 +1,4 @@
-"""What chat and complete share: the server they talk to, and a reply that is shown while it comes.
+"""The part that chat and complete share: the server they talk to, and a reply shown while it comes.
 
 Owns: the options about the server, the words for what went wrong, the numbers about a reply, and that a
 model's text cannot move the cursor.
@@ -39,7 +39,7 @@ class Failed(Exception):
 
 @dataclass(slots=True)
 class ReplyStats:
-    """How long a reply took."""
+    """Times of one reply."""
 
     started_s: float
     first_token_s: float | None = None
@@ -139,7 +139,7 @@ def _chunk_of(data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server says of a model of its."""
+    """Facts that a server gives about one of its models."""
 
     name: str
     max_model_len: int | None
@@ -189,7 +189,7 @@ def say(text: str) -> None:
 
 
 def no_server(error: ExchangeFailed) -> str:
-    """What is wrong and what to do."""
+    """The fault, and its remedy."""
     return (
         f"{error}.\nStart a server in another terminal with `tokenyard serve`, or name one that runs with"
         f" --base-url {DEFAULT_URL}"

@@ -69,8 +69,8 @@ class CallRule:
     """Conditions under which an object is a call."""
 
     names: frozenset[str] | None = None
-    """None: a mark before the object says so. Else it may be an answer that only looks like a call: its
-    name must be one of these, its arguments must be an object, and it has no foreign key."""
+    """Names that an object must have to be a call, with an object as arguments and no foreign key: else
+    it may be an answer that only looks like a call. None if a mark before the object says that it is one."""
 
 
 class CallReader:

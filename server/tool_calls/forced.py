@@ -24,7 +24,7 @@ class ForcedCallParser(ToolCallParser):
         self._log.arguments(char)
 
     def _end(self) -> None:
-        """Nothing is held back."""
+        """Holds back no text."""
 
 
 class ForcedListParser(ObjectCallParser):

@@ -68,7 +68,7 @@ class ObjectCallParser(ToolCallParser):
             self._log.content("".join(self._undecided))
 
     def _first(self, char: str) -> None:
-        """Nothing but white space so far."""
+        """White space only so far."""
         if char in "{[":
             self._rule = self._bare
             self._before_call(char)

@@ -63,7 +63,7 @@ def test_keys_come_with_their_file_and_the_admin_routes_have_their_port(secured:
     assert secured.call("GET", f"{url}/admin/requests", "operators-own-key").status_code == 404
     assert secured.call("GET", f"{secured.admin_url}/admin/requests", key).status_code == 403
     answer = secured.call("GET", f"{secured.admin_url}/admin/requests", "operators-own-key")
-    assert answer.json() == {"requests": []}
+    assert answer.json() == {"requests": [], "total": 0}
     assert secured.call("GET", f"{url}/health/ready", None).status_code == 200
     assert key not in secured.server.text()
     assert "operators-own-key" not in secured.server.text()

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from scheduler.config import Batching, Fairness, PreemptionMode, SchedulingPolicy
-from scheduler.messages import Grammar, GrammarKind, PreemptionCause, SchedulerOutput, SequenceId, WaitReason
+from scheduler.messages import (
+    Grammar,
+    GrammarKind,
+    Page,
+    PreemptionCause,
+    SchedulerOutput,
+    SequenceId,
+    WaitReason,
+)
 from scheduler.sequence import Sequence
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
@@ -102,7 +110,9 @@ def test_the_one_that_waits_stands_first_in_the_next_step_and_the_reason_is_told
     assert admitted(world.step()) == [1]
     stats = world.scheduler.stats()
     assert (stats.wait_reason, stats.num_waiting) == (WaitReason.GRAMMAR, 2)
-    waiting = [report for report in world.scheduler.report(now_s=0.0) if report.state == "waiting"]
+    waiting = [
+        report for report in world.scheduler.report(Page(0, 9), now_s=0.0) if report.state == "waiting"
+    ]
     assert [report.wait_reason for report in waiting] == ["grammar"] * 2
     world.add(bound(4))
     assert [admitted(world.step()) for _ in range(3)] == [[2], [3], [4]]

@@ -82,7 +82,7 @@ def test_an_output_is_kept_until_the_last_of_its_positions_is_computed() -> None
 
 
 def test_room_in_the_cache_is_needed_too_and_comes_back_for_the_next_plan() -> None:
-    world = seeing(max_encoder_tokens=8, encoder_cache_tokens=4, max_chunk_tokens=4)
+    world = seeing(max_encoder_tokens=8, encoder_cache_tokens=4, max_chunk_tokens=4, max_num_batched_tokens=8)
     world.add(*(make_sequence(i, prompt(7, i), encoder_inputs=(image(1),), max_tokens=1) for i in (1, 2)))
     assert shares(world.step()) == {1: 4, 2: 1}
     assert shares(world.step()) == {1: 3}, "this plan still needs what the last of its positions takes"

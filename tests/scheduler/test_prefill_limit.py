@@ -85,4 +85,14 @@ def test_an_urgent_prompt_displaces_at_once_where_the_part_of_prompts_is_enough_
     world.add(make_sequence(2, prompt(12, 2), max_tokens=9))
     world.step()
     world.add(make_sequence(3, prompt(4, 3), max_tokens=9))
-    assert shares(world.step()) == {2: 2, 3: 2}
+    assert shares(world.step()) == {2: 4, 3: 2}
+
+
+def test_what_a_limit_for_one_prompt_leaves_is_shared_by_those_that_are_there() -> None:
+    world = World(
+        small_config(num_blocks=200, max_model_len=400, max_num_batched_tokens=64, max_chunk_tokens=8)
+    )
+    world.add(*(make_sequence(i, prompt(100, i)) for i in (1, 2)))
+    assert shares(world.step()) == {1: 32, 2: 32}
+    world.add(make_sequence(3, prompt(3, 3)), make_sequence(4, prompt(100, 4)))
+    assert shares(world.step()) == {1: 16, 2: 16, 3: 3, 4: 29}

@@ -271,7 +271,7 @@ def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
     for i in range(1, 500):
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
     assert world.scheduler.get_request_counts() == (1, 0, 0)
-    assert len(world.scheduler._queues.waiting._heap) < 100
+    assert world.scheduler._queues.waiting.num_entries < 100
 
 
 @pytest.mark.parametrize("priority", [0, 9])
@@ -284,3 +284,29 @@ def test_in_order_of_arrival_the_cheapest_victim_is_chosen_whatever_priorities_r
     world.add(make_sequence(3, prompt(9, 3), max_tokens=9, priority=priority))
     world.step()
     assert [preemption.sequence_id for preemption in world.step().preemptions] == [2]
+
+
+def test_a_small_one_is_found_behind_any_number_that_do_not_fit() -> None:
+    world = World(small_config(num_blocks=8, max_bypasses=2, max_num_seqs=8))
+    world.add(make_sequence(1, prompt(20, 1), max_tokens=9))
+    world.step()
+    world.step()
+    world.add(*(make_sequence(i, prompt(16, i), max_tokens=1) for i in range(2, 42)))
+    world.add(make_sequence(50, prompt(2, 3), max_tokens=1))
+    world.step()
+    assert 50 in world.ended
+
+
+def test_no_single_abort_among_many_pays_for_the_others() -> None:
+    world = World(small_config(max_num_seqs=1, max_bypasses=2))
+    world.add(make_sequence(0, [1], max_tokens=60))
+    world.step()
+    for number in range(1, 3000):
+        world.scheduler.add_request(make_sequence(number, [1]), now_s=0.0)
+    waiting = world.scheduler._queues.waiting
+    for number in range(1, 3000):
+        before = waiting.num_entries
+        world.scheduler.finish_requests([SequenceId(number)], FinishReason.ABORTED)
+        assert before - waiting.num_entries < 10
+        assert waiting.num_entries <= 2 * len(waiting) + 200 or number < 2900
+    assert waiting.num_entries < 200

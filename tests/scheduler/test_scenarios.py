@@ -82,7 +82,7 @@ def test_several_prompts_may_be_under_way_and_the_earlier_is_always_further() ->
     assert [shares(world.step()) for _ in range(3)] == [
         {1: 5, 2: 5, 3: 2},
         {1: 5, 2: 5, 3: 2},
-        {1: 1, 2: 1, 3: 5},
+        {1: 1, 2: 1, 3: 7},
     ]
 
 

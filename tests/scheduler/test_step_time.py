@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from scheduler.config import Batching
-from scheduler.messages import FinishReason, SequenceId, WaitReason
+from scheduler.config import Batching, Fairness
+from scheduler.messages import FinishReason, Page, SequenceId, TimeLimits, WaitReason
 from scheduler.step.step_time import StepTimeModel
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
@@ -117,7 +117,7 @@ def test_every_live_sequence_can_be_explained() -> None:
     world = World(small_config(max_num_seqs=2))
     world.add(*(make_sequence(i, prompt(5, i), max_tokens=9, tenant=f"t{i}") for i in (1, 2, 3, 4)))
     world.step()
-    reports = world.scheduler.report(now_s=world.now_s)
+    reports = world.scheduler.report(Page(0, 9), now_s=world.now_s)
     assert [(r.sequence_id, r.state, r.place, r.wait_reason) for r in reports] == [
         (1, "running", 0, ""),
         (2, "running", 1, ""),
@@ -182,3 +182,48 @@ def test_the_delay_factor_lets_decodes_go_on_until_the_newcomer_has_waited() -> 
 
     assert steps_before_admission(0.0) == 1
     assert steps_before_admission(10.0) == 8, "after more than 10 * 0.6 s"
+
+
+def test_each_waiting_sequence_has_a_reason_of_its_own_and_an_expected_start() -> None:
+    world = World(small_config(num_blocks=8, max_num_seqs=8, max_bypasses=0))
+    world.add(make_sequence(1, prompt(20, 1), max_tokens=9), make_sequence(2, prompt(3, 2), max_tokens=2))
+    world.step()
+    world.step()
+    world.add(*(make_sequence(i, prompt(size, i)) for i, size in ((3, 28), (4, 28), (5, 2))))
+    world.step()
+    reports = {report.sequence_id: report for report in world.scheduler.report(Page(0, 9), now_s=8.0)}
+    assert [reports[SequenceId(i)].wait_reason for i in (3, 4, 5)] == ["blocks", "blocks", "order"]
+    starts = [reports[SequenceId(i)].expected_start_s for i in (3, 4, 5)]
+    assert starts == [4.0, 8.0, 12.0], "two began in the 8 seconds"
+    assert reports[SequenceId(1)].expected_start_s is None
+
+
+@pytest.mark.parametrize("fairness", Fairness)
+def test_a_page_of_reports_looks_at_no_more_of_the_queue_than_it_shows(fairness: Fairness) -> None:
+    world = World(small_config(max_num_seqs=2, fairness=fairness))
+    world.add(*(make_sequence(i, [1], max_tokens=9, tenant=f"t{i % 3}") for i in range(300)))
+    world.step()
+    world.abort(4, 5, 6)
+    shown = [
+        seq.sequence_id for report in (0, 4) for seq in world.scheduler.report(Page(report, 4), now_s=1.0)
+    ]
+    assert shown == [0, 1, 2, 3, 7, 8, 9, 10]
+    assert len(world.scheduler.report(Page(290, 50), now_s=1.0)) == 7
+    in_order = world.scheduler._queues.waiting.in_order()
+    assert [next(in_order).sequence_id for _ in range(3)] == [2, 3, 7]
+
+
+@pytest.mark.parametrize(("limit_s", "is_computed"), [(2.0, False), (60.0, True)])
+def test_a_prompt_that_cannot_be_computed_within_its_limit_is_not_begun(
+    limit_s: float, is_computed: bool
+) -> None:
+    world = World(small_config(num_blocks=40, max_model_len=160))
+    world.add(make_sequence(1, prompt(60, 1), max_tokens=20))
+    for _ in range(12):  # a token takes 0.05 s
+        world.step()
+    world.add(make_sequence(2, prompt(80, 2), max_tokens=1, time_limits=TimeLimits(first_token_s=limit_s)))
+    world.step()
+    assert any(share.sequence_id == 2 for share in world.worker.plans[-1].scheduled) == is_computed
+    if not is_computed:
+        assert world.reason(2) is FinishReason.EXPIRED
+        assert "its time limit" in world.ended[SequenceId(2)].message

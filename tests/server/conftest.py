@@ -2,16 +2,17 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine.options.edge_config import EdgeConfig
+from engine.options.edge_config import EdgeConfig, Page
 from server.app import build_app
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
@@ -20,10 +21,12 @@ from tests.server.fake_engine import FakeEngine
 EDGE = EdgeConfig(
     api_keys_file=None,
     metrics_auth=False,
+    metric_names="both",
     admin_port=None,
     admin_host="127.0.0.1",
     tls=None,
     cors_origins=(),
+    page=Page.YARD,
     send_timeout_s=30.0,
     max_memory_use=1.0,
 )
@@ -41,6 +44,7 @@ class Settings:
     responses_store_size: int = 16
     responses_store_bytes: int = 2**20
     responses_store_ttl_s: float = 60.0
+    shown_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @pytest.fixture

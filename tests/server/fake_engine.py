@@ -16,6 +16,7 @@ from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, Request
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
+    EngineLoad,
     EngineState,
     FinishReason,
     GenerationRequest,
@@ -23,8 +24,11 @@ from engine.types import (
     Health,
     LogprobEntry,
     ModelInfo,
+    Page,
     PooledOutput,
     PoolingRequest,
+    QueueForecast,
+    ServiceTerms,
     TextCut,
     TokenizedText,
     TokenLogprob,
@@ -95,14 +99,28 @@ class FakeEngine:
     num_running: int = 0
     num_resets: int = 0
 
-    async def explain(self) -> list[dict[str, Any]]:
-        return [{"request_id": request.request_id, "state": "running"} for request in self.requests]
+    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]:
+        live = [{"request_id": request.request_id, "state": "running"} for request in self.requests]
+        return live[page.first :][: page.most], len(live)
+
+    views: tuple[bytes, ...] = ()
+    """What a viewer sees, before the stream ends."""
+    viewers_error: Exception | None = None
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        if self.viewers_error is not None:
+            raise self.viewers_error
+        for view in self.views:
+            yield view
 
     @property
     def info(self) -> ModelInfo:
         if self.state.state is not EngineState.READY:
             raise EngineUnavailable("the model is loading", retry_after_s=2.5)
         return self.model_info
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_requests=len(self.requests), num_waiting=3, kv_cache_usage=0.25)
 
     def health(self) -> Health:
         return self.state
@@ -185,6 +203,9 @@ class FakeEngine:
         if self.full_up_to is not None and priority is not None and priority >= self.full_up_to:
             raise Overloaded("the queue is full", retry_after_s=3.0)
 
+    def forecast(self, terms: ServiceTerms) -> QueueForecast:
+        return QueueForecast(7, 2.5, "places") if terms.priority else QueueForecast(0, None, "step")
+
     def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
         return merged([self.generate(request) for request in requests])
 
@@ -241,6 +262,8 @@ class FakeEngine:
             token_ids=(place,),
             logprobs=logprobs,
             num_cached_tokens=4 if index == 0 else 8,
+            num_accepted_prediction=int(0 < place < len(request.prediction)),
+            num_rejected_prediction=int(bool(request.prediction) and not 0 < place < len(request.prediction)),
             prompt_logprobs=self._prompt_logprobs(request) if place == 0 else (),
         )
 

@@ -27,7 +27,7 @@ class CannotPack(Exception):
 
 
 class Inputs(Enum):
-    """What rows are multiplied as."""
+    """Numbers in which input rows are multiplied."""
 
     AS_THEY_ARE = "as they are"
     """Exact to the weight's numbers: sums are of products of bfloat16 or float32 numbers."""

@@ -26,7 +26,7 @@ from worker.memory_sizes import (
     check_weights_fit,
     cpu_budget_bytes,
     cuda_budget_bytes,
-    format_gib,
+    format_size,
     graph_bytes,
 )
 from worker.worker_config import WorkerConfig
@@ -173,7 +173,7 @@ class CpuDevice:
         return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
 
     def describe_memory(self) -> str:
-        return f"{format_gib(available_memory_bytes())} of memory available"
+        return f"{format_size(available_memory_bytes())} of memory available"
 
     def rows_at_once(self, row_numel: int) -> int:
         # A row for each thread at least: the sampler selects candidates on one thread a row.
@@ -257,7 +257,7 @@ class CudaDevice:
 
     def describe_memory(self) -> str:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
-        return f"{format_gib(free_bytes)} of {format_gib(total_bytes)} free"
+        return f"{format_size(free_bytes)} of {format_size(total_bytes)} free"
 
     def rows_at_once(self, row_numel: int) -> int:
         return max(1, _GPU_NUMEL // row_numel)

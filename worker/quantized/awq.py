@@ -16,7 +16,7 @@ from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import IntegerCodes, ModuleTensors, QuantizationRefused, unpacked, weight_of
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs each nibble of a word holds, from the lowest on."""
+"""The one of eight outputs that each nibble of a word holds, from the lowest on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class Mxfp4Reader:
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsRules:
     readers: dict[str, Reader]
-    """By target."""
+    """Keyed by target."""
     ignored: tuple[str, ...]
     must_agree: bool = True
 

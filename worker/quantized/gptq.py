@@ -24,7 +24,7 @@ from worker.quantized.scheme import (
 )
 
 _ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}
-"""By checkpoint_format: the first version stores zeros that are one too small."""
+"""Keyed by checkpoint_format: the first version stores zeros that are one too small."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 

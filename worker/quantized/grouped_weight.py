@@ -70,7 +70,7 @@ class GroupedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight that this stands for: [N, K]."""
+        """Shape of the weight that this stands for: [N, K]."""
         return self.num_outputs, self.num_inputs
 
     @property

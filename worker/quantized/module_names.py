@@ -1,4 +1,4 @@
-"""Which of a compressed-tensors config's groups a module belongs to.
+"""Groups of a compressed-tensors config, and the modules that belong to each.
 
 Owns: the rules of `targets` and `ignore`: a module's name, `re:` and a regular expression that begins at the
 start of its name, or the name of its class.
@@ -34,7 +34,7 @@ def _rank(target: str, module: str) -> int:
 
 
 def find_fault(target: object) -> str | None:
-    """What is wrong with a target, if anything."""
+    """Describe the fault of a target, if it has one."""
     if not isinstance(target, str):
         return f"{target!r} is no text"
     try:

@@ -15,7 +15,7 @@ from worker.quantized.scheme import ModuleTensors
 BLOCK = 32
 _NOT_A_NUMBER = 255
 _MANTISSA_BITS, _SMALLEST_BITS = 23, 1 << 22
-"""Of float32; 2^-127 is subnormal there."""
+"""Exponent of float32; 2^-127 is subnormal there."""
 
 
 def read_experts(tensors: ModuleTensors, name: str, shape: tuple[int, int, int]) -> tuple[GroupedWeight, ...]:

@@ -72,7 +72,7 @@ class Rules(Protocol):
         """Whether a module that the rules name must be stored quantized, and no other may be."""
 
     def reader_of(self, module: str, class_name: str) -> Reader | None:
-        """None if the module is not quantized. Raises QuantizationRefused."""
+        """Find the reader of a module; None if it is not quantized. Raises QuantizationRefused."""
 
 
 def find_reader(

@@ -19,7 +19,7 @@ from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
 from worker.model.quantization import quantization_of, refuse_quantization
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
@@ -216,5 +216,14 @@ def _facts(
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
     )
-    log.info("loaded %s", facts)
+    log.info(
+        "loaded %s: weights %s, KV cache %s in %s blocks of %s tokens, context %s tokens, %s",
+        facts.model_type,
+        format_size(facts.weight_bytes),
+        format_size(facts.kv_cache_bytes),
+        facts.num_blocks,
+        facts.block_size,
+        facts.max_model_len,
+        facts.dtype,
+    )
     return facts

@@ -19,7 +19,7 @@ from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
-from worker.memory_sizes import format_gib
+from worker.memory_sizes import format_size
 from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind
@@ -52,7 +52,7 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
 def _describe_files(files: list[WeightFile]) -> str:
     dtypes = sorted({name for file in files for name in file.bytes_of_dtype})
     num_bytes = sum(file.num_bytes for file in files)
-    size = f"{format_gib(num_bytes)} of {', '.join(dtypes)}"
+    size = f"{format_size(num_bytes)} of {', '.join(dtypes)}"
     return f"{size} in {len(files)} safetensors, each as long as it promises"
 
 
@@ -63,7 +63,7 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
 
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
     num_weight_bytes = weight_bytes(config, kind, device)
-    weights = f"weights {format_gib(num_weight_bytes)}"
+    weights = f"weights {format_size(num_weight_bytes)}"
     if kind.task is not Task.GENERATE or kind.is_encoder:
         return _fine("memory", f"{weights}; not looked at: what a step takes")
     try:
@@ -91,7 +91,7 @@ def _judge(weights: str, found: Forecast) -> Finding:
     num_tokens = found.size.num_blocks * found.layout.block_size
     max_model_len = found.size.max_model_len
     what = (
-        f"{weights}, KV cache up to {format_gib(found.size.num_blocks * found.layout.block_bytes)} for "
+        f"{weights}, KV cache up to {format_size(found.size.num_blocks * found.layout.block_bytes)} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "
         f"{num_tokens // max_model_len:,} requests of full length at once"
     )

@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from engine.core.step_trace import StepTrace
-from engine.process_messages import StepTimes
+from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulerConfig
-from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
+from scheduler.messages import SamplingParams, SchedulerOutput, SchedulerStats, SequenceId, ServiceTerms
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 from tests.world import World, small_config
@@ -47,7 +47,14 @@ def test_a_line_tells_the_shares_the_counts_and_the_reasons_for_waiting(tmp_path
     world = World(small_config())
     world.add(make_sequence(1, list(range(6))), make_sequence(2, list(range(20, 25))))
     trace = StepTrace(tmp_path / "t")
-    trace.note_arrivals([SequenceId(1), SequenceId(2)])
+    request = AddRequest(
+        sequence_ids=(SequenceId(1), SequenceId(2)),
+        prompt_token_ids=(0,),
+        params=SamplingParams(max_tokens=1),
+        terms=ServiceTerms(),
+        request_id="r",
+    )
+    trace.note_arrivals(request)
     for step in (1, 2):
         plan = world.step()
         times = StepTimes(schedule_s=0.1 * step, execute_s=step, update_s=0.2 * step)
@@ -61,6 +68,7 @@ def test_a_line_tells_the_shares_the_counts_and_the_reasons_for_waiting(tmp_path
     assert first["chunks"] == [[1, 0, 6], [2, 0, 5]]
     assert first["decodes"] == []
     assert first["arrived"] == first["new"] == [1, 2]
+    assert first["requests"] == [[1, "r", ""]]
     assert (first["num_tokens"], first["num_decodes"], first["num_context_tokens"]) == (11, 0, 11)
     assert second["decodes"] == [[1, 6], [2, 5]]
     assert (second["step"], second["num_context_tokens"], second["num_running"]) == (2, 13, 2)

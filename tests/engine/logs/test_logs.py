@@ -101,6 +101,8 @@ def test_auto_is_json_where_nobody_looks_on(pipe) -> None:
     try:
         with Logs(LogFormat.AUTO, level=logging.INFO, process=ProcessName.API, descriptor=terminal) as logs:
             assert logs.is_text
+            log.info("words")
+        assert os.read(controlling, 4096).startswith(b"\r\x1b[K"), "a bar of progress may stand in the line"
     finally:
         os.close(terminal)
         os.close(controlling)

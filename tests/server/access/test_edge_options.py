@@ -10,7 +10,7 @@ from engine.options.options import OptionError, Options
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.app import build_admin_app, build_app
-from server.endpoints import OPEN_PATHS
+from server.endpoints import KEYLESS_PATHS, OPEN_PATHS
 from tests.server.access.test_key_ring import as_key, key
 from tests.server.conftest import EDGE, Settings, connect
 
@@ -39,9 +39,9 @@ async def test_no_route_answers_without_a_key_but_the_open_ones(engine, locked):
     assert {"/v1/completions", "/admin/requests", "/openapi.json", "/health"} <= {path for _, path in routes}
     async with connect(app) as client:
         for method, path in routes:
-            path = path.replace("{response_id}", "x").replace("{model:path}", "x")
+            path = path.replace("{response_id}", "x").replace("{name}", "x").replace("{model:path}", "x")
             reply = await client.request(method, path)
-            is_open = path in OPEN_PATHS and not (locked and path == "/metrics")
+            is_open = path in OPEN_PATHS | KEYLESS_PATHS and not (locked and path == "/metrics")
             assert (reply.status_code == 401) == (not is_open), (method, path)
         page = await client.get("/openapi.json", headers={"authorization": "Bearer k"})
     opened = {
@@ -60,7 +60,7 @@ async def test_the_admin_routes_are_on_their_port_and_not_on_the_other(engine):
     async with connect(app) as client, connect(admin_app) as admin:
         assert (await client.get("/admin/requests", headers=bearer)).status_code == 404
         assert (await admin.get("/admin/requests")).status_code == 401
-        assert (await admin.get("/admin/requests", headers=bearer)).json() == {"requests": []}
+        assert (await admin.get("/admin/requests", headers=bearer)).json() == {"requests": [], "total": 0}
         assert (await admin.post("/admin/reset_prefix_cache", headers=bearer)).status_code == 204
         for path in ("/v1/models", "/openapi.json", "/metrics"):
             assert (await admin.get(path, headers=bearer)).status_code == 404

@@ -187,7 +187,7 @@ def test_the_banner_tells_what_was_loaded_and_how_to_call_it(checkpoint) -> None
         "135 million parameters",
         "cpu (2 threads), bfloat16",
         "2,048 tokens",
-        "6,400 tokens in 200 blocks, 0.75 GiB",
+        "6,400 tokens in 200 blocks, 768.00 MiB",
         "3 requests of full length",
         "priority",
         "http://127.0.0.1:8000",
@@ -222,10 +222,37 @@ def test_the_banner_of_a_family_without_a_paged_cache_says_that_it_is_slow(check
 
 def test_the_pasted_command_sends_the_served_name_whatever_it_holds(checkpoint) -> None:
     banner = render_banner(INFO, *_configs(checkpoint), url="http://127.0.0.1:8000")
-    command = next(line for line in banner.splitlines() if "Try: " in line).partition("Try: ")[2]
+    command = next(line for line in banner.splitlines() if "Try: curl" in line).partition("Try: ")[2]
     shell = f'curl() {{ for word; do last=$word; done; printf %s "$last"; }}; {command}'
     body = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout
     assert '"model": "it\'s \\u001b[31mred"' in body
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("http://127.0.0.1:8000", "Try: tokenyard chat\n"),
+        ("http://127.0.0.1:9", "Try: tokenyard chat --base-url http://127.0.0.1:9\n"),
+    ],
+)
+def test_the_banner_begins_with_the_shortest_way_to_talk_to_the_model(checkpoint, url, command) -> None:
+    assert command in render_banner(INFO, *_configs(checkpoint), url=url)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--ctx-size", "4096"], "here it is --max-model-len"),
+        (["--trust-remote-code"], "it is not needed here: code of a checkpoint is never run"),
+        (["--mem-fraction-static=0.9"], "here it is --gpu-memory-utilization"),
+        (["--swap-space", "4"], "with a unit, such as 4GiB: this is 4 bytes"),
+        (["--max-num-seqz", "4"], "did you mean --max-num-seqs?"),
+        (["--frobnicate"], "`tokenyard serve --help` lists all options"),
+    ],
+)
+def test_an_option_of_another_server_is_answered_with_ours(launched, error_line, words, advice) -> None:
+    assert main(["serve", *words]) == 2
+    assert advice in error_line()
 
 
 def test_the_banner_never_shows_an_api_key(checkpoint) -> None:

@@ -17,7 +17,14 @@ async def complete(client, **body):
 async def test_a_prompt_is_continued_and_the_tokens_are_counted(client):
     reply = await complete(client, prompt="hello", max_tokens=3)
     assert reply["choices"] == [
-        {"index": 0, "text": "HEL", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        {
+            "index": 0,
+            "text": "HEL",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt_logprobs": None,
+        }
     ]
     assert reply["usage"] == {
         "prompt_tokens": 5,

@@ -126,7 +126,7 @@ BAD_FIELDS = [
     ({"spaces_between_special_tokens": True}, "spaces_between_special_tokens", "unsupported_parameter"),
     ({"logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
     ({"prompt_embeds": "x"}, "prompt_embeds", "unsupported_parameter"),
-    ({"truncation_side": "right"}, "truncation_side", "unsupported_parameter"),
+    ({"truncation_side": "middle"}, "truncation_side", "invalid_value"),
     ({"guided_json": {}}, "guided_json", "unsupported_parameter"),
 ]
 
@@ -320,6 +320,23 @@ async def test_the_bound_is_in_the_message(client):
         (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids: must have at least 1 item, not 0"),
         (COMPLETIONS, {"user": "x" * 513}, "user: must have at most 512 characters"),
         (COMPLETIONS, {"logit_bias": [1]}, "logit_bias: must be an object"),
+        (
+            COMPLETIONS,
+            {"logit_bias": {"1_0": 1}},
+            "the keys of logit_bias must be token ids from 0 to 299, as strings, not '1_0'",
+        ),
+        (COMPLETIONS, {"prompt": [1, 300]}, "token ids must be from 0 to 299, not 300"),
+        (
+            COMPLETIONS,
+            {"seed": 2**63},
+            f"seed: must be from {-(2**63)} to {2**63 - 1}, not {2**63}",
+        ),
+        (
+            COMPLETIONS,
+            {"use_beam_search": True},
+            "use_beam_search is not supported by this server: every choice is sampled by itself: ask for"
+            " several with n, or best_of in completions",
+        ),
         (COMPLETIONS, {"stop": 5}, "stop: must be a list"),
         (COMPLETIONS, {"stream_options": []}, "stream_options: must be an object"),
         (CHAT, {"messages": []}, "messages: must have at least 1 item, not 0"),
@@ -406,7 +423,7 @@ async def test_nothing_is_unpacked(client, encoding, status):
 
 
 @pytest.mark.parametrize("value", ["", "x", "NaN", "true", "[1]", "[" * 50_000, '{"a":' * 9_000, "1" * 400])
-@pytest.mark.parametrize("name", ["x-tokenyard-priority", "x-tokenyard-timeout"])
+@pytest.mark.parametrize("name", ["x-tokenyard-priority", "x-tokenyard-timeout", "x-priority"])
 async def test_a_header_that_stands_for_a_field_must_be_a_number(client, name, value):
     response = await client.post(COMPLETIONS, json={"prompt": "x"}, headers={name: value})
     assert check(response)["code"] == "invalid_value"

@@ -75,3 +75,16 @@ async def test_a_key_that_may_not_be_urgent_is_refused_without_its_body(engine):
         reply = await client.post("/v1/completions", content=b"no JSON at all", headers=headers)
     assert reply.status_code == 429
     assert engine.asked_room == [0]
+
+
+async def test_a_client_that_asks_gets_its_place_in_the_queue_with_the_reply(client) -> None:
+    body = {"prompt": "x", "priority": 1}
+    reply = await client.post("/v1/completions", json=body, headers={"x-tokenyard-forecast": "1"})
+    assert reply.status_code == 200
+    assert reply.headers["x-tokenyard-sequences-ahead"] == "7"
+    assert reply.headers["x-tokenyard-wait-reason"] == "places"
+    assert reply.headers["x-tokenyard-expected-start"] == "2.500"
+    silent = await client.post("/v1/completions", json=body)
+    assert "x-tokenyard-sequences-ahead" not in silent.headers
+    odd = await client.post("/v1/completions", json=body, headers={"x-tokenyard-forecast": "soon"})
+    assert odd.status_code == 400

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.frontend.metrics import EngineMetrics
 from engine.types import EngineState
 from server.app import build_app
 from server.endpoints import ADMIN, PUBLIC, ROUTES
@@ -13,7 +14,7 @@ from server.operations import ops
 from server.operations.models import Model, ModelList
 from server.operations.ops import HealthPage
 from tests.server.access.test_edge_options import routes_of
-from tests.server.conftest import Settings, connect
+from tests.server.conftest import EDGE, Settings, connect
 from tests.server.fake_engine import READY, FakeEngine
 
 LOADING = dataclasses.replace(
@@ -103,7 +104,7 @@ async def test_metrics_are_one_page_of_known_series(client):
 
 
 async def test_live_requests_are_listed_only_where_the_operator_wants_it(engine, client):
-    assert (await client.get("/admin/requests")).json() == {"requests": []}
+    assert (await client.get("/admin/requests")).json() == {"requests": [], "total": 0}
     closed = build_app(FakeEngine(), Settings(enable_admin=False))
     async with connect(closed) as other:
         assert (await other.get("/admin/requests")).status_code == 404
@@ -142,3 +143,30 @@ async def test_a_route_below_another_is_counted_as_itself(client):
     ):
         line = f'tokenyard:http_requests_total{{method="{method}",route="{route}",status="404"}} {count}.0'
         assert line in page
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("first=10000&limit=1000", 200),
+        ("limit=0", 200),
+        ("first=-1", 400),
+        ("limit=1001", 400),
+        ("first=٣", 400),
+    ],
+)
+async def test_live_requests_come_in_pages(client, query: str, status: int) -> None:
+    assert (await client.get(f"/admin/requests?{query}")).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [("both", {"tokenyard", "vllm"}), ("tokenyard", {"tokenyard"}), ("vllm", {"vllm"})],
+)
+async def test_the_page_has_the_names_that_the_operator_chose(names, shown):
+    engine = FakeEngine(metrics=EngineMetrics("fake"))
+    settings = Settings(edge=dataclasses.replace(EDGE, metric_names=names))
+    async with connect(build_app(engine, settings)) as client:
+        page = (await client.get("/metrics")).text
+    prefixes = {family.name.partition(":")[0] for family in text_string_to_metric_families(page)}
+    assert {prefix for prefix in prefixes if prefix in ("tokenyard", "vllm")} == shown

@@ -1,5 +1,6 @@
-"""How many tokens of a step prompts get: what the operator says, else what the loaded model tells."""
+"""Options of the scheduler: what the operator says, else what follows from the model and the others."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,20 @@ def test_one_prompt_leaves_some_to_shorter_ones_where_all_together_get_less_than
         scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens)).max_chunk_tokens
         == expected
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "aging_s"),
+    [
+        ({}, inf),
+        ({"scheduling_policy": "priority"}, 30.0),
+        ({"scheduling_policy": "priority", "priority_aging": "0"}, inf),
+        ({"scheduling_policy": "priority", "priority_aging": "2s"}, 2.0),
+        ({"scheduling_policy": "priority", "order_among_equals": "deadline"}, inf),
+    ],
+)
+def test_priorities_age_unless_the_operator_says_otherwise(
+    tiny_model: Path, given: dict[str, str], aging_s: float
+) -> None:
+    config, _ = resolve(read_options({"model": str(tiny_model)} | given, {}), environment={})
+    assert config.scheduler.priority_aging_s == aging_s

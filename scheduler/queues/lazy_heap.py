@@ -1,0 +1,100 @@
+"""Heap of waiting sequences from which any of them can be removed at once.
+
+Owns: the entries, dead ones too, and when those are dropped: when they surface, and a few with each call once
+there are more of them than living ones. So no single call pays for a mass of aborts.
+Never: decides that a sequence waits; `Sequence.turn` says so, and changes whenever one begins or ceases to.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from scheduler.policy import Rank
+from scheduler.sequence import Sequence
+
+_Entry = tuple[Rank, int, Sequence]
+
+_SWEEP_ABOVE = 64
+_SWEPT_AT_ONCE = 4
+
+
+class LazyHeap:
+    """Sequences by a key that is fixed while they wait. Adding costs O(log n), removing O(log n) at worst."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._unswept: list[_Entry] = []
+        """A heap too: entries are taken from its end, and the living ones of them go to the other."""
+        self._num_live = 0
+
+    def __len__(self) -> int:
+        return self._num_live
+
+    @property
+    def num_entries(self) -> int:
+        """Living and dead entries."""
+        return len(self._heap) + len(self._unswept)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate in no particular order."""
+        for entries in (self._heap, self._unswept):
+            yield from (seq for _, turn, seq in entries if turn == seq.turn)
+
+    def push(self, key: Rank, seq: Sequence) -> None:
+        """Add a sequence whose turn to wait has begun."""
+        heappush(self._heap, (key, seq.turn, seq))
+        self._num_live += 1
+
+    def note_removal(self) -> None:
+        """Note that one of these sequences has ceased to wait."""
+        self._num_live -= 1
+        self._sweep()
+
+    def peek(self) -> Sequence | None:
+        """First sequence; None if there is none."""
+        heap = self._best()
+        return heap[0][2] if heap else None
+
+    def first(self, num: int) -> list[Sequence]:
+        """At most `num` sequences, in order. O(num * log n)."""
+        entries: list[_Entry] = []
+        while len(entries) < num and (heap := self._best()):
+            entries.append(heappop(heap))
+        for entry in entries:
+            heappush(self._heap, entry)
+        return [seq for _, _, seq in entries]
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate in order, without changing anything: the first k of n cost O(k log k)."""
+        roots = [(heap[0], 0, heap) for heap in (self._heap, self._unswept) if heap]
+        frontier = [(entry, id(heap), place, heap) for entry, place, heap in roots]
+        heapify(frontier)
+        while frontier:
+            (_, turn, seq), _, place, heap = heappop(frontier)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heappush(frontier, (heap[child], id(heap), child, heap))
+            if turn == seq.turn:
+                yield seq
+
+    def _best(self) -> list[_Entry]:
+        """Heap whose first entry lives and is the best of both; an empty one if there is none."""
+        heap = _with_living_first(self._heap)
+        if not self._unswept:
+            return heap
+        unswept = _with_living_first(self._unswept)
+        return unswept if unswept and (not heap or unswept[0] < heap[0]) else heap
+
+    def _sweep(self) -> None:
+        if self._unswept:
+            for _ in range(min(_SWEPT_AT_ONCE, len(self._unswept))):
+                entry = self._unswept.pop()
+                if entry[1] == entry[2].turn:
+                    heappush(self._heap, entry)
+        elif len(self._heap) > 2 * self._num_live + _SWEEP_ABOVE:
+            self._heap, self._unswept = [], self._heap
+
+
+def _with_living_first(heap: list[_Entry]) -> list[_Entry]:
+    while heap and heap[0][1] != heap[0][2].turn:
+        heappop(heap)
+    return heap

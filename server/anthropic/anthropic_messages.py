@@ -1,0 +1,124 @@
+"""POST /v1/messages and /v1/messages/count_tokens, and HEAD /, with which clients look for a server.
+
+Owns: the way from body to reply.
+Never: rendering or generating: that is the chat path, step for step.
+"""
+
+import secrets
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import ContextLengthExceeded
+from server.anthropic.anthropic_errors import error_body
+from server.anthropic.anthropic_events import AnthropicFraming, MessageStream, WholeMessage
+from server.anthropic.anthropic_input import chat_request_of, in_their_words
+from server.anthropic.anthropic_models import AnthropicErrorBody, AnthropicEvent, AnthropicMessage, TokenCount
+from server.anthropic.anthropic_protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
+from server.chat.chat_protocol import ChatCompletionRequest
+from server.chat.chat_replies import ChatStream
+from server.chat.chat_turn import ChatTurn, prepare_turn
+from server.chat.template_input import chat_messages, chat_options
+from server.chat.tool_protocol import ToolChoiceObject
+from server.chat.tool_use import tool_use_of
+from server.generate.answering import new_head, whole
+from server.generate.calls import Origin, read_call
+from server.generate.replies import ReplyPlan, UsageReport
+from server.generate.sse import EventStream
+from server.http.edge import Edge, edge_of
+from server.http.endpoint import Endpoint, documentation, reference
+from server.http.json_body import read_request
+
+_PATH = "/v1/messages"
+_COUNT_PATH = "/v1/messages/count_tokens"
+_STREAM_NOTE = (
+    "With `stream`: server-sent events whose names are their types, `message_start` first, `message_stop`"
+    " or `error` last; comments keep the connection alive."
+)
+
+
+def _documentation(
+    reply: type[BaseModel], request: type[BaseModel], *, event: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    found = documentation(reply, request=request)
+    for status in ("4XX", "5XX"):
+        found["responses"][status] = {**found["responses"][status], "model": AnthropicErrorBody}
+    if event is not None:
+        payload = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": reference(event),
+        }
+        properties = {"event": {"type": "string"}, "data": payload}
+        schema = {"type": "object", "required": ["event", "data"], "properties": properties}
+        content = {"text/event-stream": {"schema": schema}}
+        found["responses"][200] |= {"description": _STREAM_NOTE, "content": content}
+    return found
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    requests={MessagesRequest: MESSAGES_REFUSALS, CountTokensRequest: MESSAGES_REFUSALS},
+    events=(AnthropicEvent,),
+    operations={_PATH: "chat"},
+    error_shapes={_PATH: error_body, _COUNT_PATH: error_body},
+)
+
+
+@router.head("/", include_in_schema=False)
+async def is_there() -> Response:
+    """Say that a server is here."""
+    return Response()
+
+
+@router.post(_PATH, **_documentation(AnthropicMessage, MessagesRequest, event=AnthropicEvent))
+async def create_message(request: Request) -> Response:
+    """Answer a conversation in Anthropic's words."""
+    edge = edge_of(request)
+    reply_id = f"msg_{secrets.token_hex(12)}"
+    body, origin = await read_call(request, MessagesRequest, MESSAGES_REFUSALS, reply_id=reply_id)
+    turn = await _prepare(edge, chat_request_of(body), origin)
+    head = new_head(origin, edge.engine.info)
+    plan = ReplyPlan(
+        head=head,
+        num_prompt_tokens=(len(turn.prompt_ids),),
+        n=1,
+        has_logprobs=False,
+        usage=UsageReport(at_end=True),
+    )
+    stream = MessageStream(reply_id, head.model, len(turn.prompt_ids), ChatStream(plan, turn.reading))
+    outputs = edge.engine.generate_all([turn.request])
+    if body.stream:
+        return EventStream(outputs, stream, edge, framing=AnthropicFraming())
+    return await whole(request, outputs, WholeMessage(stream))
+
+
+@router.post(_COUNT_PATH, **_documentation(TokenCount, CountTokensRequest))
+async def count_tokens(request: Request) -> Response:
+    """The number of tokens of the prompt that the same body would make."""
+    engine = edge_of(request).engine
+    body = await read_request(request, CountTokensRequest, MESSAGES_REFUSALS, from_headers={})
+    chat = chat_request_of(body)
+    if chat.tools:
+        # The prompt is the same for every choice, and for this one no way to write calls need be known.
+        chat = chat.model_copy(update={"tool_choice": ToolChoiceObject(type="required")})
+    with in_their_words():
+        options = chat_options(chat, tools=tool_use_of(chat, dialect=None).definitions)
+        token_ids = await engine.encode_chat(chat_messages(chat, engine.info), options)
+    return Response(orjson.dumps({"input_tokens": len(token_ids)}), media_type="application/json")
+
+
+async def _prepare(edge: Edge, chat: ChatCompletionRequest, origin: Origin) -> ChatTurn:
+    """Prepare the turn. Agents ask for more tokens than many a context window has: they get what is left."""
+    with in_their_words():
+        try:
+            return await prepare_turn(edge, chat, origin)
+        except ContextLengthExceeded as error:
+            if error.param != "max_completion_tokens":
+                raise
+        return await prepare_turn(edge, chat.model_copy(update={"max_completion_tokens": None}), origin)

@@ -1,0 +1,300 @@
+// The chat: a conversation, its settings, and replies that are shown while they come.
+
+import { codeBlock, render } from "/page/markdown.js";
+import { Refused, ask, copy, download, element, eventsOf, savedKey } from "/page/net.js";
+import { snippet } from "/page/snippets.js";
+
+const byId = (id) => document.getElementById(id);
+const LIMITS = [0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 60, 120, 300];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const EXAMPLES = ["Hello! Who are you?", "Tell me a short story about a train.", "Write a list of three animals."];
+
+const state = { model: "", turns: [], running: null };
+// A turn: {role: "user", content} | {role: "assistant", content, reasoning, calls, stats, body, error} | {role: "tool", content, callId}
+
+// The request.
+
+function parsed(id, name, check) {
+  const text = byId(id).value.trim();
+  if (!text) return undefined;
+  let value;
+  try { value = JSON.parse(text); } catch (error) { throw new Refused(0, "", `${name}: not valid JSON (${error.message}).`); }
+  if (!check(value)) throw new Refused(0, "", `${name}: this is JSON of another kind.`);
+  return value;
+}
+
+function bodyFor(turns) {
+  const system = byId("system").value.trim();
+  const body = { model: state.model, messages: system ? [{ role: "system", content: system }] : [], stream: true, stream_options: { include_usage: true } };
+  for (const turn of turns) {
+    if (turn.role === "user") body.messages.push({ role: "user", content: turn.content });
+    else if (turn.role === "tool") body.messages.push({ role: "tool", tool_call_id: turn.callId, content: turn.content });
+    else {
+      const message = { role: "assistant", content: turn.content || (turn.calls.length ? null : "") };
+      if (turn.calls.length) message.tool_calls = turn.calls.map(({ id, name, args }) => ({ id, type: "function", function: { name, arguments: args } }));
+      body.messages.push(message);
+    }
+  }
+  for (const name of NUMBERS) if (byId(name).value !== "") body[name] = Number(byId(name).value);
+  const schema = parsed("schema", "The schema", (value) => value && typeof value === "object" && !Array.isArray(value));
+  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "reply", schema, strict: true } };
+  const tools = parsed("tools", "Tools", Array.isArray);
+  if (tools) body.tools = tools;
+  if (Number(byId("priority").value)) body.priority = Number(byId("priority").value);
+  if (LIMITS[byId("limit").value]) body.timeout = LIMITS[byId("limit").value];
+  return body;
+}
+
+// The reply.
+
+function takeChunk(turn, chunk) {
+  if (chunk.error) throw new Refused(0, chunk.error.code, chunk.error.message);
+  if (chunk.usage) turn.stats.usage = chunk.usage;
+  const choice = chunk.choices && chunk.choices[0];
+  if (!choice) return;
+  const delta = choice.delta || {};
+  const reasoning = delta.reasoning_content ?? delta.reasoning;
+  if (delta.content || reasoning || delta.tool_calls) {
+    turn.stats.lastMs = performance.now();
+    turn.stats.firstMs ??= turn.stats.lastMs;
+  }
+  if (delta.content) turn.content += delta.content;
+  if (reasoning) turn.reasoning += reasoning;
+  for (const piece of delta.tool_calls || []) {
+    const call = turn.calls[piece.index] ??= { id: "", name: "", args: "" };
+    if (piece.id) call.id = piece.id;
+    if (piece.function?.name) call.name = piece.function.name;
+    call.args += piece.function?.arguments || "";
+  }
+  if (choice.finish_reason) turn.stats.finish = choice.finish_reason;
+}
+
+async function answer() {
+  const turn = { role: "assistant", content: "", reasoning: "", calls: [], error: "", stats: {} };
+  try {
+    turn.body = bodyFor(state.turns);
+  } catch (error) {
+    turn.error = error.message;
+  }
+  state.turns.push(turn);
+  if (turn.error) { drawAll(); return; }
+  state.running = new AbortController();
+  turn.stats.startMs = performance.now();
+  drawAll();
+  setBusy(true);
+  try {
+    const reply = await ask("/v1/chat/completions", { method: "POST", body: turn.body, signal: state.running.signal });
+    turn.requestId = reply.headers.get("x-request-id") || "";
+    for await (const data of eventsOf(reply)) {
+      if (data === "[DONE]") break;
+      takeChunk(turn, JSON.parse(data));
+      drawSoon(turn);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") turn.stats.finish = "stopped";
+    else turn.error = error.message + (error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "");
+  }
+  state.running = null;
+  turn.isDone = true;
+  setBusy(false);
+  drawAll();
+}
+
+function setBusy(isBusy) {
+  byId("stop").hidden = !isBusy;
+  byId("send").hidden = isBusy;
+}
+
+function send(text) {
+  if (state.running || !text.trim()) return;
+  state.turns.push({ role: "user", content: text });
+  answer();
+}
+
+function retryFrom(place) {
+  if (state.running) return;
+  state.turns.length = place;
+  answer();
+}
+
+// Drawing. The last reply is drawn again with each frame, all else once.
+
+let isScheduled = false;
+
+function drawSoon(turn) {
+  if (isScheduled) return;
+  isScheduled = true;
+  const wait = turn.content.length > 20000 ? 400 : 30;
+  setTimeout(() => requestAnimationFrame(() => {
+    isScheduled = false;
+    const box = byId("messages");
+    if (!turn.isDone && box.lastElementChild) fill(box.lastElementChild, turn, state.turns.length - 1);
+    stickToEnd(box);
+  }), wait);
+}
+
+function stickToEnd(box) {
+  if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;
+}
+
+function drawAll() {
+  const box = byId("messages");
+  if (!state.turns.length) { box.replaceChildren(welcome()); return; }
+  box.replaceChildren(...state.turns.map((turn, place) => {
+    const made = element("article", { className: `message ${turn.role}` });
+    fill(made, turn, place);
+    return made;
+  }));
+  box.scrollTop = box.scrollHeight;
+}
+
+function welcome() {
+  const buttons = EXAMPLES.map((text) => {
+    const button = element("button", { type: "button", textContent: text });
+    button.addEventListener("click", () => send(text));
+    return button;
+  });
+  const name = state.model ? `Talk to ${state.model}` : "No model is ready yet";
+  return element("div", { className: "welcome" },
+    element("img", { src: "/page/icon.svg", alt: "", width: 48, height: 48 }),
+    element("h2", { textContent: name }),
+    element("p", { className: "dim", textContent: "Served by this machine. Open the Yard beside it to watch each step of the scheduler." }),
+    element("div", { className: "row" }, ...(state.model ? buttons : [])));
+}
+
+function action(text, act, title = "") {
+  const button = element("button", { type: "button", textContent: text, title });
+  button.addEventListener("click", () => act(button));
+  return button;
+}
+
+function fill(box, turn, place) {
+  if (turn.role === "user") fillUser(box, turn, place);
+  else if (turn.role === "tool") box.replaceChildren(element("div", { className: "call" }, element("b", { textContent: "result" }), codeBlock(turn.content, "")));
+  else fillAssistant(box, turn, place);
+}
+
+function fillUser(box, turn, place) {
+  const body = element("div", { className: "body", textContent: turn.content });
+  box.replaceChildren(body, element("div", { className: "tools" }, action("Copy", (button) => copy(turn.content, button)), action("Edit", () => edit(box, turn, place))));
+}
+
+function edit(box, turn, place) {
+  if (state.running) return;
+  const area = element("textarea", { rows: 3, value: turn.content });
+  area.setAttribute("aria-label", "Edit the message");
+  box.replaceChildren(area, element("div", { className: "tools" },
+    action("Send again", () => { state.turns[place] = { role: "user", content: area.value }; retryFrom(place + 1); }),
+    action("Leave as it was", () => drawAll())));
+  area.focus();
+}
+
+function fillAssistant(box, turn, place) {
+  const parts = [];
+  if (turn.reasoning) {
+    const wasOpen = box.querySelector("details")?.open ?? false;
+    parts.push(element("details", { className: "reasoning", open: wasOpen }, element("summary", { textContent: turn.content ? "Reasoning" : "Reasoning …" }), turn.reasoning));
+  }
+  const body = element("div", { className: "body" });
+  render(body, turn.content);
+  if (!turn.isDone && !turn.error) (body.lastElementChild ?? body).classList.add("caret");
+  parts.push(body);
+  for (const call of turn.calls) if (call) parts.push(callCard(call, turn));
+  if (turn.error) parts.push(element("div", { className: "failure", role: "alert", textContent: turn.error }));
+  if (turn.isDone || turn.error) parts.push(meta(turn, place));
+  box.replaceChildren(...parts);
+}
+
+function callCard(call, turn) {
+  let args = call.args;
+  try { args = JSON.stringify(JSON.parse(call.args), null, 2); } catch { /* not whole yet, or broken */ }
+  const card = element("div", { className: "call" }, element("span", { className: "dim", textContent: "calls " }), element("b", { textContent: call.name }), codeBlock(args, "json"));
+  const isAnswered = state.turns.some((each) => each.role === "tool" && each.callId === call.id);
+  if (turn.isDone && !isAnswered && !turn.error) {
+    const input = element("input", { placeholder: "The tool's result" });
+    input.setAttribute("aria-label", `Result of ${call.name}`);
+    const form = element("form", {}, input, element("button", { textContent: "Give it" }));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      state.turns.push({ role: "tool", callId: call.id, content: input.value });
+      const open = turn.calls.filter((each) => !state.turns.some((other) => other.role === "tool" && other.callId === each.id));
+      if (open.length) drawAll(); else answer();
+    });
+    card.append(form);
+  }
+  return card;
+}
+
+function meta(turn, place) {
+  const { startMs, firstMs, lastMs, usage, finish } = turn.stats;
+  const facts = [];
+  if (firstMs) facts.push(`first token ${seconds(firstMs - startMs)}`);
+  if (usage && lastMs - firstMs > 50) facts.push(`${((usage.completion_tokens - 1) / (lastMs - firstMs) * 1000).toFixed(1)} tokens/s`);
+  if (usage) facts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
+  if (finish && finish !== "stop") facts.push({ length: "cut at the token limit", timeout: "cut by the time limit", tool_calls: "calls a tool" }[finish] || finish);
+  if (turn.body?.priority) facts.push(`priority ${turn.body.priority}`);
+  const row = element("div", { className: "meta" }, ...facts.map((fact) => element("span", { textContent: fact })));
+  if (turn.requestId) row.append(action("Yard", () => document.dispatchEvent(new CustomEvent("show-request", { detail: turn.requestId })), "The life of this request in the yard"));
+  row.append(action("Retry", () => retryFrom(place)), action("Copy", (button) => copy(turn.content, button)));
+  if (turn.body) {
+    row.append(element("span", { textContent: "copy as" }));
+    for (const [name, language] of [["curl", "curl"], ["Python", "python"], ["JS", "js"]]) {
+      row.append(action(name, (button) => copy(snippet(language, turn.body, { needsKey: Boolean(savedKey()) }), button)));
+    }
+  }
+  return row;
+}
+
+function seconds(ms) { return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`; }
+
+// The start.
+
+async function findModel() {
+  try {
+    const listed = await (await ask("/v1/models")).json();
+    state.model = listed.data?.[0]?.id || "";
+  } catch (error) {
+    if (error.status === 401) return;
+    if (error.status === 404) {
+      byId("messages").replaceChildren(element("p", { className: "notice", textContent: "There is no chat at this port: it is for administration only. The yard is here." }));
+      return;
+    }
+    setTimeout(findModel, 2000);
+  }
+  if (!state.turns.length) drawAll();
+}
+
+export function startChat() {
+  drawAll();
+  findModel();
+  document.addEventListener("key", findModel);
+  const prompt = byId("prompt");
+  const grow = () => { prompt.style.height = "auto"; prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 260)}px`; };
+  prompt.addEventListener("input", grow);
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); byId("composer").requestSubmit(); }
+  });
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (state.running) return;
+    const text = prompt.value;
+    prompt.value = "";
+    grow();
+    send(text);
+  });
+  byId("stop").addEventListener("click", () => state.running?.abort());
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") state.running?.abort(); });
+  byId("priority").addEventListener("input", () => { byId("priority-value").textContent = byId("priority").value; });
+  byId("limit").addEventListener("input", () => {
+    const limit = LIMITS[byId("limit").value];
+    byId("limit-value").textContent = limit ? `${limit} s` : "none";
+  });
+  byId("settings-button").addEventListener("click", () => {
+    byId("settings").hidden = !byId("settings").hidden;
+    byId("settings-button").setAttribute("aria-expanded", String(!byId("settings").hidden));
+  });
+  byId("clear").addEventListener("click", () => { state.running?.abort(); state.turns = []; drawAll(); prompt.focus(); });
+  byId("export-chat").addEventListener("click", () => {
+    download("conversation.json", JSON.stringify({ model: state.model, turns: state.turns.map(({ role, content, reasoning, calls, body }) => ({ role, content, reasoning, calls, request: body })) }, null, 2));
+  });
+}
