@@ -119,6 +119,8 @@ class SchedulerOptions:
     latest prefill step. 0: at once."""
     target_itl_s: float = inf
     """While sequences decode, prefill gets so few tokens of a step that it takes about this long."""
+    least_prefill_share: float = 0.0
+    """Part of the time of such a step that prefill gets all the same, where decodes alone take most of it."""
     max_prefill_tokens: int | None = 0
     """Most tokens of a step that prompts get, all together. 0 is no limit; None: as many as the device
     computes best, which is known when the model is loaded. Where the time of a step is linear in its tokens,
@@ -145,6 +147,10 @@ class SchedulerOptions:
         for name in ("priority_aging_s", "target_itl_s", "max_grammar_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.least_prefill_share < 1:
+            raise ValueError(
+                f"least_prefill_share must be at least 0 and below 1, not {self.least_prefill_share}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -214,6 +214,7 @@ class PreemptionCause(StrEnum):
 
     GROWTH = "growth"  # a better ranked one, or it itself, needed a block
     DISPLACED = "displaced"  # a more urgent waiting one took its place
+    FAIRNESS = "fairness"  # one of a tenant that had far less service took its place
 
 
 class Preemption(NamedTuple):

@@ -214,6 +214,17 @@ class Sequence:
         start, self.pending_start = self.pending_start, None
         return start
 
+    def take_tokens(self, token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Add tokens to those that are known, up to the one that ends the sequence."""
+        known, stop_token_ids = self.token_ids, self.params.stop_token_ids
+        for token_id in token_ids:
+            known.append(token_id)
+            if token_id in stop_token_ids:
+                return FinishReason.STOP
+            if len(known) >= self.max_length:
+                return FinishReason.LENGTH
+        return None
+
     def expect_token(self) -> None:
         """Count the token that a plan samples, which will have to be computed unless it is the last."""
         if self.num_tokens + 1 < self.max_length:

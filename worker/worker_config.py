@@ -70,7 +70,12 @@ class WorkerConfig:
     enforce_eager: bool = False
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
-    """int8 keeps the layers' weights as integers with a scale for each output. CPU kernels only."""
+    """int8 keeps the layers' weights as integers with a scale for each output; int4 as integers of four bits
+    with a scale for each 32 of them. CPU kernels only."""
+    quantize_head: str = "none"
+    """int8 keeps the output layer so. CPU kernels only."""
+    activations: str = "none"
+    """int8 rounds each row before it is multiplied by codes in groups. CPU kernels only."""
     speculation: SpeculationConfig = SpeculationConfig()
     num_threads: int | None = None
     """Compute threads on CPU. None: one per physical core that this process may use."""

@@ -39,6 +39,11 @@ _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
 
+# Without a target of the operator's: a pause that a reader hardly minds. Where decodes alone take half of it,
+# prompts get as much time as they, or else first tokens would come late.
+_DEFAULT_TARGET_ITL_S = 0.2
+_DEFAULT_PREFILL_SHARE = 0.5
+
 # Ten levels of priority have grown old within half of the default time limit of a request.
 _DEFAULT_PRIORITY_AGING_S = 30.0
 
@@ -170,6 +175,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
             speculation=speculation_config(options.speculative_config),
+            quantize_head=options.quantize_head,
+            activations=options.activations,
             num_threads=options.num_threads,
         ),
     )
@@ -192,7 +199,8 @@ def _scheduler_options(options: Options) -> SchedulerOptions:
         max_bypasses=options.max_bypasses,
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
-        target_itl_s=_or_no_limit(options.target_itl),
+        target_itl_s=_DEFAULT_TARGET_ITL_S if options.target_itl is None else options.target_itl or inf,
+        least_prefill_share=_DEFAULT_PREFILL_SHARE if options.target_itl is None else 0.0,
         max_prefill_tokens=options.max_prefill_tokens,
         max_chunk_tokens=options.long_prefill_token_threshold,
         max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,

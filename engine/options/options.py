@@ -9,17 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+from engine.options.speculation_option import SpeculationOptions
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(EdgeOptions):
+class Options(SpeculationOptions):
     """The operator's options. None leaves the decision to the server."""
 
     model: str | None = _option(
@@ -106,10 +106,26 @@ class Options(EdgeOptions):
 
     quantization: str = _option(
         Group.MODEL,
-        Choice(words=("none", "int8")),
+        Choice(words=("none", "int8", "int4")),
         "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
-        "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. Needs "
-        "the CPU kernels.",
+        "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. int4 "
+        "keeps them as 4-bit numbers with a scale for each 32: a third of the memory, at more loss. Weights "
+        "that the checkpoint holds quantized stay as they are. Needs the CPU kernels.",
+        default="none",
+    )
+    quantize_head: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 keeps the output layer as 8-bit numbers too, which reads half of its bytes for each step: a "
+        "gain for small models, whose output layer is large. An embedding that is tied to it is kept "
+        "beside it. Needs the CPU kernels.",
+        default="none",
+    )
+    activations: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 rounds what 4-bit and 8-bit weights in groups multiply to 8 bits, token by token: faster with "
+        "several sequences on CPU, at some loss of accuracy. Needs the CPU kernels.",
         default="none",
     )
 
@@ -234,10 +250,10 @@ class Options(EdgeOptions):
     )
     target_itl: float | None = _option(
         Group.SCHEDULER,
-        Duration(low=0.0001, high=3600.0),
+        Duration(low=0.0, high=3600.0),
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
-        "Shorter makes streams smoother and first tokens later.",
-        open_default="steps are as large as --max-num-batched-tokens allows",
+        "Shorter makes streams smoother and first tokens later. 0 is no target.",
+        open_default="200ms, and half of each step to prefill where decodes alone take more than half of it",
         default=None,
     )
     batching: str = _option(
@@ -276,15 +292,6 @@ class Options(EdgeOptions):
         "How a preempted request gets its KV cache back: computed again, copied out and in, or whichever is "
         "expected to take less time.",
         default="auto",
-    )
-    speculative_config: str | None = _option(
-        Group.SCHEDULER,
-        Text(metavar="JSON"),
-        'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
-        'request\'s own text, "suffix" also in recent replies of all clients. Output stays the same; numbers '
-        "are ceilings, and no guess is verified that is not expected to save time. CPU only.",
-        open_default="only the `prediction` of a request is used",
-        default=None,
     )
     max_bypasses: int = _option(
         Group.SCHEDULER,

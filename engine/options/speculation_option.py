@@ -1,13 +1,16 @@
 """The value of --speculative-config: one JSON object, spelled as other servers spell it.
 
-Owns: its keys, their bounds, and the methods that are refused by name.
+Owns: the option, its keys, their bounds, and the methods that are refused by name.
 Never: decides how many drafts a step verifies (scheduler/step/draft_choice.py): the numbers are ceilings.
 """
 
 import json
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engine.options.option_declaration import OptionError
+from engine.options.edge_options import EdgeOptions
+from engine.options.option_declaration import Group, OptionError, declared
+from engine.options.option_values import Text
 from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
 _FLAG = "--speculative-config"
@@ -18,6 +21,21 @@ _BOUNDS = {
     "prompt_lookup_max": (1, 16),
 }
 _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 8}\''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions(EdgeOptions):
+    """The option itself."""
+
+    speculative_config: str | None = declared(
+        Group.SCHEDULER,
+        Text(metavar="JSON"),
+        'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
+        'request\'s own text, "suffix" also in recent replies of all clients. Output stays the same; numbers '
+        "are ceilings, and no guess is verified that is not expected to save time. CPU only.",
+        open_default="only the `prediction` of a request is used",
+        default=None,
+    )
 
 
 def speculation_config(text: str | None) -> SpeculationConfig:

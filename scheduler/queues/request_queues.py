@@ -12,7 +12,7 @@ from operator import attrgetter
 from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import Page, RequestCounts, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
-from scheduler.queues.fairness import FairWaitingQueue, TenantLedger
+from scheduler.queues.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, FairWaitingQueue, TenantLedger
 from scheduler.queues.lazy_heap import LazyHeap
 from scheduler.queues.need_index import NeedIndex
 from scheduler.queues.start_forecast import StartForecast
@@ -20,6 +20,9 @@ from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence, Status
 
 _running_rank_of = attrgetter("running_rank")
+
+# Service that a tenant must have had beyond another's before it gives up a place to it.
+_LEAST_LEAD = 64 * GENERATED_TOKEN_COST
 
 _ReasonOf = Callable[[Sequence, int], WaitReason]
 """Reason of a waiting sequence at a place."""
@@ -29,6 +32,7 @@ class RequestQueues:
     """The running queue is kept in order of `running_rank`; the waiting queue knows its first."""
 
     def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
+        self._order = order
         self.running: list[Sequence] = []
         self.waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
         self._ledger: TenantLedger | None = None
@@ -109,6 +113,24 @@ class RequestQueues:
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""
         return {} if self._ledger is None else self._ledger.tenants
+
+    def over_served(self, seq: Sequence) -> list[Sequence]:
+        """Running sequences of tenants that had far more than the tenant of `seq`, the cheapest first.
+
+        Far more is more than displacing the sequence throws away: so no two tenants displace each other again
+        and again. All are of the same priority as `seq`.
+        """
+        if self._ledger is None:
+            return []
+        level, service = self._order.level, self._ledger.service
+        most = service(seq.tenant) + _LEAST_LEAD
+        found = [
+            each
+            for each in self.running
+            if service(each.tenant) >= most + each.num_computed_tokens * PROMPT_TOKEN_COST
+            and level(each.priority) == level(seq.priority)
+        ]
+        return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
     def report(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> list[SequenceReport]:
         """A page of the running queue and, behind it, the waiting queue by rank.

@@ -23,6 +23,9 @@ from scheduler.step.token_shares import TokenShares
 # they need may be in the prefix cache.
 _BYPASS_WINDOW = 8
 
+# Steps between two turns of tenants: who is owed something has waited for longer.
+_STEPS_BETWEEN_TURNS = 8
+
 # Reasons that concern the first in the queue; the others concern all.
 _REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER, WaitReason.GRAMMAR)
 
@@ -69,19 +72,55 @@ class Admission:
             if self._lacks_encoder(seq, demand):
                 return
             victims = self._choose_displaced(seq, demand, budget)
-            if victims is None or any(victim.sequence_id in plan.urgent for victim in victims):
-                return  # a sequence that has a share of this step keeps it
-            num_decodes = budget.num_decodes_ahead - sum(v.num_uncomputed_tokens == 1 for v in victims)
-            room = budget.chunk_tokens(seq, num_decodes=num_decodes)
-            if room < _smallest_share(seq) or self._would_delay_better(seq, demand, room, plan):
+            if victims is None or not self._has_displaced(
+                victims, seq, demand, plan, PreemptionCause.DISPLACED
+            ):
                 return
-            self._kv.pin(demand)
-            for victim in victims:
-                budget.give_back_slot()
-                self._preemptor.preempt(victim, plan, PreemptionCause.DISPLACED, seq)
-            self._admit(seq, demand, plan)
-            self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
-            plan.urgent.add(seq.sequence_id)
+
+    def admit_owed(self, plan: PlanDraft) -> None:
+        """Admit the first in the queue if tenants with far more service than its own can make room."""
+        has_waited = self.wait_reason in (WaitReason.PLACES, WaitReason.BLOCKS)
+        if not has_waited or plan.preemptions or self._state.counters.num_steps % _STEPS_BETWEEN_TURNS:
+            return
+        if not len(self._queues.waiting):
+            return
+        seq, budget = self._queues.waiting.peek(), plan.budget
+        if self._obstacle(seq, budget) is not None:
+            return
+        giving_way = self._queues.over_served(seq)
+        demand = self._kv.demand(seq)
+        if not giving_way or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
+            return
+        victims = self._preemptor.choose_displaced(
+            iter(giving_way), demand, num_free_slots=budget.remaining_seqs
+        )
+        if victims:
+            self._has_displaced(victims, seq, demand, plan, PreemptionCause.FAIRNESS)
+
+    def _has_displaced(
+        self,
+        victims: list[Sequence],
+        seq: Sequence,
+        demand: BlockDemand,
+        plan: PlanDraft,
+        cause: PreemptionCause,
+    ) -> bool:
+        """Give `seq` the place of `victims` and its share of the step; False if this step has none for it."""
+        budget = plan.budget
+        if any(victim.sequence_id in plan.urgent for victim in victims):
+            return False  # a sequence that has a share of this step keeps it
+        num_decodes = budget.num_decodes_ahead - sum(v.num_uncomputed_tokens == 1 for v in victims)
+        room = budget.chunk_tokens(seq, num_decodes=num_decodes)
+        if room < _smallest_share(seq) or self._would_delay_better(seq, demand, room, plan):
+            return False
+        self._kv.pin(demand)
+        for victim in victims:
+            budget.give_back_slot()
+            self._preemptor.preempt(victim, plan, cause, seq)
+        self._admit(seq, demand, plan)
+        self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
+        plan.urgent.add(seq.sequence_id)
+        return True
 
     def _is_more_urgent_than_some(self, seq: Sequence) -> bool:
         return any(True for _ in self._order.displaced_by(seq, self._queues.running))
@@ -94,13 +133,14 @@ class Admission:
         An older one may be the first in the queue. Then the place and the blocks that are free are kept for
         that one, which would else wait for ever: `seq` gets only what it takes from running ones.
         """
+        giving_way = self._order.displaced_by(seq, self._queues.running)
         head = self._queues.waiting.peek()
         if head is seq:
-            return self._preemptor.choose_displaced(seq, demand, num_free_slots=budget.remaining_seqs)
+            return self._preemptor.choose_displaced(giving_way, demand, num_free_slots=budget.remaining_seqs)
         free_slots = max(budget.remaining_seqs - 1, 0)
         num_kept = self._kv.demand(head).num_from_free
         victims = self._preemptor.choose_displaced(
-            seq, demand, num_free_slots=free_slots, num_kept_blocks=num_kept
+            giving_way, demand, num_free_slots=free_slots, num_kept_blocks=num_kept
         )
         return victims or None
 

@@ -170,7 +170,9 @@ def budget_for_step(
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in running])
     if num_decodes and config.target_itl_s != inf:
-        within = step_time.tokens_within(config.target_itl_s)
+        decodes_s = step_time.seconds(num_decodes)
+        target_s = max(config.target_itl_s, decodes_s / (1 - config.least_prefill_share))
+        within = step_time.tokens_within(target_s)
         if within is not None:
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))

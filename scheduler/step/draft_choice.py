@@ -18,7 +18,15 @@ An offer that was not verified teaches as well: the token that was sampled shows
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from scheduler.messages import DraftChoice, DraftReason, SequenceId
+from scheduler.messages import (
+    DraftChoice,
+    DraftReason,
+    ModelRunnerOutput,
+    PredictionUse,
+    SchedulerOutput,
+    SequenceId,
+)
+from scheduler.sequence import Sequence as TokenSequence
 
 _RATE_OF_STRANGERS = 0.6  # until anything is known
 _LEARNING = 0.1  # weight of the latest outcome of a sequence
@@ -186,3 +194,12 @@ def _rounded(num_tokens: int) -> int:
         return num_tokens
     unit = 1 << (num_tokens.bit_length() - 4)
     return -(-num_tokens // unit) * unit
+
+
+def prediction_use(
+    seq: TokenSequence, kept_ids: tuple[int, ...], plan: SchedulerOutput, result: ModelRunnerOutput
+) -> PredictionUse | None:
+    """Count the drafts of a sequence that were accepted, up to its end, and the others."""
+    num_drafts = len(plan.draft_token_ids.get(seq.sequence_id, ()))
+    num_accepted = min(len(result.token_ids[seq.sequence_id]) - 1, len(kept_ids))
+    return PredictionUse(num_accepted, num_drafts - num_accepted) if num_drafts else None

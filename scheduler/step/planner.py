@@ -18,8 +18,14 @@ sequence keeps its rank, and returns from the waiting queue by recompute, or fro
 from collections.abc import Callable
 from operator import attrgetter
 
-from scheduler.config import Batching, Displacement
-from scheduler.messages import FinishReason, PreemptionCause, SchedulerOutput, WaitReason
+from scheduler.config import Batching, Displacement, Fairness
+from scheduler.messages import (
+    FinishReason,
+    PreemptionCause,
+    ScheduledSequence,
+    SchedulerOutput,
+    WaitReason,
+)
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
 from scheduler.step.budget import SchedulingBudget, StepLimit, StepLimits, budget_for_step
@@ -55,7 +61,9 @@ class Planner:
         self._preemptor = Preemptor(state, shares)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._has_window = self._kv.attended.is_limited
-        self._may_displace = state.order.displaces and self._config.displacement is Displacement.ON
+        may_displace = self._config.displacement is Displacement.ON
+        self._may_give_turns = self._config.fairness is Fairness.TENANT and may_displace
+        self._may_displace = state.order.displaces and may_displace
 
     @property
     def wait_reason(self) -> WaitReason:
@@ -65,6 +73,24 @@ class Planner:
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
         """Reason why the sequence at this place of the waiting queue waits."""
         return self._admission.reason_of(seq, place)
+
+    def plan_decodes(self) -> list[ScheduledSequence] | None:
+        """Shares of a step in which each running sequence gets one token, and nothing is left to decide.
+
+        None if there may be: then `plan` decides. Most steps are like that, and with few sequences deciding
+        nothing takes longer than all the rest.
+        """
+        running = self._queues.running
+        if len(self._queues.waiting) or self._has_window or self._shares.has_extras:
+            return None
+        if not running or len(running) > self._step_limit.max_tokens:
+            return None
+        for seq in running:
+            num_tokens = seq.num_tokens
+            if num_tokens > seq.num_slots or num_tokens - seq.num_computed_tokens != 1:
+                return None
+        self._admission.skip_step()
+        return self._shares.decode_all(running)
 
     def plan(self, *, now_s: float) -> PlanDraft:
         """Decide all that happens in the next step."""
@@ -80,6 +106,8 @@ class Planner:
         self._shares.choose_drafts(plan)
         if self._may_displace:
             self._admission.admit_urgent(plan)
+        if self._may_give_turns:
+            self._admission.admit_owed(plan)
         if self._config.batching is Batching.SEPARATE:
             self._plan_separately(plan)
         else:

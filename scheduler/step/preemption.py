@@ -17,6 +17,7 @@ undone;
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -62,9 +63,14 @@ class Preemptor:
         return min(reversed(window), key=lambda seq: (seq.is_protected, self._num_tokens_at_stake(seq)))
 
     def choose_displaced(
-        self, candidate: Sequence, demand: BlockDemand, *, num_free_slots: int, num_kept_blocks: int = 0
+        self,
+        giving_way: Iterator[Sequence],
+        demand: BlockDemand,
+        *,
+        num_free_slots: int,
+        num_kept_blocks: int = 0,
     ) -> list[Sequence] | None:
-        """Choose the fewest victims that make room for `candidate`, maybe none.
+        """Choose the fewest of `giving_way`, maybe none, that make room for a sequence of this demand.
 
         None if there is no such choice. `num_kept_blocks` of the free blocks are another's.
         """
@@ -73,11 +79,10 @@ class Preemptor:
         num_growing = sum(kv.num_missing(seq) for seq in running if seq.num_tokens > seq.num_slots)
         gain = _Gain(kv.pool, set(demand.hit.device.values()))
         victims: list[Sequence] = []
-        less_urgent = self._state.order.displaced_by(candidate, running)
         while num_free_slots + len(victims) < 1 or (
             num_free + gain.num_blocks < demand.num_from_free + num_growing
         ):
-            victim = next((seq for seq in less_urgent if not seq.is_protected), None)
+            victim = next((seq for seq in giving_way if not seq.is_protected), None)
             if victim is None:
                 return None
             victims.append(victim)

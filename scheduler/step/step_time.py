@@ -20,12 +20,14 @@ class StepTimeModel:
         self._num_observations = 0
         self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
         self._slope_s: float | None = None
+        self._last_prefill_token_s = 0.0
         self.last_prefill_s = 0.0
         """Duration of the latest step with a prefill chunk."""
 
     def observe(self, num_tokens: int, seconds: float, *, has_prefill: bool = False) -> None:
         if has_prefill:
             self.last_prefill_s = seconds
+            self._last_prefill_token_s = seconds / num_tokens
         seconds = self._without_hiccup(num_tokens, seconds)
         self._num_observations += 1
         self._weight = self._weight * _DECAY + 1.0
@@ -65,9 +67,18 @@ class StepTimeModel:
         mean_tokens = self._tokens / self._weight if self._weight else 0.0
         return max(mean_s - (self._slope_s or 0.0) * mean_tokens, 0.0)
 
+    def seconds(self, num_tokens: int) -> float:
+        """Expected duration of a step; 0 before it is known."""
+        return 0.0 if self.slope_s is None else self.base_s + self.slope_s * num_tokens
+
     def tokens_within(self, seconds: float) -> int | None:
-        """Tokens of a step that takes `seconds`; None if that is not known, or not limited."""
+        """Tokens of a step that takes `seconds`; None if that is not known, or not limited.
+
+        After too few steps for a line, the last prefill tells how long a token takes at most.
+        """
         slope_s = self.slope_s
+        if slope_s is None and self._last_prefill_token_s:
+            return int(seconds / self._last_prefill_token_s)
         if not slope_s:
             return None
         return max(int((seconds - self.base_s) / slope_s), 0)

@@ -12,6 +12,9 @@ of their sequence. A sequence for which drafts come too early is not planned ahe
 fit.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from scheduler.config import DraftAdmission
 from scheduler.messages import ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
@@ -20,6 +23,9 @@ from scheduler.step.draft_choice import DraftRule
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
+
+_share: Callable[[tuple[SequenceId, int, int, bool]], ScheduledSequence]
+_share = partial(tuple.__new__, ScheduledSequence)  # half the time of the class's own constructor
 
 _EXPECTED: tuple[int, ...] = ()
 """In place of drafts: some are expected, and none fit yet."""
@@ -52,6 +58,30 @@ class TokenShares:
         plan.decodes.append(ScheduledSequence(seq.sequence_id, start, 1, True))  # noqa: FBT003  (a hot path)
         if seq.num_tokens + 1 < seq.max_length:  # as expect_token, without the call
             seq.num_tokens += 1
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether drafts, or inputs to encode, may change what a decode gets."""
+        return bool(self._drafts or self._state.config.max_encoder_tokens)
+
+    def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
+        """Give each one token, as `decode` does, in one loop, and complete the plan.
+
+        Each must want just one token, and have a slot for it.
+        """
+        block_size, shares, has_published = self._block_size, [], False
+        for seq in running:
+            start = seq.num_computed_tokens
+            seq.num_computed_tokens = end = start + 1
+            if end % block_size == 0 and end <= len(seq.token_ids):
+                self._publish(seq, start, end)
+                has_published = True
+            shares.append(_share((seq.sequence_id, start, 1, True)))
+            if seq.num_tokens + 1 < seq.max_length:
+                seq.num_tokens += 1
+        if has_published:
+            self._kv.complete_plan()
+        return shares
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
         """Give as much of what is left to compute as the budget has; no share, if nothing is left."""

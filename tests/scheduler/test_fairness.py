@@ -5,11 +5,13 @@ from dataclasses import replace
 from random import Random
 from time import perf_counter
 
-from scheduler.config import Fairness, SchedulingPolicy
-from scheduler.messages import FinishReason, SequenceId
+import pytest
+
+from scheduler.config import Displacement, Fairness, SchedulingPolicy
+from scheduler.messages import FinishReason, PreemptionCause, SequenceId
 from scheduler.queues.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from scheduler.scheduler import Scheduler
-from tests.fakes import make_sequence
+from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
 
@@ -166,3 +168,43 @@ def test_a_thousand_different_priorities_do_not_slow_an_admission() -> None:
     plan = scheduler.schedule(now_s=0.0)
     assert perf_counter() - started_s < 0.6
     assert sorted(shares(plan)) == list(range(744, 1000)), "the most urgent"
+
+
+def test_a_quiet_tenant_does_not_wait_until_long_answers_of_another_have_ended() -> None:
+    world = fair_world(max_num_seqs=4, num_blocks=410, max_model_len=500)
+    world.add(*(make_sequence(i, [i, i], max_tokens=400, tenant="noisy") for i in range(1, 5)))
+    world.step()
+    world.add(make_sequence(9, [9, 9], max_tokens=5, tenant="quiet"))
+    num_steps = 0
+    while 9 not in world.ended:
+        world.step()
+        num_steps += 1
+    assert num_steps < 100
+    assert world.num_preemptions(PreemptionCause.FAIRNESS) == 1
+    world.run(3000)
+    assert world.num_preemptions() == 1
+    assert all(world.tokens[SequenceId(i)] == continuation([i, i], 400) for i in range(1, 5))
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+def test_tenants_that_take_turns_get_equal_service_and_turns_are_worth_their_price(num_places: int) -> None:
+    world = fair_world(max_num_seqs=num_places, num_blocks=300, max_model_len=300)
+    for i in range(1, 9):
+        world.add(make_sequence(i, [i] * 40, max_tokens=200, tenant="ab"[i % 2 if i > 4 else 0]))
+    for _ in range(600 // num_places):
+        world.step()
+        service = world.scheduler.tenant_service()
+        assert abs(service["a"] - service["b"]) < 128 + 240 * (num_places + 1) + 2 * 8 * num_places
+    num_tokens = sum(len(tokens) for tokens in world.tokens.values())
+    assert world.num_preemptions(PreemptionCause.FAIRNESS) <= num_tokens // 64
+    world.run(4000)
+    assert all(len(tokens) == 200 for tokens in world.tokens.values())
+
+
+def test_without_displacement_tenants_wait_for_a_place() -> None:
+    world = fair_world(max_num_seqs=1, num_blocks=200, max_model_len=400, displacement=Displacement.OFF)
+    world.add(make_sequence(1, [1], max_tokens=300, tenant="noisy"))
+    world.step()
+    world.add(make_sequence(2, [2], max_tokens=1, tenant="quiet"))
+    world.run()
+    assert list(world.ended) == [1, 2]

@@ -3,8 +3,9 @@
 import pytest
 
 from scheduler.config import PrefixCaching, SchedulingPolicy
-from scheduler.messages import FinishReason, ModelRunnerOutput, SequenceId
+from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import NeverFits, Scheduler
+from scheduler.step.planner import Planner
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
@@ -292,3 +293,22 @@ def test_without_prefix_caching_nothing_is_found_again() -> None:
     world.run()
     assert world.scheduler.stats().num_prefix_hits == 0
     assert len(world.scheduler.kv.prefix_cache) == 0
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_steps_of_decodes_alone_are_planned_in_one_loop_with_the_same_result(
+    policy: SchedulingPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def history() -> tuple[list[SchedulerOutput], dict[SequenceId, list[int]]]:
+        world = World(small_config(num_blocks=12, policy=policy))
+        for number in range(1, 9):
+            world.add(make_sequence(number, [number] * (3 * number % 7 + 1), max_tokens=5 + number % 4 * 6))
+            for _ in range(number % 3 * 4):
+                world.step()
+        world.run()
+        return world.worker.plans, world.tokens
+
+    quick = history()
+    assert any(len(plan.scheduled) > 1 for plan in quick[0])
+    monkeypatch.setattr(Planner, "plan_decodes", lambda _: None)
+    assert history() == quick

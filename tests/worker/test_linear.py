@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from worker.model.layer_call import HeadShape
 from worker.model.linear import Axis, Linear, PlainWeight, Segment, linear_of, merge
-from worker.model.quantization import quantization_of, round_to_int8
+from worker.model.quantization import NO_ROUNDING, round_to_int8, rounding_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -137,7 +137,7 @@ def test_a_module_is_read_if_it_is_torchs_own_or_says_what_it_computes() -> None
 
 
 def test_an_unknown_word_of_quantization_is_refused_with_the_known_ones() -> None:
-    assert quantization_of(WorkerConfig(model_path="")) is None
+    assert rounding_of(WorkerConfig(model_path="")) == NO_ROUNDING
     with pytest.raises(StartupError, match="unknown --quantization int3") as refused:
-        quantization_of(WorkerConfig(model_path="", quantization="int3"))
+        rounding_of(WorkerConfig(model_path="", quantization="int3"))
     assert "none, int8" in refused.value.fix

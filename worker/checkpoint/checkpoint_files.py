@@ -5,8 +5,9 @@ Never: network, pickled weights, code that comes with a checkpoint.
 """
 
 import json
+import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,40 @@ from worker.worker_errors import StartupError
 
 _READ_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"
+# Last names of tensors of quantized modules (worker/quantized reads them).
+_CODES = frozenset({"weight_packed", "qweight", "weight"})
+_ZEROS = frozenset({"qzeros", "weight_zero_point"})
+_ORDERS = frozenset({"g_idx", "weight_g_idx"})
+_BYTE_CODES = frozenset({"I8", "F8_E4M3"})
+_BYTES_OF_A_SCALE, _BYTES_OF_AN_INDEX = 4, 8
 # torch's name of a dtype -> the name in a safetensors header, and bytes per number. Others are not converted.
 _FLOATS = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Tensor as a header describes it."""
+
+    dtype: str
+    """The header's name: F32, BF16."""
+    shape: tuple[int, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     path: Path
     num_bytes: int
-    bytes_of_dtype: dict[str, int]
-    """Bytes by the header's names of dtypes: F32, BF16."""
+    tensors: dict[str, StoredTensor]
+    """Each tensor by its name."""
+
+    @property
+    def bytes_of_dtype(self) -> dict[str, int]:
+        """Bytes by the header's names of dtypes."""
+        found: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            found[tensor.dtype] += tensor.num_bytes
+        return dict(found)
 
 
 def find_checkpoint(model_path: str) -> Path:
@@ -90,18 +115,52 @@ def find_weights(folder: Path) -> list[WeightFile]:
 def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
     """Size the weights in `dtype`, a name of torch's; None keeps the files' own.
 
-    Counts all that the files hold, which for a few families is more than the language model takes.
+    Counts all that the files hold, which for a few families is more than the language model takes. Codes of
+    quantized modules stay as they are; their scales become float32, one for each output and group.
     """
     item_bytes = {name: num_bytes for name, num_bytes in _FLOATS.values()}
     target, target_bytes = _FLOATS.get(dtype or "", ("", 0))
-    total = converted = 0
-    for file in files:
-        for stored, num_bytes in file.bytes_of_dtype.items():
-            if not target or stored == target or stored not in item_bytes:
-                total += num_bytes
-                continue
-            converted += num_bytes // item_bytes[stored] * target_bytes
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    total, plain = _quantized_bytes(tensors)
+    converted = 0
+    for name in plain:
+        stored = tensors[name]
+        if not target or stored.dtype == target or stored.dtype not in item_bytes:
+            total += stored.num_bytes
+            continue
+        converted += stored.num_bytes // item_bytes[stored.dtype] * target_bytes
     return WeightBytes(total=total + converted, converted=converted)
+
+
+def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:
+    """Size all quantized modules; returns the names of all other tensors too."""
+    modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module, _, last_name = name.rpartition(".")
+        modules[module][last_name] = tensor
+    total, plain = 0, []
+    for module, parts in modules.items():
+        codes = [parts[name] for name in parts if name in _CODES or name.endswith("_blocks")]
+        if not codes or not any("scale" in name for name in parts):
+            plain += [f"{module}.{name}" if module else name for name in parts]
+            continue
+        total += sum(tensor.num_bytes for tensor in codes)
+        num_zeros = sum(name in _ZEROS for name in parts)
+        for name, tensor in parts.items():
+            if "scale" in name and "global" not in name and "input" not in name:
+                total += _BYTES_OF_A_SCALE * (1 + num_zeros) * _num_scales(name, tensor, codes[0])
+            elif name in _ORDERS:
+                total += _BYTES_OF_AN_INDEX * math.prod(tensor.shape)
+            elif name == "bias" or name.endswith("_bias"):
+                plain.append(f"{module}.{name}")
+    return total, plain
+
+
+def _num_scales(name: str, scales: StoredTensor, codes: StoredTensor) -> int:
+    """Count scales by output and group: one for a block or for all is repeated for each output."""
+    if name.startswith("weight_scale") and codes.dtype in _BYTE_CODES and len(scales.shape) < 3:
+        return codes.shape[0] * (scales.shape[1] if len(scales.shape) == 2 else 1)
+    return math.prod(scales.shape)
 
 
 def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> None:
@@ -125,18 +184,20 @@ def _open_weights(path: Path) -> WeightFile:
             if header_bytes > num_bytes - 8:
                 raise ValueError("the header is cut off")
             header = json.loads(stream.read(header_bytes))
-        entries = [entry for name, entry in header.items() if name != "__metadata__"]
-        bytes_of_dtype: Counter[str] = Counter()
-        for entry in entries:
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors: dict[str, StoredTensor] = {}
+        for name, entry in entries.items():
             start, end = entry["data_offsets"]
-            bytes_of_dtype[entry["dtype"]] += end - start
+            tensors[name] = StoredTensor(str(entry["dtype"]), tuple(entry["shape"]), end - start)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise StartupError(
             f"{path} is not a whole safetensors file ({error})", fix="download it again"
         ) from error
-    expected_bytes = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries), default=0)
+    expected_bytes = (
+        8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    )
     if num_bytes != expected_bytes:
         raise StartupError(
             f"{path} has {num_bytes} bytes, but its header promises {expected_bytes}", fix="download it again"
         )
-    return WeightFile(path, num_bytes, dict(bytes_of_dtype))
+    return WeightFile(path, num_bytes, tensors)

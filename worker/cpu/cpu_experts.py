@@ -10,25 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from worker.cpu.cpu_products import TAKEN, pack_gate_up, pack_linear
+from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import Kernels, PackedWeight
 from worker.model.layer_parts import GatedMlp, Unrecognised
-from worker.model.mixture import Experts
+from worker.model.mixture import ExpertLinears, Gate
 
 
 class PackedExperts(nn.Module):
     """The experts of one layer. Raises Unrecognised where the kernels cannot compute them."""
 
-    def __init__(self, experts: Experts, kernels: Kernels) -> None:
+    def __init__(self, experts: ExpertLinears, kernels: Kernels, inputs: Inputs = Inputs.AS_THEY_ARE) -> None:
         super().__init__()
-        if not experts.gate.is_plain or experts.gate_bias_EN is not None:
-            raise Unrecognised("its experts have a gate of their own")
-        if not TAKEN.include(experts.gate_up(0)) or not TAKEN.include(experts.down(0)):
-            raise Unrecognised(f"its experts are {tuple(experts.down_EHI.shape)} {experts.down_EHI.dtype}")
+        for linear in (experts.gate_up(0), experts.down(0)):
+            if not TAKEN.include(linear):
+                raise Unrecognised(f"its experts are {TAKEN.explain(linear)}")
         self._kernels = kernels
         self._packed: list[tuple[PackedWeight, PackedWeight]] = []
-        for expert in range(len(experts.down_EHI)):
-            mlp = GatedMlp(experts.gate_up(expert), experts.down(expert), experts.gate.activation)
-            self._packed.append((pack_gate_up(mlp), pack_linear(mlp.down)))
+        has_bias = experts.gate_up(0).has_bias
+        self._gate: Gate | None = None if experts.gate.is_plain and not has_bias else experts.gate
+        """The gate that stands between two products; None: the first product computes it."""
+        for expert in range(experts.num_experts):
+            gate_up, down = experts.gate_up(expert), experts.down(expert)
+            if self._gate is not None:
+                packed = pack_linear(gate_up, inputs)
+            else:
+                packed = pack_gate_up(GatedMlp(gate_up, down, experts.gate.activation), inputs)
+            self._packed.append((packed, pack_linear(down, inputs)))
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
         """Return the weighed sum of the outputs of each token's experts: [T, H]."""
@@ -39,10 +46,16 @@ class PackedExperts(nn.Module):
         start = 0
         for expert_id, count in enumerate(ids_P.bincount().tolist()):
             if count:
-                gate_up, down = self._packed[expert_id]
                 rows = slice(start, start + count)
-                outputs[rows] = self._kernels.multiply(self._kernels.multiply(inputs[rows], gate_up), down)
+                outputs[rows] = self._compute(expert_id, inputs[rows])
                 start += count
         weighed = outputs.float() * scores_TK.reshape(-1)[order].float().unsqueeze(1)
         in_order = weighed.new_empty(weighed.shape).index_copy_(0, order, weighed)
         return in_order.view(len(hidden_TH), num_chosen, -1).sum(dim=1).to(hidden_TH.dtype)
+
+    def _compute(self, expert: int, x: Tensor) -> Tensor:
+        gate_up, down = self._packed[expert]
+        if self._gate is None:
+            return self._kernels.multiply(self._kernels.multiply(x, gate_up), down)
+        gates, ups = self._kernels.multiply_to_float(x, gate_up).chunk(2, dim=-1)
+        return self._kernels.multiply(self._gate(gates, ups).to(x.dtype), down)

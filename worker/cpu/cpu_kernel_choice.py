@@ -13,7 +13,7 @@ from worker.cpu.kernel_build import CannotBuild, build_library, find_library, fo
 from worker.cpu.native import DTYPES, Kernels
 from worker.devices.device import Device
 from worker.doctor_findings import Finding, Verdict
-from worker.model.quantization import quantization_of, refuse_quantization
+from worker.model.quantization import refuse_quantization, rounding_of
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
@@ -41,7 +41,7 @@ def open_toolkit(
         _refuse_quantization(config, error)
         log.info("no CPU kernels, torch computes: %s", error)
         return None
-    return CpuToolkit(kernels, device, quantization_of(config))
+    return CpuToolkit(kernels, device, rounding_of(config))
 
 
 def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) -> Finding:

@@ -14,6 +14,7 @@ from torch.nn.functional import layer_norm, rms_norm
 from worker.attention.interface import executor_of_step
 from worker.cpu.cpu_attention import GivenAngles, LayerAttention, attention_options
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
+from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import (
     CHeadShape,
     CLayer,
@@ -30,8 +31,9 @@ from worker.model.layer_parts import GatedMlp, LayerNorm, LayerParts, RmsNorm
 class CpuLayer(nn.Module):
     """A layer that runs only while a LayerAttention executes a step. Raises Unrecognised."""
 
-    def __init__(self, parts: LayerParts, call: LayerCall) -> None:
+    def __init__(self, parts: LayerParts, call: LayerCall, inputs: Inputs = Inputs.AS_THEY_ARE) -> None:
         super().__init__()
+        self._inputs = inputs
         heads = head_shape(parts, call)
         parts = in_halves(parts, call)
         self._layer_idx = call.layer_idx
@@ -47,13 +49,13 @@ class CpuLayer(nn.Module):
         self._c = CLayer(
             hidden_size=parts.attention_output.num_outputs,
             attention_norm=self._norm(parts.attention_norm),
-            query_key_value=self._packed(pack_linear(parts.query_key_value)),
+            query_key_value=self._packed(pack_linear(parts.query_key_value, inputs)),
             heads=CHeadShape(*heads),
             all_queries_norm=all_queries_norm,
             all_keys_norm=all_keys_norm,
             rotation=CRotation(query_norm, key_norm, rotated_dim=call.rotated_dim),
             attention=attention_options(call.options, sinks),
-            attention_output=self._packed(pack_linear(parts.attention_output)),
+            attention_output=self._packed(pack_linear(parts.attention_output, inputs)),
             after_attention_norm=self._norm(parts.after_attention_norm),
             mlp_norm=self._norm(parts.mlp_norm),
             gate_up=gate_up,
@@ -97,7 +99,8 @@ class CpuLayer(nn.Module):
         if not isinstance(mlp, GatedMlp):
             self.mlp = mlp  # under its name: experts in it are looked for, and replaced
             return CPackedWeight(), CPackedWeight()
-        return self._packed(pack_gate_up(mlp)), self._packed(pack_linear(mlp.down))
+        gate_up, down = pack_gate_up(mlp, self._inputs), pack_linear(mlp.down, self._inputs)
+        return self._packed(gate_up), self._packed(down)
 
     def _packed(self, weight: PackedWeight) -> CPackedWeight:
         self._kept.append(weight)

@@ -15,13 +15,17 @@ from worker.cpu.cpu_attention import CpuAttention, LayerAttention
 from worker.cpu.cpu_experts import PackedExperts
 from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_products import TAKEN, pack_linear
+from worker.cpu.cpu_proof import prove_products
+from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
 from worker.model.linear import linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
-from worker.model.quantization import Quantization
+from worker.model.quantization import NO_ROUNDING, Rounding
+from worker.model.quantized_layers import QuantizedLinear
+from worker.worker_errors import StartupError
 
 ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device, Kernels], LayerAttention]] = {
     "native": CpuAttention,
@@ -31,7 +35,7 @@ _DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
 
 
 class PackedLinear(nn.Module):
-    """The model's output layer. Its logits are float32: sums that were never rounded."""
+    """A linear layer outside of fused ones."""
 
     def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
         super().__init__()
@@ -40,9 +44,17 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._kernels.multiply_to_float(flat, self._weight).view(
-            *x.shape[:-1], self._weight.num_outputs
-        )
+        return self._multiply(flat).view(*x.shape[:-1], self._weight.num_outputs)
+
+    def _multiply(self, x_TK: Tensor) -> Tensor:
+        return self._kernels.multiply(x_TK, self._weight)
+
+
+class PackedOutput(PackedLinear):
+    """The model's output layer. Its logits are float32: sums that were never rounded."""
+
+    def _multiply(self, x_TK: Tensor) -> Tensor:
+        return self._kernels.multiply_to_float(x_TK, self._weight)
 
 
 class PackedEmbedding(nn.Module):
@@ -58,7 +70,7 @@ class PackedEmbedding(nn.Module):
 
 
 class CpuToolkit:
-    """See Toolkit. Quantization is of the layers that are fused; the output layer stays in its format."""
+    """See Toolkit. Quantization is of the layers that are fused, and of the output layer by itself."""
 
     device_kind, option = "CPU", "--cpu-kernels"
     runs_ahead = False
@@ -68,13 +80,15 @@ class CpuToolkit:
         self,
         kernels: Kernels,
         device: Device,
-        quantization: Quantization | None = None,
+        rounding: Rounding = NO_ROUNDING,
         attention_backend: str = _DEFAULT_BACKEND,
     ) -> None:
-        self._kernels, self._device, self._quantization = kernels, device, quantization
+        self._kernels, self._device = kernels, device
+        self._quantization, self._head_quantization = rounding.layers, rounding.head
+        self._inputs = Inputs.INT8 if rounding.of_inputs else Inputs.AS_THEY_ARE
         self._open_attention = ATTENTION_BACKENDS[attention_backend]
         self.name = kernels.instruction_set
-        self.fused = "fused" if quantization is None else f"fused, their weights {quantization.word}"
+        self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
 
     def attention_over(self, cache: KVCache) -> LayerAttention:
         return self._open_attention(cache, self._device, self._kernels)
@@ -85,12 +99,27 @@ class CpuToolkit:
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         if self._quantization is not None:
             parts = parts.with_linears(self._quantization.quantize)
-        return CpuLayer(parts, call)
+        return CpuLayer(parts, call, self._inputs)
+
+    def prove(self, model: Any) -> None:
+        """See Toolkit."""
+        is_rounded_so = self._quantization is not None and self._quantization.takes_int8_inputs
+        has_codes = prove_products(model, self._kernels, self._inputs)
+        if self._inputs is Inputs.INT8 and not (has_codes or is_rounded_so):
+            raise StartupError(
+                "--activations int8 has no effect on weights that are not codes in groups",
+                fix="leave it out, or add --quantization int4",
+            )
 
     def replace_others(self, model: Any) -> ReplacedExperts:
-        """Pack mixtures of experts and the output layer."""
+        """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
         self._pack_output(model)
-        return replace_experts(model, lambda experts: PackedExperts(experts, self._kernels))
+        done = replace_experts(model, lambda experts: PackedExperts(experts, self._kernels, self._inputs))
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantizedLinear) and TAKEN.include(module.as_linear()):
+                weight = pack_linear(module.as_linear(), self._inputs)
+                model.set_submodule(name, PackedLinear(weight, self._kernels))
+        return done
 
     def refusing_kernels(self) -> AbstractContextManager[None]:
         """Refuse nothing: the kernels were compiled before the toolkit was made."""
@@ -105,7 +134,10 @@ class CpuToolkit:
         is_tied = embedding.weight is getattr(output, "weight", None)
         if is_tied and type(embedding) is not nn.Embedding:
             return  # one that does more than look up; a second copy would be the larger loss
-        weight = pack_linear(linear)
-        model.set_output_embeddings(PackedLinear(weight, self._kernels))
+        if self._head_quantization is not None:
+            # The embedding looks up numbers as they were, so that a tied one is kept beside the codes.
+            linear, is_tied = self._head_quantization.quantize(linear), False
+        weight = pack_linear(linear, self._inputs)
+        model.set_output_embeddings(PackedOutput(weight, self._kernels))
         if is_tied:
             model.set_input_embeddings(PackedEmbedding(weight))

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from worker.cpu.native import COLUMNS, WIDEST_VECTOR, CGroupedCodes, CPackedWeight, PackedWeight, pointer
+from worker.cpu.native import (
+    COLUMNS,
+    WIDEST_VECTOR,
+    CGroupedCodes,
+    CPackedWeight,
+    PackedWeight,
+    gate_up_order,
+    pointer,
+)
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import GroupedWeight, merged
 
@@ -47,10 +55,34 @@ _KINDS = {torch.uint8: _Kind.NIBBLES, torch.int8: _Kind.INT8, torch.float8_e4m3f
 
 
 def pack_grouped(
-    weight: GroupedWeight, bias_N: Tensor | None = None, *, inputs: Inputs = Inputs.AS_THEY_ARE
+    weight: GroupedWeight,
+    bias_N: Tensor | None = None,
+    activation: GateActivation = GateActivation.NONE,
+    *,
+    inputs: Inputs = Inputs.AS_THEY_ARE,
 ) -> PackedWeight:
-    """Copy a weight and its bias into the kernels' order. Raises CannotPack."""
-    return _pack(weight, bias_N, GateActivation.NONE, inputs)
+    """Copy a weight and its bias into the kernels' order. Raises CannotPack.
+
+    With an activation the outputs are in `gate_up_order`, and a product is half as many.
+    """
+    reason = find_hindrance(weight, inputs=inputs)
+    if reason is not None:
+        raise CannotPack(reason)
+    return _pack(weight, bias_N, activation, inputs)
+
+
+def find_hindrance(weight: GroupedWeight, *, inputs: Inputs = Inputs.AS_THEY_ARE) -> str | None:
+    """Say why the kernels have no form for this weight; None where they have one."""
+    if weight.group_size % WIDEST_VECTOR:
+        return f"groups of {weight.group_size} inputs are no multiple of {WIDEST_VECTOR}"
+    takes_bytes = inputs is Inputs.INT8
+    if takes_bytes and weight.codes.dtype is torch.float8_e4m3fn:
+        return "float8 weights have no product with int8 inputs"
+    try:
+        _byte_lookup(weight) if takes_bytes else _number_lookup(weight)
+    except CannotPack as error:
+        return str(error)
+    return None
 
 
 def pack_grouped_gate_up(
@@ -63,19 +95,15 @@ def pack_grouped_gate_up(
         both = merged([gate, up])
     except ValueError as error:
         raise CannotPack(str(error)) from error
-    order = torch.arange(2 * gate.num_outputs).view(2, -1, WIDEST_VECTOR).transpose(0, 1).reshape(-1)
-    return _pack(both.outputs(order), None, activation, inputs)
+    order = gate_up_order(gate.num_outputs, both.device)
+    return pack_grouped(both.outputs(order), None, activation, inputs=inputs)
 
 
 def _pack(
     weight: GroupedWeight, bias_N: Tensor | None, activation: GateActivation, inputs: Inputs
 ) -> PackedWeight:
-    if weight.group_size % WIDEST_VECTOR:
-        raise CannotPack(f"groups of {weight.group_size} inputs are no multiple of {WIDEST_VECTOR}")
     takes_bytes = inputs is Inputs.INT8
     kind = _KINDS[weight.codes.dtype]
-    if takes_bytes and kind is _Kind.FLOAT8:
-        raise CannotPack("float8 weights have no product with int8 inputs")
     unit, lookup, shift = _byte_lookup(weight) if takes_bytes else (1.0, _number_lookup(weight), 0)
     data = _data(weight, takes_bytes=takes_bytes)
     scales, offsets = _by_group(weight.scales_NG * unit), _by_group(weight.offsets_NG)

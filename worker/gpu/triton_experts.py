@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from worker.gpu.kernels.expert_products import ExpertTiles, multiply_down, multiply_gate_up, route
-from worker.model.mixture import Experts
+from worker.model.layer_parts import Unrecognised
+from worker.model.mixture import ExpertLinears, Experts
 
 # Keys are the most pairs that an expert has on average. Two products share a program's registers in
 # gate_up_tiles. Warp-group products want 64 pairs; fewer are read by the tensor cores of before.
@@ -29,10 +30,12 @@ _WIDE_ITEM_TILES = ExpertTiles(pairs=16, outputs=32, inputs=32, num_warps=4, num
 
 
 class TritonExperts(nn.Module):
-    """The experts of one layer, in the place of transformers' module."""
+    """The experts of one layer, in the place of transformers' module. Raises Unrecognised for codes."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: ExpertLinears) -> None:
         super().__init__()
+        if not isinstance(experts, Experts):
+            raise Unrecognised(f"its experts are of {experts.down(0).weight.format}")
         self._experts = experts
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:

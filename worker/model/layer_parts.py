@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.model.linear import Linear, Segment, linear_of, merge
+from worker.model.linear import Linear, Segment, Weight, linear_of, merge
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _SPLIT_ROWS, _MERGED_ROWS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
@@ -80,10 +80,19 @@ class TakenWeights:
     size_multiple: int
     """A divisor of the inputs of a product, of the numbers of a norm, a head or an MLP."""
     takes_layer_norms: bool = False
+    find_hindrance: Callable[[Weight], str | None] = lambda _: None
+    """Say why a weight of a format that is taken has no product all the same; None where it has one."""
 
     def include(self, linear: Linear) -> bool:
         """Tell whether the kernels can multiply by it."""
-        return linear.weight.format in self.formats and linear.num_inputs % self.size_multiple == 0
+        is_taken = linear.weight.format in self.formats and linear.num_inputs % self.size_multiple == 0
+        return is_taken and self.find_hindrance(linear.weight) is None
+
+    def explain(self, linear: Linear) -> str:
+        """Describe a layer that is not included, for a person."""
+        weight = linear.weight
+        hindrance = self.find_hindrance(weight) if weight.format in self.formats else None
+        return f"{weight.shape} {weight.format}" + ("" if hindrance is None else f": {hindrance}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +236,7 @@ def _linear(children: dict[str, nn.Module], name: str, taken: TakenWeights) -> L
     if linear is None:
         raise Unrecognised(f"its {name} is {'missing' if found is None else type(found).__name__}")
     if not taken.include(linear):
-        raise Unrecognised(f"its {name} is {linear.weight.shape} {linear.weight.format}")
+        raise Unrecognised(f"its {name} is {taken.explain(linear)}")
     return linear
 
 

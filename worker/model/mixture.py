@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,27 @@ class Gate(NamedTuple):
         return gate * torch.sigmoid(self.alpha * gate) * up
 
 
+class ExpertLinears(Protocol):
+    """The experts of a layer, each as two linear layers with the gate between them."""
+
+    @property
+    def gate(self) -> Gate: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    def gate_up(self, expert: int) -> Linear:
+        """Return the merged gates and ups of one expert: all gates, then all ups."""
+
+    def down(self, expert: int) -> Linear:
+        """Return the way down of one expert."""
+
+
 class Experts(NamedTuple):
-    """The weights of all experts of a layer; views of any strides, whatever the layout was."""
+    """The plain weights of all experts of a layer; views of any strides, whatever the layout was.
+
+    See ExpertLinears.
+    """
 
     gate_ENH: Tensor
     """[E, I, H]"""
@@ -66,15 +85,22 @@ class Experts(NamedTuple):
     down_bias_EH: Tensor | None
     gate: Gate
 
+    @property
+    def num_experts(self) -> int:
+        return len(self.down_EHI)
+
     def gate_up(self, expert: int) -> Linear:
-        """Return the merged gates and ups of one expert, copied and without their biases."""
-        return merge(
-            [Linear.of(PlainWeight(weight_ENH[expert])) for weight_ENH in (self.gate_ENH, self.up_ENH)]
-        )
+        """Return the merged gates and ups of one expert, copied."""
+        parts = ((self.gate_ENH, self.gate_bias_EN), (self.up_ENH, self.up_bias_EN))
+        return merge([_linear(weights_ENK[expert], biases, expert) for weights_ENK, biases in parts])
 
     def down(self, expert: int) -> Linear:
-        """Return the way down of one expert, copied where it is transposed, without its bias."""
-        return Linear.of(PlainWeight(self.down_EHI[expert].contiguous()))
+        """Return the way down of one expert, copied where it is transposed."""
+        return _linear(self.down_EHI[expert].contiguous(), self.down_bias_EH, expert)
+
+
+def _linear(weight_NK: Tensor, bias_EN: Tensor | None, expert: int) -> Linear:
+    return Linear.of(PlainWeight(weight_NK), None if bias_EN is None else bias_EN[expert])
 
 
 @dataclass(slots=True)
@@ -87,14 +113,27 @@ class ReplacedExperts:
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules of all experts that declare their layout."""
+    """Yield names and modules of all experts that declare their layout, or have `as_experts`."""
     for name, module in model.named_modules():
-        if all(hasattr(module, attribute) for attribute in _LAYOUT):
+        if declares_layout(module) or hasattr(module, "as_experts"):
             yield name, module
 
 
-def read_experts(module: Any) -> Experts:
+def declares_layout(module: nn.Module) -> bool:
+    """Tell whether it is a module of transformers' experts interface, with plain weights."""
+    return all(hasattr(module, attribute) for attribute in _LAYOUT)
+
+
+def read_experts(module: Any) -> ExpertLinears:
     """Take experts apart without copying their weights. Raises Unrecognised."""
+    if hasattr(module, "as_experts"):
+        found: ExpertLinears = module.as_experts()
+        return found
+    return read_plain_experts(module)
+
+
+def read_plain_experts(module: Any) -> Experts:
+    """Take experts apart that declare their layout. Raises Unrecognised."""
     if not module.has_gate:
         raise Unrecognised("its experts have no gates")
     if getattr(module, "has_post_expert_norm", False):
@@ -107,7 +146,7 @@ def read_experts(module: Any) -> Experts:
     if module.has_bias:
         gate_bias, up_bias = _gates_and_ups(module, module.gate_up_proj_bias.detach())
         down_bias = module.down_proj_bias.detach()
-    return Experts(gate_ENH, up_ENH, gate_bias, up_bias, down, down_bias, _find_gate(module))
+    return Experts(gate_ENH, up_ENH, gate_bias, up_bias, down, down_bias, find_gate(module))
 
 
 def _gates_and_ups(module: Any, merged: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +157,7 @@ def _gates_and_ups(module: Any, merged: Tensor) -> tuple[Tensor, Tensor]:
     return merged[:, ::2], merged[:, 1::2]
 
 
-def _find_gate(module: Any) -> Gate:
+def find_gate(module: Any) -> Gate:
     """Recognise the gate by its values, with the numbers that the module has for limits and the like."""
     apply_gate = getattr(module, "_apply_gate", None)
     if apply_gate is None:
@@ -141,25 +180,26 @@ def _find_gate(module: Any) -> Gate:
     raise Unrecognised("its experts have a gate of their own")
 
 
-def check_experts(ours: nn.Module, module: Any) -> None:
+def check_experts(ours: nn.Module, module: Any, experts: ExpertLinears) -> None:
     """Compute some tokens both ways. Raises Unrecognised if they differ."""
-    weight: Tensor = module.down_proj
+    down = experts.down(0)
+    dtype: torch.dtype = module.down_proj.dtype if declares_layout(module) else module.dtype
     generator = torch.Generator().manual_seed(_SEED)
-    num_experts, hidden_size = weight.shape[0], weight.shape[1 if not module.is_transposed else 2]
-    num_chosen = min(4, num_experts)
-    scores_TE = torch.rand((_NUM_TOKENS, num_experts), generator=generator).to(weight.device)
+    num_chosen = min(4, experts.num_experts)
+    device = down.weight.device
+    scores_TE = torch.rand((_NUM_TOKENS, experts.num_experts), generator=generator).to(device)
     scores_TK, ids_TK = scores_TE.topk(num_chosen)
-    hidden_TH = torch.randn((_NUM_TOKENS, hidden_size), generator=generator).to(weight)
+    hidden_TH = torch.randn((_NUM_TOKENS, down.num_outputs), generator=generator).to(device, dtype)
     with torch.inference_mode():
-        expected_TH = module(hidden_TH.clone(), ids_TK, scores_TK.to(weight.dtype)).float()
-        found_TH = ours(hidden_TH, ids_TK, scores_TK.to(weight.dtype)).float()
+        expected_TH = module(hidden_TH.clone(), ids_TK, scores_TK.to(dtype)).float()
+        found_TH = ours(hidden_TH, ids_TK, scores_TK.to(dtype)).float()
     errors = (found_TH - expected_TH).norm(dim=-1) / expected_TH.norm(dim=-1)
     error = float(errors.max().nan_to_num(torch.inf))
-    if error > _TOLERANCE[weight.dtype]:
+    if error > _TOLERANCE[dtype]:
         raise Unrecognised(f"its experts compute something else (error {error:.1e})")
 
 
-def replace_experts(model: nn.Module, make: Callable[[Experts], nn.Module]) -> ReplacedExperts:
+def replace_experts(model: nn.Module, make: Callable[[ExpertLinears], nn.Module]) -> ReplacedExperts:
     """Put modules of our own in the place of experts that compute the same.
 
     `make` may raise Unrecognised. Weights may move: each layer's old ones are freed before the next.
@@ -169,8 +209,9 @@ def replace_experts(model: nn.Module, make: Callable[[Experts], nn.Module]) -> R
         module = model.get_submodule(name)
         done.num_found += 1
         try:
-            ours = make(read_experts(module))
-            check_experts(ours, module)
+            experts = read_experts(module)
+            ours = make(experts)
+            check_experts(ours, module, experts)
         except Unrecognised as unusual:
             done.reasons[str(unusual)] += 1
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:

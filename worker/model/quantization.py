@@ -1,6 +1,6 @@
-"""The choices of --quantization: how the weights of a model are rounded when it is loaded.
+"""The choices of --quantization, --quantize-head and --activations: what is rounded in a loaded model.
 
-Owns: the words of the option, the rounding that each one stands for, and the error that it explains.
+Owns: the words of the options, the rounding that each one stands for, and the error that it explains.
 Never: multiplies (each device's kernels), or reads checkpoints whose weights were rounded before.
 
 Shapes: N outputs, K inputs.
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from worker.model.linear import Linear, PlainWeight
+from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 _NONE = "none"
 _HIGHEST_BYTE = 127
+_INT4_GROUP = 32
+_LOWEST_NIBBLE = -8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,29 @@ def round_to_int8(linear: Linear) -> Linear:
     return replace(linear, weight=Int8Weight(codes_NK, scales_N))
 
 
+def round_to_int4(linear: Linear) -> Linear:
+    """Round plain weights to four bits; the largest number of each group becomes -8.
+
+    A layer whose inputs are no whole groups stays as it is, and codes do.
+    """
+    weight = linear.weight
+    if not isinstance(weight, PlainWeight) or linear.num_inputs % _INT4_GROUP:
+        return linear
+    groups = weight.numbers_NK.float().view(linear.num_outputs, -1, _INT4_GROUP)
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    scales = largest / _LOWEST_NIBBLE
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    codes = (groups * inverse).round().clamp(_LOWEST_NIBBLE, -_LOWEST_NIBBLE - 1) - _LOWEST_NIBBLE
+    return replace(
+        linear,
+        weight=GroupedWeight(
+            codes=pack_nibbles(codes.to(torch.uint8).view(linear.num_outputs, -1)),
+            table=SIGNED_TABLE.to(weight.device),
+            scales_NG=scales[:, :, 0].contiguous(),
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """One choice of the option."""
@@ -79,27 +105,69 @@ class Quantization:
     tolerance: float
     """Error of logits over their size. Rounded weights answer a little otherwise, by intent; broken ones
     would answer anything."""
+    takes_int8_inputs: bool = False
+    """Whether there is a choice of rounding the inputs too. int8 rounds them always."""
 
 
 _QUANTIZATIONS = {
-    each.word: each for each in (Quantization(word="int8", quantize=round_to_int8, tolerance=0.3),)
+    each.word: each
+    for each in (
+        Quantization(word="int8", quantize=round_to_int8, tolerance=0.3),
+        Quantization(word="int4", quantize=round_to_int4, tolerance=0.6, takes_int8_inputs=True),
+    )
 }
+_OF_INPUTS = Quantization(word="int8", quantize=lambda linear: linear, tolerance=0.3)
 
 
-def quantization_of(config: WorkerConfig) -> Quantization | None:
-    """Return the quantization that the options name; None for no rounding. Raises StartupError."""
-    if config.quantization == _NONE:
-        return None
-    found = _QUANTIZATIONS.get(config.quantization)
-    if found is None:
-        raise StartupError(
-            f"unknown --quantization {config.quantization}",
-            fix=f"ask for one of {', '.join((_NONE, *_QUANTIZATIONS))}",
-        )
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """Everything that the options round."""
+
+    layers: Quantization | None = None
+    head: Quantization | None = None
+    """Rounding of the output layer."""
+    of_inputs: Quantization | None = None
+    """Rounding of rows before they are multiplied by codes in groups."""
+
+    @property
+    def tolerance(self) -> float | None:
+        """Return the error that rounding explains; None without any."""
+        parts = [part.tolerance for part in (self.layers, self.head, self.of_inputs) if part is not None]
+        return max(parts, default=None)
+
+
+NO_ROUNDING = Rounding()
+
+
+def rounding_of(config: WorkerConfig) -> Rounding:
+    """Return what the options name. Raises StartupError for unknown words."""
+    heads = {"int8": _QUANTIZATIONS["int8"]}
+    return Rounding(
+        layers=_find("--quantization", config.quantization, _QUANTIZATIONS),
+        head=_find("--quantize-head", config.quantize_head, heads),
+        of_inputs=_find("--activations", config.activations, {"int8": _OF_INPUTS}),
+    )
 
 
 def refuse_quantization(config: WorkerConfig, reason: str, *, fix: str = "leave it out") -> None:
-    """Raise StartupError if quantization was asked for; `reason` follows the option and its value."""
-    if quantization_of(config) is not None:
-        raise StartupError(f"--quantization {config.quantization}{reason}", fix=fix)
+    """Raise StartupError if rounding was asked for; `reason` follows the option and its value."""
+    rounding = rounding_of(config)
+    for option, found in (
+        ("--quantization", rounding.layers),
+        ("--quantize-head", rounding.head),
+        ("--activations", rounding.of_inputs),
+    ):
+        if found is not None:
+            raise StartupError(f"{option} {found.word}{reason}", fix=fix)
+
+
+def _find(option: str, word: str, known: dict[str, Quantization]) -> Quantization | None:
+    if word == _NONE:
+        return None
+    found = known.get(word)
+    if found is None:
+        raise StartupError(
+            f"unknown {option} {word}",
+            fix=f"ask for one of {', '.join((_NONE, *known))}",
+        )
+    return found

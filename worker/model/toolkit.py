@@ -40,6 +40,12 @@ class Toolkit(Protocol):
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         """Make the layer that stays, which may round its weights."""
 
+    def prove(self, model: Any) -> None:
+        """Try the product of each kind of quantized weight that the kernels would compute.
+
+        Raises StartupError with the name of a module whose product is not exact.
+        """
+
     def replace_others(self, model: Any) -> ReplacedExperts:
         """Replace modules outside of layers, and mixtures of experts."""
 

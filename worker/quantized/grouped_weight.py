@@ -1,7 +1,8 @@
 """Weights as codes with scales of groups: one type for every format of a checkpoint.
 
-Owns: the meaning of codes, scales, offsets and permutation, and what may be cut or merged.
-Never: reads files, or knows a format's name.
+Owns: the meaning of codes, scales, offsets and permutation, and what may be cut or merged. It is a Weight of
+worker/model/linear.py.
+Never: reads files, or knows a checkpoint's method.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
@@ -23,6 +24,11 @@ E2M1_TABLE = torch.tensor(
 )
 """Floats of 2 bits of exponent and 1 of mantissa; the highest bit is the sign."""
 _BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+FOUR_BITS = "4 bits"
+EIGHT_BITS = "8 bits in groups"
+FLOAT8 = "float8"
+"""Formats, see Weight.format."""
+_FORMATS = {torch.uint8: FOUR_BITS, torch.int8: EIGHT_BITS, torch.float8_e4m3fn: FLOAT8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,29 +84,50 @@ class GroupedWeight:
         return self.num_inputs // self.scales_NG.shape[1]
 
     @property
+    def format(self) -> str:
+        return _FORMATS[self.codes.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def kind(self) -> str:
+        """The format and all else that a product depends on but sizes and numbers, for a person."""
+        described = f"{self.format} by {self.group_size}"
+        if self.table is not None and torch.equal(self.table.cpu(), E2M1_TABLE):
+            described += ", e2m1"
+        if self.offsets_NG is not None:
+            described += ", with offsets"
+        return described if self.permutation_K is None else f"{described}, inputs permuted"
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all parts but the table."""
         parts = (self.codes, self.scales_NG, self.offsets_NG, self.permutation_K)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def dequantized(self) -> Tensor:
-        """The weight in float32 [N, K], in the order of inputs: the definition of everything above."""
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [N, K] in the order of inputs: the definition of everything above.
+
+        It is computed in float32, and rounded once.
+        """
         groups = (self.num_outputs, -1, self.group_size)
         weight = self.numbers().view(groups) * self.scales_NG[:, :, None]
         if self.offsets_NG is not None:
             weight -= self.offsets_NG[:, :, None]
         weight = weight.view(self.shape)
         if self.permutation_K is None:
-            return weight
+            return weight.to(dtype)
         ordered = torch.empty_like(weight)
         ordered[:, self.permutation_K] = weight
-        return ordered
+        return ordered.to(dtype)
 
     def numbers(self) -> Tensor:
         """The numbers that the codes stand for, float32 [N, K], in the order of the codes."""
         if self.table is None:
             return self.codes.float()
-        return self.table.to(self.codes.device)[self.nibbles().int()]
+        return self.table[self.nibbles().int()]
 
     def nibbles(self) -> Tensor:
         """Codes of four bits, one a byte: uint8 [N, K]."""
@@ -112,27 +139,32 @@ class GroupedWeight:
         offsets = None if self.offsets_NG is None else self.offsets_NG[chosen]
         return replace(self, codes=self.codes[chosen], scales_NG=self.scales_NG[chosen], offsets_NG=offsets)
 
-    def inputs(self, start: int, stop: int) -> Self:
-        """Inputs [start, stop). Raises ValueError where that cuts a group, or if inputs are permuted."""
+    def inputs(self, start: int, end: int) -> Self:
+        """Inputs [start, end). Raises ValueError where that cuts a group, or if inputs are permuted."""
         if self.permutation_K is not None:
             raise ValueError("permuted inputs cannot be cut: their groups are spread over all of them")
         size = self.group_size
-        if start % size or stop % size or not 0 <= start < stop <= self.num_inputs:
-            raise ValueError(f"inputs {start} to {stop} cut groups of {size}")
-        groups = slice(start // size, stop // size)
+        if start % size or end % size or not 0 <= start < end <= self.num_inputs:
+            raise ValueError(f"inputs {start} to {end} cut groups of {size}")
+        groups = slice(start // size, end // size)
         per_byte = self.num_inputs // self.codes.shape[1]
-        if start % per_byte or stop % per_byte:
-            raise ValueError(f"inputs {start} to {stop} cut bytes of {per_byte} codes")
+        if start % per_byte or end % per_byte:
+            raise ValueError(f"inputs {start} to {end} cut bytes of {per_byte} codes")
         return replace(
             self,
-            codes=self.codes[:, start // per_byte : stop // per_byte],
+            codes=self.codes[:, start // per_byte : end // per_byte],
             scales_NG=self.scales_NG[:, groups],
             offsets_NG=None if self.offsets_NG is None else self.offsets_NG[:, groups],
         )
 
+    def merge(self, others: "Sequence[GroupedWeight]") -> "GroupedWeight":
+        """See `merged`."""
+        return merged([self, *others])
+
     def to(self, device: torch.device | str) -> Self:
         return replace(
             self,
+            table=None if self.table is None else self.table.to(device),
             codes=self.codes.to(device),
             scales_NG=self.scales_NG.to(device),
             offsets_NG=None if self.offsets_NG is None else self.offsets_NG.to(device),
@@ -152,6 +184,8 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     Group sizes may differ: the larger groups are cut. Raises ValueError where codes, tables or permutations
     differ.
     """
+    if not all(_are_equal(each.table, weights[0].table) for each in weights):
+        weights = [_without_sign(weight) for weight in weights]
     first = weights[0]
     for other in weights[1:]:
         if other.codes.dtype is not first.codes.dtype or not _are_equal(other.table, first.table):
@@ -177,6 +211,16 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         if has_offsets
         else None,
     )
+
+
+def _without_sign(weight: GroupedWeight) -> GroupedWeight:
+    """The same weight by UNSIGNED_TABLE, where its own is SIGNED_TABLE: 8 scales go into the offsets."""
+    if weight.table is None or not torch.equal(weight.table, SIGNED_TABLE.to(weight.device)):
+        return weight
+    offsets = 8 * weight.scales_NG
+    if weight.offsets_NG is not None:
+        offsets = offsets + weight.offsets_NG
+    return replace(weight, table=UNSIGNED_TABLE.to(weight.device), offsets_NG=offsets)
 
 
 def _cut(weight: GroupedWeight, size: int) -> GroupedWeight:

@@ -19,7 +19,15 @@ from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.rope import longest_right_len
-from worker.startup.loader import NO_PAGED_ATTENTION, ModelKind, context_window, dtype_name, refuse_layers
+from worker.startup.loader import (
+    NO_PAGED_ATTENTION,
+    ModelKind,
+    context_window,
+    dtype_name,
+    refuse_codes,
+    refuse_layers,
+)
+from worker.startup.quantized_loading import without_quantization
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -40,6 +48,7 @@ class CannotForesee(Exception):
 
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
+    refuse_codes(kind, device)
     weights = loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
     device.check_weights(weights)
     return weights.total
@@ -87,7 +96,7 @@ def _build_without_content(kind: ModelKind) -> Any:
     refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            model_config,
+            without_quantization(model_config),  # which asks for no other KV cache
             dtype=torch.bfloat16,  # shapes do not depend on it, and torch's grouped products need it
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=False,

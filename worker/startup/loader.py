@@ -47,12 +47,22 @@ from worker.devices.device import Device
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.progress import LoadPhase, LoadStage
+from worker.quantized.formats import read_rules
+from worker.quantized.grouped_weight import GroupedWeight
+from worker.quantized.scheme import Rules
+from worker.startup.quantized_loading import (
+    QuantizedModules,
+    arguments_of,
+    find_quantized,
+    without_quantization,
+)
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 
 _MOST_REASON_CHARS = 200
+_DEVICE_OF_CODES = "CPU"
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
@@ -76,6 +86,8 @@ class ModelKind:
     folder: Path
     checkpoint_config: dict[str, Any]
     task: Task
+    quantization: Rules | None
+    """Rules of a checkpoint whose weights were rounded before; None: they are plain."""
     is_encoder: bool
     """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
     keeps_own_cache: bool = False
@@ -108,11 +120,11 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
     checkpoint_config = read_json(folder / "config.json")
     task = choose_task(config.task, folder, checkpoint_config)
-    _refuse_quantized(checkpoint_config)
     return ModelKind(
         folder=folder,
         checkpoint_config=checkpoint_config,
         task=task,
+        quantization=_read_quantization(checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
     )
 
@@ -121,6 +133,7 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
     """Load the weights onto the device. Raises StartupError for everything that cannot be served."""
     if config.dtype not in _DTYPES:
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
+    refuse_codes(kind, device)
     folder = kind.folder
     sampling = default_sampling(folder)
     files = find_weights(folder)
@@ -129,19 +142,23 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
     _read_weights(config, folder, files, stage, left_bytes)
     with _refusing_out_of_memory(weights, device):
         stage.enter(LoadPhase.BUILDING)
-        model = _build(kind, config.dtype)
+        modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
+        model = _build(kind, config.dtype, modules)
+        if modules is not None:
+            modules.fill(model, device.torch_device)
         _move(model, device.torch_device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = _vocab_size(model)
     parameters = list(model.parameters())
+    quantized = [] if modules is None else modules.weights_of(model)
     return LoadedModel(
         model=model,
         dtype=model.dtype,
         model_type=model.config.model_type,
         text_config=text_config,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        num_parameters=sum(each.numel() for each in parameters) + sum(map(_numbers_of, quantized)),
+        weight_bytes=sum(each.nbytes for each in parameters) + sum(each.num_bytes for each in quantized),
         vocab_size=vocab_size,
         checkpoint_len=_checkpoint_len(config, kind, text_config),
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
@@ -177,13 +194,19 @@ def refuse_layers(text_config: Any) -> None:
         )
 
 
-def _refuse_quantized(checkpoint_config: dict[str, Any]) -> None:
-    quantization = checkpoint_config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+def _read_quantization(checkpoint_config: dict[str, Any]) -> Rules | None:
+    """Read how the checkpoint is quantized. Raises StartupError for a way that is not known."""
+    parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    return None if found is None else read_rules(found)
+
+
+def refuse_codes(kind: ModelKind, device: Device) -> None:
+    """Raise StartupError for a quantized checkpoint on a device whose kernels take none."""
+    if kind.quantization is not None and device.kind != _DEVICE_OF_CODES:
         raise StartupError(
-            f"the checkpoint is quantized ({method}), which is not supported yet",
-            fix="take the same model in bfloat16 or float16",
+            f"the checkpoint is quantized, which no kernel for {device.describe()} takes yet",
+            fix="ask for --device cpu, or take the same model in bfloat16",
         )
 
 
@@ -197,7 +220,8 @@ def _class_of(task: Task) -> Any:
             return AutoModelForSequenceClassification
 
 
-def _build(kind: ModelKind, dtype: str) -> Any:
+def _build(kind: ModelKind, dtype: str, modules: QuantizedModules | None) -> Any:
+    """Build the model with its plain weights; those of quantized modules are yet to be filled in."""
     transformers_logging.disable_progress_bar()
     # Its lines go where ours go, in the same form.
     transformers_logging.disable_default_handler()
@@ -210,13 +234,14 @@ def _build(kind: ModelKind, dtype: str) -> Any:
             refuse_layers(model_config.get_text_config(decoder=True))
         model, loading = _class_of(kind.task).from_pretrained(
             folder,
-            config=model_config,
+            config=without_quantization(model_config),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=ATTENTION_NAME if is_paged else None,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **arguments_of(modules),
         )
     except KeyError as error:
         if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
@@ -227,6 +252,8 @@ def _build(kind: ModelKind, dtype: str) -> Any:
         raise StartupError(
             f"{folder / 'config.json'} is refused: {reason}", fix="correct that file"
         ) from error
+    except StartupError:
+        raise
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
         if _is_out_of_memory(error):
             raise
@@ -289,7 +316,11 @@ def _vocab_size(model: Any) -> int:
     """Count the tokens that can be both read and sampled: some families read more than they sample."""
     num_read = int(model.get_input_embeddings().weight.shape[0])
     output = model.get_output_embeddings()
-    return num_read if output is None else min(num_read, int(output.weight.shape[0]))
+    return num_read if output is None else min(num_read, int(output.out_features))
+
+
+def _numbers_of(weight: GroupedWeight) -> int:
+    return weight.num_outputs * weight.num_inputs
 
 
 def _checkpoint_len(config: WorkerConfig, kind: ModelKind, text_config: Any) -> int:

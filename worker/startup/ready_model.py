@@ -8,11 +8,12 @@ Never: runs a plan, or asks for the kind of its device (kernel_choice.py).
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
@@ -20,7 +21,8 @@ from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
-from worker.model.quantization import quantization_of, refuse_quantization
+from worker.model.quantization import rounding_of
+from worker.model.quantized_layers import describe_codes, find_codes
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
@@ -86,14 +88,13 @@ def start_loaded(
         max_model_len=size.max_model_len,
     )
     expected = check.run()
+    stored_codes = find_codes(loaded.model)
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        with toolkit.refusing_kernels():
-            surgery = put_kernels_under(loaded.model, toolkit, device, max_model_len=size.max_model_len)
-            log.info("%s", surgery.describe())
-            _refuse_unquantized(config, surgery)
-            check.run_again(backend, expected, tolerance=_tolerance(config))
+        surgery = _put_kernels(config, toolkit, replace(check, backend=backend), expected)
+    for line in describe_codes(stored_codes, find_codes(loaded.model)):
+        log.info("%s", line)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -102,6 +103,18 @@ def start_loaded(
         toolkit=toolkit,
         surgery=surgery,
     )
+
+
+def _put_kernels(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, expected: Tensor) -> Surgery:
+    """Prove the kernels' products, and replace the layers that they compute the same. Raises StartupError."""
+    model = check.loaded.model
+    with toolkit.refusing_kernels():
+        toolkit.prove(model)
+        surgery = put_kernels_under(model, toolkit, check.device, max_model_len=check.max_model_len)
+        log.info("%s", surgery.describe())
+        _refuse_unquantized(config, surgery)
+        check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
+    return surgery
 
 
 def _largest_step(
@@ -118,18 +131,12 @@ def _largest_step(
     return run
 
 
-def _tolerance(config: WorkerConfig) -> float | None:
-    """Return the error that quantization explains; None without any."""
-    quantization = quantization_of(config)
-    return None if quantization is None else quantization.tolerance
-
-
 def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
-    if surgery.num_fused == surgery.num_kept_mlps:
+    quantization = rounding_of(config).layers
+    if quantization is not None and surgery.num_fused == surgery.num_kept_mlps:
         weights = "the MLPs of this model" if surgery.num_fused else "this model"
-        refuse_quantization(
-            config,
-            f" has no effect on {weights} ({surgery.describe()})",
+        raise StartupError(
+            f"--quantization {quantization.word} has no effect on {weights} ({surgery.describe()})",
             fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
         )
 

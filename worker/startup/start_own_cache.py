@@ -17,6 +17,7 @@ from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.quantization import refuse_quantization
+from worker.model.quantized_layers import describe_codes, find_codes
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way, num_bytes
 from worker.own_cache.own_cache_steps import CacheTable, OwnCacheSteps
 from worker.progress import LoadPhase, LoadStage
@@ -68,6 +69,9 @@ def start_with_own_caches(
     _refuse_useless_options(config, refused)
     loaded = load_model(config, replace(kind, keeps_own_cache=True), device, stage)
     model = OwnCacheModel(loaded.model, loaded.vocab_size)
+    codes = find_codes(loaded.model)
+    for line in describe_codes(codes, left=codes):
+        log.info("%s", line)
     stage.enter(LoadPhase.MEASURING)
     way, sizes, _ = find_way(model, loaded, refused)
 

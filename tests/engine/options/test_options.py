@@ -60,6 +60,8 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "gpu_kernels": ("off", "off"),
     "enforce_eager": ("yes", True),
     "quantization": ("int8", "int8"),
+    "quantize_head": ("int8", "int8"),
+    "activations": ("int8", "int8"),
     "num_threads": ("2", 2),
     "block_size": ("64", 64),
     "num_gpu_blocks_override": ("1_000", 1000),

@@ -54,3 +54,12 @@ def test_priorities_age_unless_the_operator_says_otherwise(
 ) -> None:
     config, _ = resolve(read_options({"model": str(tiny_model)} | given, {}), environment={})
     assert config.scheduler.priority_aging_s == aging_s
+
+
+@pytest.mark.parametrize(("given", "pace"), [(None, (0.2, 0.5)), ("0", (inf, 0.0)), ("50ms", (0.05, 0.0))])
+def test_running_requests_keep_a_pace_unless_the_operator_says_otherwise(
+    tiny_model: Path, given: str | None, pace: tuple[float, float]
+) -> None:
+    asked = {} if given is None else {"target_itl": given}
+    config, _ = resolve(read_options({"model": str(tiny_model)} | asked, {}), environment={})
+    assert (config.scheduler.target_itl_s, config.scheduler.least_prefill_share) == pace

@@ -104,4 +104,7 @@ def test_cut_and_merged_weights_are_those_of_the_dequantized_weight():
         with pytest.raises(ValueError, match="cut groups"):
             both.inputs(16, 64)
     with pytest.raises(ValueError, match="different kinds"):
-        merged([random_weight("signed", 8, 64, 32), random_weight("unsigned", 8, 64, 32)])
+        merged([random_weight("signed", 8, 64, 32), random_weight("e2m1", 8, 64, 32)])
+    mixed = [random_weight("signed", 8, 64, 32), random_weight("unsigned", 8, 64, 32)]
+    expected = torch.cat([each.dequantized() for each in mixed])
+    assert torch.allclose(merged(mixed).dequantized(), expected, atol=1e-5)

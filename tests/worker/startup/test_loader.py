@@ -97,9 +97,9 @@ def test_a_model_that_generates_no_text(folder: Path) -> None:
     assert "do not generate text" in refusal(folder)
 
 
-def test_a_quantized_checkpoint(folder: Path) -> None:
+def test_a_quantized_checkpoint_whose_weights_are_plain(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantized (gptq)" in refusal(folder)
+    assert "no tensor of the model is quantized" in refusal(folder)
 
 
 def test_pickled_weights(folder: Path) -> None:

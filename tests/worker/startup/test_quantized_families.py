@@ -1,0 +1,103 @@
+"""Quantized checkpoints give the tokens of the plain ones that they stand for, in every way of a step."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.quantized_checkpoints import write_quantized
+from tests.worker.conftest import BLOCK_SIZE, load_worker
+from tests.worker.plan_driver import PlanDriver
+from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
+from worker.devices.device import open_device
+from worker.progress import LoadStage
+from worker.startup.loader import find_kind, load_model
+from worker.worker import Worker
+from worker.worker_config import WorkerConfig
+
+LONG = [(7 * index + 3) % 300 for index in range(29)]
+SHORT = [40, 41, 42, 43, 44]
+CASES = (
+    *(("llama", name) for name in ("int4", "int4 with zeros", "int4 by channel", "awq", "gptq", "gptq v2")),
+    *(("qwen3", name) for name in ("int8", "float8", "nvfp4", "fp8")),
+    *(("qwen3_moe", name) for name in ("int4 with zeros", "awq", "fp8")),
+    ("mixtral", "gptq"),
+    ("gpt_oss", "mxfp4"),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    family, name = request.param
+    return write_quantized(family, name, tmp_path_factory.mktemp("quantized"))
+
+
+@pytest.fixture(scope="module")
+def worker(folders: tuple[Path, Path]) -> Worker:
+    return load_worker(folders[0], swap_space_bytes=1 << 20)[0]
+
+
+@pytest.fixture
+def driver(worker: Worker) -> Iterator[PlanDriver]:
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    yield driver
+    driver.release_all()
+
+
+def test_prompts_in_chunks_beside_others_give_the_tokens_of_the_plain_checkpoint(
+    folders: tuple[Path, Path], driver: PlanDriver
+) -> None:
+    decoding, chunked = driver.add(SHORT), driver.add(LONG)
+    driver.step({decoding: None})
+    for num_tokens in (6, 1, 13):
+        driver.step({chunked: num_tokens, decoding: None})
+    driver.generate([decoding, chunked], NUM_TOKENS)
+    assert driver.generated(chunked) == expected(folders[1], tuple(LONG))
+    assert driver.generated(decoding)[:NUM_TOKENS] == expected(folders[1], tuple(SHORT))
+
+
+def test_preempted_swapped_and_sharing_sequences_give_the_tokens_of_the_plain_checkpoint(
+    folders: tuple[Path, Path], driver: PlanDriver
+) -> None:
+    victim, swapped = driver.add(LONG), driver.add(SHORT)
+    for _ in range(3):
+        driver.step({victim: None, swapped: None})
+    sharer = driver.add([*LONG[:22], *SHORT], shares_with=victim)
+    driver.step({sharer: None})
+    driver.preempt(victim)
+    driver.swap_out(swapped)
+    driver.step({sharer: None})
+    driver.generate([victim, swapped, sharer], NUM_TOKENS)
+    assert driver.generated(victim) == expected(folders[1], tuple(LONG))
+    assert driver.generated(swapped)[:NUM_TOKENS] == expected(folders[1], tuple(SHORT))
+    assert driver.generated(sharer) == expected(folders[1], (*LONG[:22], *SHORT))
+
+
+def test_logits_are_those_of_the_plain_checkpoint(folders: tuple[Path, Path]) -> None:
+    config = WorkerConfig(model_path=str(folders[0]), dtype="float32", device="cpu", num_threads=1)
+    loaded = load_model(config, find_kind(config), open_device(config), LoadStage())
+    plain = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
+    with torch.inference_mode():
+        ids = torch.tensor([LONG])
+        loaded.model.set_attn_implementation("eager")
+        found, exact = loaded.model(ids, use_cache=False).logits, plain(ids).logits
+    assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
+    assert loaded.num_parameters == sum(each.numel() for each in plain.parameters())
+    foreseen = loaded_bytes(find_weights(folders[0]), "float32").total
+    assert abs(foreseen - loaded.weight_bytes) <= 0.05 * foreseen
+
+
+def test_the_start_says_what_each_kind_of_weight_is_computed_with(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load_worker(folders[0])
+    lines = [line for line in caplog.messages if " weights of " in line]
+    assert lines
+    for line in lines:
+        assert "by kernels" in line
+        assert "slowly" not in line

@@ -1,0 +1,61 @@
+"""Proof that the CPU's kernels multiply by a model's quantized weights as their formats define it.
+
+Owns: one product of each kind of weight on random rows, and the refusal of one that differs.
+Never: judges rounding that an option asks for: rows of int8 are tried with numbers that int8 has.
+
+Shapes: T tokens, N outputs, K inputs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from worker.cpu.grouped_packing import Inputs, find_hindrance, pack_grouped
+from worker.cpu.native import DTYPES, Kernels
+from worker.model.quantized_layers import find_kinds
+from worker.worker_errors import StartupError
+
+_NUM_TOKENS, _NUM_OUTPUTS = 5, 64
+_SEED = 13
+_TOLERANCE = 1e-4
+"""Error over size of the sums, which are float32 in another order."""
+_HIGHEST_BYTE = 127
+
+
+def prove_products(model: nn.Module, kernels: Kernels, inputs: Inputs) -> bool:
+    """Try each kind of weight; returns whether there is any. Raises StartupError with a module's name.
+
+    Kinds that the kernels do not take are left out: torch multiplies by them (quantized_layers.py).
+    """
+    kinds = find_kinds(model)
+    for name, weight in kinds.values():
+        if find_hindrance(weight) is not None:
+            continue
+        hindrance = find_hindrance(weight, inputs=inputs)
+        if hindrance is not None:
+            raise StartupError(
+                f"--activations {inputs.value} does not go with {name}: {hindrance}", fix="leave it out"
+            )
+        some = weight.outputs(slice(_NUM_OUTPUTS))
+        numbers_NK = some.dequantized().double()
+        for dtype in DTYPES:
+            x_TK = _random_rows(some.num_inputs, inputs).to(dtype)
+            found_TN = kernels.multiply_to_float(x_TK, pack_grouped(some, inputs=inputs)).double()
+            expected_TN = x_TK.double() @ numbers_NK.T
+            error = float(((found_TN - expected_TN).norm() / expected_TN.norm()).nan_to_num(torch.inf))
+            if error > _TOLERANCE:
+                raise StartupError(
+                    f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
+                    fix="start with --cpu-kernels off, and report it",
+                )
+    return bool(kinds)
+
+
+def _random_rows(num_inputs: int, inputs: Inputs) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    if inputs is Inputs.AS_THEY_ARE:
+        return torch.randn((_NUM_TOKENS, num_inputs), generator=generator)
+    whole_TK = torch.randint(
+        -_HIGHEST_BYTE, _HIGHEST_BYTE + 1, (_NUM_TOKENS, num_inputs), generator=generator
+    )
+    whole_TK[:, 0] = _HIGHEST_BYTE  # the scale of each row is 1
+    return whole_TK.float()

@@ -1,0 +1,180 @@
+"""Linear layers and mixtures of experts whose weights stay codes, as modules of a model.
+
+Owns: their products in plain torch. A weight becomes numbers block by block, so that no more than a block of
+it stands in memory as numbers; every family can be computed in this way, slowly.
+Never: reads checkpoints (startup/quantized_loading.py), or knows a device's kernels.
+
+Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state, N outputs.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from worker.memory_sizes import format_size
+from worker.model.linear import Linear
+from worker.model.mixture import ExpertLinears, find_gate
+from worker.quantized.grouped_weight import GroupedWeight
+
+_BLOCK_NUMBERS = 1 << 21
+"""Numbers of a weight that are expanded at a time: 8 MiB of float32."""
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer without its weight until `fill` is called. See LinearModule."""
+
+    def __init__(self, replaced: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = replaced.in_features, replaced.out_features
+        self.bias = replaced.bias
+        self.kind = ""
+        """See GroupedWeight.kind: layers of different kinds are tried one by one (surgery.py)."""
+        self._weight: GroupedWeight | None = None
+
+    @property
+    def weight_codes(self) -> GroupedWeight:
+        """The weight, once it is there."""
+        assert self._weight is not None
+        return self._weight
+
+    def fill(self, weight: GroupedWeight) -> None:
+        """Take the weight."""
+        self._weight, self.kind = weight, weight.kind
+
+    def as_linear(self) -> Linear:
+        """See LinearModule."""
+        return Linear.of(self.weight_codes, None if self.bias is None else self.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply [..., K] to [..., N]."""
+        return multiply_by_codes(x, self.weight_codes, self.bias)
+
+
+class QuantizedExperts(nn.Module):
+    """The experts of a layer in the place of transformers' own, whose layout of outputs they keep."""
+
+    def __init__(self, replaced: Any) -> None:
+        super().__init__()
+        self.num_experts: int = replaced.down_proj.shape[0]
+        self.dtype: torch.dtype = replaced.down_proj.dtype
+        self.is_concatenated: bool = replaced.is_concatenated
+        self.kind = ""
+        self._replaced = [replaced.to("meta")]  # in a list, so that it is no child; for its gate
+        self._gate_ups: list[GroupedWeight] = []
+        self._downs: list[GroupedWeight] = []
+        self.gate_up_proj_bias = replaced.gate_up_proj_bias if replaced.has_bias else None
+        self.down_proj_bias = replaced.down_proj_bias if replaced.has_bias else None
+
+    @property
+    def weights(self) -> list[GroupedWeight]:
+        """All weights, once they are there."""
+        return [*self._gate_ups, *self._downs]
+
+    def fill(self, gate_ups: list[GroupedWeight], downs: list[GroupedWeight]) -> None:
+        """Take the weights: gates and ups in the order of outputs of the module that was replaced."""
+        self._gate_ups, self._downs = gate_ups, downs
+        self.kind = gate_ups[0].kind
+
+    def as_experts(self) -> ExpertLinears:
+        """Return the experts as linear layers, which share memory with the module. Raises Unrecognised."""
+        return _GroupedExperts(self)
+
+    def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
+        """Return the weighed sum of the outputs of each token's experts: [T, H]."""
+        num_chosen, ids_P = expert_ids_TK.shape[1], expert_ids_TK.reshape(-1)
+        outputs = hidden_TH.new_zeros((len(ids_P), hidden_TH.shape[1]))
+        for expert in sorted(set(ids_P.tolist())):
+            if expert < self.num_experts:  # one more stands for none
+                places = (ids_P == expert).nonzero()[:, 0]
+                outputs[places] = self._compute(expert, hidden_TH[places // num_chosen])
+        weighed = outputs * scores_TK.reshape(-1, 1).to(outputs.dtype)
+        return weighed.view(len(hidden_TH), num_chosen, -1).sum(dim=1)
+
+    def _compute(self, expert: int, x: Tensor) -> Tensor:
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[expert] for bias in (self.gate_up_proj_bias, self.down_proj_bias)
+        )
+        gates_and_ups = multiply_by_codes(x, self._gate_ups[expert], gate_up_bias)
+        gated: Tensor = self._replaced[0]._apply_gate(gates_and_ups)
+        return multiply_by_codes(gated, self._downs[expert], down_bias)
+
+
+class _GroupedExperts:
+    """See ExpertLinears."""
+
+    def __init__(self, module: QuantizedExperts) -> None:
+        self._module = module
+        self.gate = find_gate(module._replaced[0])
+        self.num_experts = module.num_experts
+        self.hidden_size = module.weights[-1].num_outputs
+        self.device = module.weights[0].device
+
+    def gate_up(self, expert: int) -> Linear:
+        weight, bias = self._module._gate_ups[expert], self._module.gate_up_proj_bias
+        order_N = torch.arange(weight.num_outputs)
+        if not self._module.is_concatenated:
+            order_N = order_N.view(-1, 2).T.reshape(-1)
+        return Linear.of(weight, None if bias is None else bias[expert].detach()).reordered(order_N)
+
+    def down(self, expert: int) -> Linear:
+        bias = self._module.down_proj_bias
+        return Linear.of(self._module._downs[expert], None if bias is None else bias[expert].detach())
+
+
+class Codes(NamedTuple):
+    """The quantized weights of one kind in a model."""
+
+    num_weights: int
+    num_bytes: int
+    first_module: str
+
+
+def find_codes(model: nn.Module) -> dict[str, Codes]:
+    """Count the weights of each kind that modules of this file compute; see GroupedWeight.kind."""
+    found: dict[str, Codes] = {}
+    for name, weight in _weights_of(model):
+        count, num_bytes, first = found.get(weight.kind, Codes(0, 0, name))
+        found[weight.kind] = Codes(count + 1, num_bytes + weight.num_bytes, first)
+    return found
+
+
+def find_kinds(model: nn.Module) -> dict[str, tuple[str, GroupedWeight]]:
+    """Find the first module and weight of each kind."""
+    found: dict[str, tuple[str, GroupedWeight]] = {}
+    for name, weight in _weights_of(model):
+        found.setdefault(weight.kind, (name, weight))
+    return found
+
+
+def describe_codes(loaded: dict[str, Codes], left: dict[str, Codes]) -> Iterator[str]:
+    """Yield one line for each kind, for a person; `left` are those that no kernel took."""
+    for kind, (num_weights, num_bytes, _) in loaded.items():
+        slow = left.get(kind, Codes(0, 0, ""))
+        line = f"{num_weights} weights of {kind}: {format_size(num_bytes)}"
+        if slow.num_weights < num_weights:
+            line += f", {num_weights - slow.num_weights} by kernels"
+        if slow.num_weights:
+            line += f", {slow.num_weights} made numbers at each step, slowly ({slow.first_module} first)"
+        yield line
+
+
+def _weights_of(model: nn.Module) -> Iterator[tuple[str, GroupedWeight]]:
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield name, module.weight_codes
+        elif isinstance(module, QuantizedExperts):
+            yield from ((name, weight) for weight in module.weights)
+
+
+def multiply_by_codes(x: Tensor, weight: GroupedWeight, bias_N: Tensor | None) -> Tensor:
+    """Multiply [..., K] to [..., N] in the dtype of `x`, some outputs at a time."""
+    step = max(1, _BLOCK_NUMBERS // weight.num_inputs)
+    parts = [
+        functional.linear(x, weight.outputs(slice(start, start + step)).dequantized(x.dtype))
+        for start in range(0, weight.num_outputs, step)
+    ]
+    product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return product if bias_N is None else product + bias_N

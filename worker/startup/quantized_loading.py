@@ -1,0 +1,332 @@
+"""Quantized checkpoints into transformers' models: which module takes which stored weight, and taking it.
+
+Owns: the way from the names of tensors to modules, by transformers' own renamings; the modules that stand in
+for linear layers and experts; and the refusal of everything that would not be computed exactly.
+Never: knows a format (worker/quantized), or multiplies (worker/model/quantized_layers.py).
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from worker.checkpoint.checkpoint_files import WeightFile
+from worker.model.mixture import declares_layout
+from worker.model.quantized_layers import QuantizedExperts, QuantizedLinear
+from worker.quantized.grouped_weight import GroupedWeight, merged
+from worker.quantized.mxfp4 import read_experts
+from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, Rules, find_reader
+from worker.worker_errors import StartupError
+
+_METHOD = "tokenyard"
+_STACK_ENDS = ("_blocks", "_scales")
+_NUMBER = re.compile(r"\.(\d+)\.")
+_OTHER_CHECKPOINT = "take a checkpoint that is quantized in another way"
+
+
+_StackShape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The tensors of one module in the files, by their last names."""
+
+    module: str
+    files: Mapping[str, Path]
+
+    @property
+    def last_names(self) -> frozenset[str]:
+        return frozenset(self.files)
+
+    def read(self) -> ModuleTensors:
+        """Copy them into this process's memory: they would be pages of mapped files."""
+        tensors: dict[str, Tensor] = {}
+        for last_name, path in self.files.items():
+            with safe_open(path, framework="pt") as file:
+                tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
+        return ModuleTensors(self.module, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredLinear:
+    """A linear layer's tensors, their reader, and the shape that the model gives it."""
+
+    stored: _Stored
+    reader: Reader
+    shape: tuple[int, int]
+
+    def read(self) -> GroupedWeight:
+        try:
+            return self.reader.read(self.stored.read(), self.shape)
+        except (ValueError, RuntimeError, TypeError, LookupError) as error:
+            raise QuantizationRefused(
+                f"{self.stored.module} cannot be read: {error}", fix="download the checkpoint again"
+            ) from error
+
+
+@dataclass(slots=True)
+class QuantizedModules:
+    """The quantized modules of a checkpoint: found before a model is built, put into it, filled after."""
+
+    rules: Rules
+    stored: dict[str, _Stored]
+    linears: dict[str, _StoredLinear] = field(default_factory=dict)
+    """Linear layers by the name of the model's module."""
+    experts: dict[str, dict[tuple[int, str, int], _StoredLinear]] = field(default_factory=dict)
+    """Experts by the name of the model's module; then by expert, parameter and place in it."""
+    stacks: dict[str, tuple[_Stored, tuple[int, int, int], tuple[int, int, int]]] = field(
+        default_factory=dict
+    )
+    """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
+
+    def replace(self, model: Any) -> None:
+        """Put modules without weights into a model without content. Raises QuantizationRefused."""
+        names = _Names(model)
+        for stored in self.stored.values():
+            if any(name.endswith(_STACK_ENDS) for name in stored.last_names):
+                self._take_stacks(model, names, stored)
+            else:
+                self._take_linear(model, names, stored)
+        if not (self.linears or self.experts or self.stacks):
+            raise QuantizationRefused(
+                "config.json has a quantization_config, but no tensor of the model is quantized",
+                fix="take a checkpoint whose config and tensors agree",
+            )
+        for name in self.linears:
+            model.set_submodule(name, QuantizedLinear(model.get_submodule(name)))
+        for name in (*self.experts, *self.stacks):
+            model.set_submodule(name, QuantizedExperts(model.get_submodule(name)))
+
+    def fill(self, model: Any, device: torch.device) -> None:
+        """Read all weights, each in its turn, onto the device. Raises QuantizationRefused."""
+        for name, linear in self.linears.items():
+            model.get_submodule(name).fill(linear.read().to(device))
+        for name, parts in self.experts.items():
+            module: QuantizedExperts = model.get_submodule(name)
+            stacks = _read_parts(name, parts, module.num_experts)
+            module.fill(*([each.to(device) for each in stack] for stack in stacks))
+        for name, (stored, gate_up_shape, down_shape) in self.stacks.items():
+            tensors = stored.read()
+            gate_ups = read_experts(tensors, "gate_up_proj", gate_up_shape)
+            downs = read_experts(tensors, "down_proj", down_shape)
+            model.get_submodule(name).fill(
+                *([_copied(each).to(device) for each in stack] for stack in (gate_ups, downs))
+            )
+
+    def weights_of(self, model: Any) -> list[GroupedWeight]:
+        """List all weights of a model that was filled."""
+        found = [model.get_submodule(name).weight_codes for name in self.linears]
+        for name in (*self.experts, *self.stacks):
+            found += model.get_submodule(name).weights
+        return found
+
+    def _take_linear(self, model: Any, names: "_Names", stored: _Stored) -> None:
+        target = names.find(f"{stored.module}.weight")
+        module = None if target is None else model.get_submodule(target.module)
+        is_expert = target is not None and target.converter is not None
+        class_name = "Linear" if module is None or is_expert else type(module).__name__
+        reader = find_reader(self.rules, stored.module, stored.last_names, class_name=class_name)
+        if reader is None or target is None or module is None:
+            return
+        if target.converter is not None:
+            place = _place_of_expert(stored, target, module)
+            shape = _shape_of_expert(stored, target, module)
+            self.experts.setdefault(target.module, {})[place] = _StoredLinear(stored, reader, shape)
+        elif type(module) is nn.Linear:
+            _refuse_tied(model, target.module, stored)
+            shape = (module.out_features, module.in_features)
+            self.linears[target.module] = _StoredLinear(stored, reader, shape)
+        else:
+            raise QuantizationRefused(
+                f"{stored.module} is quantized, but it is a {class_name}", fix=_OTHER_CHECKPOINT
+            )
+
+    def _take_stacks(self, model: Any, names: "_Names", stored: _Stored) -> None:
+        target = names.find(f"{stored.module}.down_proj")
+        if target is None:
+            return
+        module = model.get_submodule(target.module)
+        if not declares_layout(module) or not module.has_gate:
+            raise QuantizationRefused(
+                f"{stored.module} has stacks of experts, but it is a {type(module).__name__}",
+                fix=_OTHER_CHECKPOINT,
+            )
+        shapes = []
+        for parameter in (module.gate_up_proj, module.down_proj):
+            num_experts, rows, columns = parameter.shape
+            if module.is_transposed:
+                rows, columns = columns, rows
+            shapes.append((num_experts, rows, columns))
+        self.stacks[target.module] = (stored, shapes[0], shapes[1])
+
+
+def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModules:
+    """Group the tensors of a checkpoint by module."""
+    by_module: dict[str, dict[str, Path]] = defaultdict(dict)
+    for file in files:
+        for name in file.tensors:
+            module, _, last_name = name.rpartition(".")
+            by_module[module][last_name] = file.path
+    return QuantizedModules(rules, {name: _Stored(name, files) for name, files in by_module.items()})
+
+
+@register_quantization_config(_METHOD)
+class _OurConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Stands for the modules while transformers builds a model."""
+
+    def __init__(self, modules: QuantizedModules) -> None:
+        self.quant_method = _METHOD
+        self.modules = modules
+
+    def __deepcopy__(self, _: Any) -> "_OurConfig":
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method}
+
+
+@register_quantizer(_METHOD)
+class _OurQuantizer(HfQuantizer):  # type: ignore[misc]
+    """The calls that transformers makes before and after it loads the weights of a model."""
+
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        self.quantization_config.modules.replace(model)
+        # Tensors that the files hold for the modules above; each of them was looked at.
+        model._keys_to_ignore_on_load_unexpected = {"."}
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        self.remove_quantization_config(model)
+
+
+def without_quantization(model_config: Any) -> Any:
+    """The same config of a model, of which transformers would build it with plain weights."""
+    for config in (model_config, model_config.get_text_config(decoder=True)):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+    return model_config
+
+
+def arguments_of(modules: QuantizedModules | None) -> dict[str, Any]:
+    """Name the further arguments of from_pretrained that leave these modules to us."""
+    return {} if modules is None else {"quantization_config": _OurConfig(modules)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The place of a stored weight in a model."""
+
+    module: str
+    parameter: str
+    converter: Any = None
+    """transformers' recipe for a parameter that is made of several; None: it is taken as it is."""
+    source: str | None = None
+    """The pattern of names among the recipe's that this weight has."""
+
+
+class _Names:
+    """From names in a checkpoint to the model's, as transformers would load them."""
+
+    def __init__(self, model: Any) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._parameters = model.state_dict()
+
+    def find(self, name: str) -> _Target | None:
+        """Return None where the model has no such parameter."""
+        renamed, source = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._parameters
+        )
+        if renamed not in self._parameters and name in self._parameters:
+            renamed, source = name, None
+        if renamed not in self._parameters:
+            return None
+        module, _, parameter = renamed.rpartition(".")
+        converter = next((each for each in self._converters if source in each.source_patterns), None)
+        return _Target(module, parameter, converter if source else None, source)
+
+
+def _place_of_expert(stored: _Stored, target: _Target, module: Any) -> tuple[int, str, int]:
+    """Return expert, parameter and place in it. Raises QuantizationRefused for other ways to merge."""
+    operations = {type(operation) for operation in target.converter.operations}
+    numbers = _NUMBER.findall(f".{stored.module}.")
+    is_known = MergeModulelist in operations and operations <= {MergeModulelist, Concatenate}
+    if not is_known or not declares_layout(module) or module.is_transposed or not numbers:
+        raise QuantizationRefused(
+            f"{stored.module} is quantized, and this family cuts or merges it in a way that codes cannot be",
+            fix=_OTHER_CHECKPOINT,
+        )
+    return int(numbers[-1]), target.parameter, target.converter.source_patterns.index(target.source)
+
+
+def _shape_of_expert(stored: _Stored, target: _Target, module: Any) -> tuple[int, int]:
+    _, num_outputs, num_inputs = getattr(module, target.parameter).shape
+    num_parts = len(target.converter.source_patterns)
+    if num_outputs % num_parts:
+        raise QuantizationRefused(f"{stored.module} has no whole share of an expert", fix=_OTHER_CHECKPOINT)
+    return num_outputs // num_parts, num_inputs
+
+
+def _read_parts(
+    name: str, parts: dict[tuple[int, str, int], _StoredLinear], num_experts: int
+) -> tuple[list[GroupedWeight], list[GroupedWeight]]:
+    """Read the experts that are stored one by one. Raises QuantizationRefused."""
+    per_parameter: dict[tuple[int, str], list[_StoredLinear]] = defaultdict(list)
+    for expert, parameter, place in sorted(parts):
+        per_parameter[expert, parameter].append(parts[expert, parameter, place])
+    most = Counter({parameter: len(found) for (_, parameter), found in per_parameter.items()})
+    stacks: dict[str, list[GroupedWeight]] = {}
+    for parameter in ("gate_up_proj", "down_proj"):
+        stack = stacks[parameter] = []
+        for expert in range(num_experts):
+            found = per_parameter[expert, parameter]
+            if len(found) != most[parameter] or not found:
+                raise QuantizationRefused(
+                    f"{name} has experts that are quantized, but {parameter} of number {expert} is not",
+                    fix=_OTHER_CHECKPOINT,
+                )
+            try:
+                stack.append(merged([each.read() for each in found]))
+            except ValueError as error:
+                first, last = found[0].stored.module, found[-1].stored.module
+                raise QuantizationRefused(
+                    f"{first} is quantized otherwise than {last}: {error}",
+                    fix=_OTHER_CHECKPOINT,
+                ) from error
+    return stacks["gate_up_proj"], stacks["down_proj"]
+
+
+def _refuse_tied(model: Any, name: str, stored: _Stored) -> None:
+    if model.config.get_text_config(decoder=True).tie_word_embeddings and name == "lm_head":
+        raise StartupError(
+            f"{stored.module} is quantized, but config.json ties it to the embedding",
+            fix="set tie_word_embeddings to false where the embedding is stored by itself",
+        )
+
+
+def _copied(weight: GroupedWeight) -> GroupedWeight:
+    """A weight that holds no other expert's memory."""
+    return weight.outputs(torch.arange(weight.num_outputs))
