@@ -125,7 +125,7 @@ class DraftRule:
         self._records.pop(sequence_id, None)
 
     def rates(self, sequence_id: SequenceId) -> list[float]:
-        """How often a draft at each place is right, if those before it are."""
+        """Rates at which a draft at each place is right, if all before it are."""
         record = self._records.get(sequence_id)
         return list(self._rates_of_all if record is None else record.rates)
 

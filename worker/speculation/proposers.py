@@ -24,7 +24,7 @@ class Proposer(Protocol):
 
 
 class OwnText:
-    """What followed in the row's own text when it last went like its end."""
+    """Continuation of the row's own text as it was when the text last went like its end."""
 
     def __init__(self, *, least: int, most: int) -> None:
         """Take in the bounds of the match, in tokens."""

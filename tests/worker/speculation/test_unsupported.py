@@ -11,7 +11,7 @@ NGRAM = SpeculationConfig(method=DraftMethod.NGRAM)
 
 def test_a_recurrent_model_that_is_served_alone_refuses_it(checkpoints: MakeCheckpoint) -> None:
     folder = checkpoints("mamba")
-    with pytest.raises(StartupError, match=r"--speculative-config: .* cannot take back a wrong draft"):
+    with pytest.raises(StartupError, match=r"--speculative-config: .* cannot be taken back"):
         load_worker(folder, speculation=NGRAM)
     _, facts = load_worker(folder)
     assert facts.max_drafts == 0, "and predictions are refused by request"
