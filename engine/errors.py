@@ -57,10 +57,14 @@ class WrongTask(RequestRejected):
 
 
 class GrammarRejected(RequestRejected):
-    """A grammar that is wrong, cannot be enforced, or is too expensive."""
+    """A grammar that is wrong, cannot be enforced, or is too expensive.
 
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(f"{param}: {message}", param=param, code="invalid_grammar")
+    Without a parameter: that was seen while it was followed, and the request may have tokens already.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        text = message if param is None else f"{param}: {message}"
+        super().__init__(text, param=param, code="invalid_grammar")
 
 
 class NoChatTemplate(RequestRejected):

@@ -28,6 +28,7 @@ class FinishReason(StrEnum):
     REJECTED = "rejected"  # never admitted: it can never fit
     EXPIRED = "timeout"  # one of its time limits ran out
     FAILED = "error"  # the model or the worker failed on it
+    UNFIT = "invalid_grammar"  # its grammar cannot be followed any further, or takes too much time
 
 
 class GrammarKind(StrEnum):
@@ -331,7 +332,7 @@ class SchedulerOutput(NamedTuple):
 class ModelRunnerOutput:
     """Result of a plan.
 
-    Every sequence with `samples` is in `token_ids`, in `pooled` or in `failures`.
+    Every sequence with `samples` is in `token_ids`, in `pooled`, in `failures` or in `unfit`.
     """
 
     token_ids: Mapping[SequenceId, tuple[int, ...]]
@@ -340,6 +341,8 @@ class ModelRunnerOutput:
     """Log-probabilities aligned with `token_ids`; only sequences that asked."""
     failures: Mapping[SequenceId, str]
     """Sequences that failed alone (logits that are not finite, say), with the reason for the log."""
+    unfit: Mapping[SequenceId, str] = field(default_factory=dict)
+    """Sequences whose own grammar failed, with the reason for the caller. What they computed is sound."""
     prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Log-probabilities of the prompt tokens after each computed position, in order; only sequences that
     asked."""

@@ -138,9 +138,7 @@ class Scheduler:
         self._in_flight.take(plan)
         self._planner.note_memory_sufficed()
         sequences, sampled = self._sequences, result.token_ids
-        is_plain = not (
-            plan.draft_token_ids or result.logprobs or result.prompt_logprobs or self._has_accounts
-        )
+        is_plain = not (plan.draft_token_ids or result.logprobs or result.prompt_logprobs)
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
@@ -341,6 +339,8 @@ class Scheduler:
         if token_id in seq.params.stop_token_ids:
             return False
         known.append(token_id)
+        if self._has_accounts:
+            self._queues.charge(seq.tenant, GENERATED_TOKEN_COST)
         if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
             self._settle(seq, 0)
         of_client = self._outputs.get(seq.client_index)
@@ -411,6 +411,8 @@ class Scheduler:
         sequence_id = seq.sequence_id
         if sequence_id in result.failures:
             self._fail(seq, result.failures[sequence_id])
+        elif sequence_id in result.unfit:
+            self._finish(seq, FinishReason.UNFIT, result.unfit[sequence_id])
         elif share.samples and sequence_id in result.pooled:
             self._take_pooled(seq, result.pooled[sequence_id])
         elif share.samples:

@@ -11,6 +11,7 @@ from server.anthropic import anthropic_messages
 from server.chat import chat
 from server.completions import completions
 from server.http.endpoint import Endpoint
+from server.ollama import ollama_endpoints
 from server.operations import admin, invocations, models, ops, tokenization
 from server.page import page, yard
 from server.pooling import embeddings, scoring
@@ -27,6 +28,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     scoring.ENDPOINT,
     invocations.ENDPOINT,
     anthropic_messages.ENDPOINT,
+    ollama_endpoints.ENDPOINT,
 )
 PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
 """The web page's own files."""

@@ -62,7 +62,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     ),
     "wrong_task": _wrong("the model is served for something else: text, embeddings or scores"),
     "previous_response_not_found": _wrong("no stored response of this id, for this key"),
-    "invalid_grammar": _wrong("a grammar, schema or expression that is wrong, or too expensive to compile"),
+    "invalid_grammar": _wrong("a grammar, schema or expression that is wrong, or too expensive"),
     "no_chat_template": _wrong("the checkpoint has none; use `/v1/completions`"),
     "invalid_request": Entry(
         400,

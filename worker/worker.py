@@ -12,8 +12,9 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
+from worker.ranks.ranks import ALONE, Ranks
 from worker.speculation.unsupported import refuse_speculation
-from worker.startup.loader import find_kind
+from worker.startup.loader import find_kind, refuse_ranks
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
@@ -28,10 +29,14 @@ class Worker:
     """A worker that loads once, then launches plans one after another. Not thread-safe."""
 
     def __init__(
-        self, config: WorkerConfig, open_device: Callable[[WorkerConfig], Device] = open_device
+        self,
+        config: WorkerConfig,
+        open_device: Callable[[WorkerConfig], Device] = open_device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._config = config
         self._open_device = open_device
+        self._ranks = ranks
         self._device: Device | None = None
         self._steps: Steps | None = None
 
@@ -50,12 +55,15 @@ class Worker:
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:
         device.make_current()
         kind = find_kind(self._config)
+        refuse_ranks(self._config, kind, device)
         if kind.task is not Task.GENERATE:
             refuse_speculation(self._config, "a model that pools generates no tokens to draft")
             return start_pooling(self._config, kind, device, stage)
         try:
-            return start_generating(self._config, kind, device, stage)
+            return start_generating(self._config, kind, device, stage, self._ranks)
         except FamilyRefused as error:
+            if self._ranks.size > 1:
+                raise
             refused = error.what  # not the error: its traceback keeps the model's memory alive
         refuse_speculation(
             self._config, f"{refused}, and a state that has taken in a draft cannot be taken back"

@@ -78,7 +78,11 @@ class WorkerConfig:
     """int8 rounds each row before it is multiplied by codes in groups. CPU kernels only."""
     speculation: SpeculationConfig = SpeculationConfig()
     num_threads: int | None = None
-    """Compute threads on CPU. None: one per physical core that this process may use."""
+    """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
+    ranks."""
+    num_ranks: int = 1
+    """Processes that compute the model together, each with a shard of its layers. They share the memory
+    that is asked for here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

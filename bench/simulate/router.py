@@ -1,11 +1,13 @@
 """The choice of a replica for a request.
 
-Owns: the choice, made once, when the request arrives.
+Owns: the choice, made once, when the request arrives; and which replica is least busy, kept up to date event
+by event: to look at a thousand replicas for each request would cost more than a step.
 Never: moves a request that was placed.
 """
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from bench.simulate.arrivals import SimRequest
@@ -14,7 +16,10 @@ from bench.simulate.replica import Replica
 # A prefix group leaves its replica when so many more wait there than at the least busy one.
 _SPILL_WAITING = 8
 
-Router = Callable[[SimRequest, Sequence[Replica]], Replica]
+_COMPACT_ABOVE = 4
+
+Router = Callable[[SimRequest], int]
+"""Place of the replica for a request."""
 
 
 class RouterKind(StrEnum):
@@ -23,40 +28,58 @@ class RouterKind(StrEnum):
     PREFIX_AWARE = "prefix-aware"
 
 
-def router_of(kind: RouterKind) -> Router:
+class LeastBusy:
+    """Replicas by how many wait, then by how many run, then by place. O(log replicas) for each change."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._burdens = [_burden(replica) for replica in replicas]
+        self._heap = [(burden, place) for place, burden in enumerate(self._burdens)]
+        heapify(self._heap)
+
+    def note(self, place: int) -> None:
+        """Note that the burden of this replica may have changed."""
+        burden = _burden(self._replicas[place])
+        if burden == self._burdens[place]:
+            return
+        self._burdens[place] = burden
+        heappush(self._heap, (burden, place))
+        if len(self._heap) > _COMPACT_ABOVE * len(self._burdens):
+            self._heap = [(burden, place) for place, burden in enumerate(self._burdens)]
+            heapify(self._heap)
+
+    def first(self) -> int:
+        """Place of the least busy replica, as of the last notes."""
+        while self._heap[0][0] != self._burdens[self._heap[0][1]]:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+
+def router_of(kind: RouterKind, replicas: Sequence[Replica], least_busy: LeastBusy) -> Router:
     match kind:
         case RouterKind.LEAST_WAITING:
-            return least_waiting
+            return lambda _: least_busy.first()
         case RouterKind.ROUND_ROBIN:
-            return round_robin()
+            turn = count()
+            return lambda _: next(turn) % len(replicas)
         case RouterKind.PREFIX_AWARE:
-            return prefix_aware()
-
-
-def least_waiting(_: SimRequest, replicas: Sequence[Replica]) -> Replica:
-    """Choose the replica where fewest wait; among equals the one where fewest run, then the first."""
-    return min(replicas, key=_burden)
+            return _prefix_aware(replicas, least_busy)
 
 
 def _burden(replica: Replica) -> tuple[int, int]:
     return replica.num_waiting, replica.num_running
 
 
-def round_robin() -> Router:
-    turn = count()
-    return lambda _, replicas: replicas[next(turn) % len(replicas)]
-
-
-def prefix_aware() -> Router:
+def _prefix_aware(replicas: Sequence[Replica], least_busy: LeastBusy) -> Router:
     """Send a prefix group to the replica whose cache has its prefix, unless too many wait there."""
-    homes: dict[str, Replica] = {}
+    homes: dict[str, int] = {}
 
-    def choose(request: SimRequest, replicas: Sequence[Replica]) -> Replica:
-        best = least_waiting(request, replicas)
+    def choose(request: SimRequest) -> int:
+        best = least_busy.first()
         if not request.prefix_group:
             return best
         home = homes.get(request.prefix_group, best)
-        if home.num_waiting > best.num_waiting + _SPILL_WAITING:
+        if replicas[home].num_waiting > replicas[best].num_waiting + _SPILL_WAITING:
             home = best
         homes[request.prefix_group] = home
         return home

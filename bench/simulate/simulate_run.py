@@ -13,7 +13,7 @@ from math import inf
 
 from bench.simulate.arrivals import PromptMaker, SimRequest
 from bench.simulate.replica import Replica, Tallies
-from bench.simulate.router import router_of
+from bench.simulate.router import LeastBusy, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
 from scheduler.messages import SequenceId
@@ -56,20 +56,22 @@ class _Run:
         self.queue = QueueLine()
         self.now_s = 0.0
         self._num_waiting = 0  # on all replicas; a sum over a thousand of them would cost more than a step
-        self._router = router_of(setup.router)
+        self._least_busy = LeastBusy(self.replicas)
+        self._router = router_of(setup.router, self.replicas, self._least_busy)
         self._prompts = PromptMaker()
         self._events: list[tuple[float, int]] = []  # moment, number of the replica
-        self._numbers = {id(replica): number for number, replica in enumerate(self.replicas)}
 
     def arrive(self, request: SimRequest, number: int) -> None:
         now_s = request.arrival_s / self._setup.load
-        replica = self._router(request, self.replicas)
+        place = self._router(request)
+        replica = self.replicas[place]
         num_before = replica.num_waiting
         replica.add(request, self._prompts.token_ids(request, number), SequenceId(number), now_s)
         self._num_waiting += replica.num_waiting - num_before
+        self._least_busy.note(place)
         if not replica.is_awake:
             replica.is_awake = True
-            heappush(self._events, (now_s, self._numbers[id(replica)]))
+            heappush(self._events, (now_s, place))
 
     def advance(self, until_s: float) -> None:
         """Handle all events before `until_s`."""
@@ -86,6 +88,7 @@ class _Run:
             else:
                 heappush(events, (next_s, number))
             self._num_waiting += replica.num_waiting - num_before
+            self._least_busy.note(number)
             self.queue.add(now_s, self._num_waiting)
 
 

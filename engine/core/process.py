@@ -4,20 +4,25 @@ Owns: the order of the start (parent watch, sockets, model, scheduler, loop) and
 Never: reads the server's command line; its configuration is in DIRECTORY/config.msgpack.
 """
 
-import faulthandler
 import logging
-import os
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.core.checked_worker import CheckedWorker
-from engine.core.loop import EngineLoop, WorkerBroken
+from engine.core.loop import EngineLoop, Executor, WorkerBroken
+from engine.core.process_end import (
+    EXIT_UNEXPECTED,
+    EXIT_WORKER_BROKEN,
+    leave,
+    write_stacks_on_signal,
+)
 from engine.core.pulse import StepPulse
+from engine.core.rank_group import RankGroup
 from engine.core.step_trace import StepTrace
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
@@ -26,7 +31,6 @@ from engine.process_messages import Loading, Ready, StartFailed
 from engine.processes.child_process import (
     CONFIG_FILE,
     EXIT_START_FAILED,
-    SIGNAL_FOR_STACKS,
     die_with_parent,
     leave_signals_to_parent,
 )
@@ -36,17 +40,17 @@ from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, Sch
 from scheduler.scheduler import Scheduler
 from worker.worker_config import LoadProgress, ModelFacts
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from worker.worker import Worker
 
-EXIT_WORKER_BROKEN = 70
-EXIT_UNEXPECTED = 1
+log = logging.getLogger(__name__)
 
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
     """Serve until Shutdown arrives; return the exit code."""
     die_with_parent(parent_pid)
     leave_signals_to_parent()
-    _write_stacks_on_signal()
+    write_stacks_on_signal()
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
         mailbox = EngineSide(directory)
@@ -64,10 +68,10 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Not at the top: importing torch takes seconds, and the first message should leave before.
     from worker.attention.interface import num_layers_begun
-    from worker.worker import Worker
+    from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker_errors import StartupError
 
-    worker = Worker(config.worker)
+    worker, group = _open_worker(config, directory)
     try:
         facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
     except StartupError as error:
@@ -77,9 +81,13 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     keep_what_is_loaded()
     mailbox.send(Ready(facts))
     scheduler = Scheduler(scheduler_config(config.scheduler, facts))
-    checked = CheckedWorker(worker, vocab_size=facts.vocab_size)
+    executor: Executor = worker
+    if group is not None:
+        group.lead(worker)
+        executor = group
+    checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
-    pulse = StepPulse(directory, num_layers_begun)
+    pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
     pulse.start()
     try:
         loop.run()
@@ -88,14 +96,27 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
         return EXIT_WORKER_BROKEN
     finally:
         pulse.stop()
+        if group is not None:
+            group.close()
         worker.close()
     return 0
 
 
-def _write_stacks_on_signal() -> None:
-    """Write all threads' stacks to stderr from the signal handler, even if a thread is stuck in C."""
-    faulthandler.enable()  # the same at a segmentation fault
-    faulthandler.register(SIGNAL_FOR_STACKS, all_threads=True, chain=False)
+def _open_worker(config: EngineConfig, directory: Path) -> tuple["Worker", RankGroup | None]:
+    """Start the other ranks first, if there are any: all load at the same time."""
+    num_ranks = config.worker.num_ranks
+    if num_ranks == 1:
+        from worker.worker import Worker
+
+        return Worker(config.worker), None
+    from worker.ranks.shared_page import make_page
+
+    page = make_page()
+    group = RankGroup.start(directory, num_ranks=num_ranks, page=page)
+    from worker.ranks.shared_ranks import SharedRanks
+    from worker.worker import Worker
+
+    return Worker(config.worker, ranks=SharedRanks(page, rank=0, size=num_ranks)), group
 
 
 def _open_trace(path: str | None) -> StepTrace | None:
@@ -142,14 +163,6 @@ def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:
     if 0 < max_prefill_tokens <= asked:
         return max(max_prefill_tokens // 2, 1)
     return asked
-
-
-def leave(exit_code: int) -> NoReturn:
-    """Exit at once, with everything closed: freeing modules and model one by one takes seconds."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from engine.errors import (
     EngineDiedTwice,
     EngineError,
     EngineUnavailable,
+    GrammarRejected,
     Overloaded,
     RequestFailed,
     RequestRejected,
@@ -30,6 +31,7 @@ _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
     EngineDiedTwice: AbortCause.ENGINE_DIED,
 }
 _REASONS: dict[type[EngineError], FinishReason] = {
+    GrammarRejected: FinishReason.UNFIT,
     RequestRejected: FinishReason.REJECTED,
     Overloaded: FinishReason.REJECTED,  # displaced by a more urgent request
     DeadlineExceeded: FinishReason.EXPIRED,
@@ -140,6 +142,8 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
             )
         elif output.finish_reason is FinishReason.FAILED:
             self.fail(RequestFailed(output.message or "the model failed on this request"))
+        elif output.finish_reason is FinishReason.UNFIT:
+            self.fail(GrammarRejected(output.message))
         elif output.finish_reason is FinishReason.EXPIRED and not self._has_reply:
             self.fail(DeadlineExceeded(output.message))
         else:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from engine.errors import EngineDied, EngineUnavailable, WrongTask
+from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
@@ -241,6 +241,8 @@ class AsyncEngine:
                 await readable.wait()
                 readable.clear()
                 for place, active in enumerate(admitted):
+                    if isinstance(active.error, GrammarRejected):
+                        self._grammars.blame(active.request.params.grammar, str(active.error))
                     for output in active.take():
                         yield place, output
         finally:

@@ -1,6 +1,7 @@
 """Trials of client grammars, before the engine process gets them.
 
-Owns: the process that tries them, its time limit, and the verdicts on grammars tried before.
+Owns: the process that tries them, its time limit, and the verdicts on grammars tried before: by that
+process, or by the worker that had to end a request.
 Never: compiles in this process: a schema of a few lines can keep a compiler busy for hours.
 """
 
@@ -34,6 +35,8 @@ _MAX_COST_S = 0.1
 _MAX_COST_OF_ALL_S = 2.0
 """Limit for all choices of a request: they begin in several steps (scheduler/step/budget.py), but slow all
 others down."""
+_MAX_MASKS_OF_ALL_S = 0.25
+"""Limit for the dearest mask of the trial, once for each choice: they are computed in one step."""
 _SIGKILL = -9
 
 
@@ -55,6 +58,8 @@ class GrammarCompiler:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._blamed: OrderedDict[bytes, str] = OrderedDict()
+        """Reasons by grammars, as the worker got them, which were refused there."""
         self._refuses_all = ""
 
     @property
@@ -75,8 +80,19 @@ class GrammarCompiler:
             verdict = await self._wait_and_try(grammar, info, param)
         if verdict.refusal:
             raise GrammarRejected(verdict.refusal, param=param)
-        _check_cost(verdict.cost_s, num_choices, param)
-        return replace(grammar, text=verdict.text, cost_s=verdict.cost_s)
+        _check_cost(verdict, num_choices, param)
+        tried = replace(grammar, text=verdict.text, cost_s=verdict.cost_s)
+        if reason := self._blamed.get(_key(tried)):
+            raise GrammarRejected(f"an earlier request with it was ended: {reason}", param=param)
+        return tried
+
+    def blame(self, grammar: Grammar | None, reason: str) -> None:
+        """Refuse a grammar from now on: the worker ended a request because of it."""
+        if grammar is None:
+            return
+        self._blamed[_key(grammar)] = reason
+        if len(self._blamed) > _MAX_REMEMBERED:
+            self._blamed.popitem(last=False)
 
     async def close(self) -> None:
         """End the process."""
@@ -177,8 +193,9 @@ def _key(grammar: Grammar) -> bytes:
     return hashlib.sha256(f"{grammar.kind}\0{grammar.text}".encode()).digest()
 
 
-def _check_cost(cost_s: float, num_choices: int, param: str) -> None:
-    """Raise GrammarRejected if compiling would hold up the other sequences for too long."""
+def _check_cost(verdict: GrammarVerdict, num_choices: int, param: str) -> None:
+    """Raise GrammarRejected if the grammar would hold up the other sequences for too long."""
+    cost_s, masks_s = verdict.cost_s, verdict.mask_s * num_choices
     if cost_s > _MAX_COST_S:
         raise GrammarRejected(
             f"compiling this takes {cost_s:.2f} s of processor time; {_MAX_COST_S:g} s are allowed; make it"
@@ -189,5 +206,11 @@ def _check_cost(cost_s: float, num_choices: int, param: str) -> None:
         raise GrammarRejected(
             f"compiling this for each of {num_choices} choices takes {cost_s * num_choices:.1f} s of"
             f" processor time; {_MAX_COST_OF_ALL_S:g} s are allowed; ask for fewer, or make it simpler",
+            param=param,
+        )
+    if masks_s > _MAX_MASKS_OF_ALL_S:
+        raise GrammarRejected(
+            f"one token of each of {num_choices} choices takes {masks_s:.2f} s of processor time with this;"
+            f" {_MAX_MASKS_OF_ALL_S:g} s are allowed; ask for fewer, or make it simpler",
             param=param,
         )

@@ -29,6 +29,8 @@ class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it cannot be used, which may be shown to clients; empty if it can."""
     cost_s: float = 0.0
     """Processor time that the worker needs to compile it, for each sequence, while all others wait."""
+    mask_s: float = 0.0
+    """Processor time of the dearest token after the first, for each sequence, while all others wait."""
 
 
 def frame(message: Any) -> bytes:

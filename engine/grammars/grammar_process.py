@@ -27,6 +27,7 @@ from worker.sampling.grammar_library import (
     new_matcher,
     open_tokenizer,
 )
+from worker.sampling.mask_budget import RowAccount
 
 _MAX_MEMORY_BYTES = 2 * 2**30
 _NICENESS = 5
@@ -37,7 +38,7 @@ _PLAIN_CHARS = '",' + "".join(map(chr, range(0x21, 0x7F)))
 """Characters in order of preference: text that soon closes its strings shows most of a schema."""
 _MAX_PLAIN_TOKENS = 24
 _MAX_PLAIN_S = 0.25
-"""Processor time after which the trial text ends."""
+"""Processor time for the trial text. A grammar that has not shown by then that it can write it is refused."""
 
 _MessageT = TypeVar("_MessageT")
 
@@ -116,30 +117,45 @@ def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> GrammarVerdi
     if matcher.is_error():
         return GrammarVerdict(refusal=_shortened(matcher.get_error()))
     cost_s = time.process_time() - began_s
-    if obstacle := _obstacle_under_way(matcher, mask, plain_ids):
+    try:
+        mask_s = _write_plain_text(matcher, mask, plain_ids)
+    except GrammarRefused as obstacle:
         return GrammarVerdict(refusal=_shortened(obstacle))
-    return GrammarVerdict(text=grammar.text, cost_s=cost_s)
+    return GrammarVerdict(text=grammar.text, cost_s=cost_s, mask_s=mask_s)
 
 
-def _obstacle_under_way(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> str:
-    """Explain why a plain text fails after its first token; empty if it does not.
+def _write_plain_text(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> float:
+    """Write a plain text as far as the trial goes; return the processor time of its dearest token.
 
-    `mask` is the first token's, and is overwritten. A grammar that passes may still grow too complex in a
-    model's text; one that fails here is of no use.
+    `mask` is the first token's, and is overwritten. Raises GrammarRefused if the text fails, or costs more
+    than the worker allows. A grammar that passes may still grow too complex in a model's text: the worker
+    keeps the same account.
     """
-    until_s = time.process_time() + _MAX_PLAIN_S
+    account = RowAccount()
+    dearest_s = 0.0
+    began_s = before_s = time.process_time()
     for num_tokens in range(1, _MAX_PLAIN_TOKENS + 1):
         is_allowed_V = np.unpackbits(mask.view(np.uint8), bitorder="little")
         plain = next((token_id for token_id in plain_ids if is_allowed_V[token_id]), None)
         matcher.consume_token(int(is_allowed_V.argmax()) if plain is None else plain)
         if not matcher.is_error():
-            if matcher.is_stopped() or time.process_time() > until_s:
-                return ""
+            if matcher.is_stopped():
+                break
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             reason = matcher.get_error()
-            return f"the plainest text fails at its token {num_tokens + 1}; make it simpler: {reason}"
-    return ""
+            raise GrammarRefused(
+                f"the plainest text fails at its token {num_tokens + 1}; make it simpler: {reason}"
+            )
+        now_s = time.process_time()
+        account.pay_mask(now_s - before_s)
+        dearest_s, before_s = max(dearest_s, now_s - before_s), now_s
+        if account.is_overdrawn or now_s - began_s > _MAX_PLAIN_S:
+            raise GrammarRefused(
+                f"the plainest text takes {now_s - began_s:.2f} s of processor time for {num_tokens} tokens;"
+                " make it simpler"
+            )
+    return dearest_s
 
 
 def _shortened(reason: object) -> str:

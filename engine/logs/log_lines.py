@@ -40,6 +40,7 @@ class ProcessName(StrEnum):
 
     API = "api"
     ENGINE = "engine"
+    RANK = "rank"
 
 
 def fields(**values: Field) -> dict[str, dict[str, Field]]:
@@ -139,7 +140,7 @@ def _stack_lines(error: BaseException, process: ProcessName) -> Iterator[str]:
     """List the stack lines, the first cause first, as Python prints them."""
     for link in reversed(_chain(error)):
         yield from _frames(link.__traceback__)
-        words = _words(link) if process is ProcessName.ENGINE or _speaks_for_us(link) else ""
+        words = _words(link) if process is not ProcessName.API or _speaks_for_us(link) else ""
         yield f"{type(link).__qualname__}: {words}" if words else type(link).__qualname__
 
 

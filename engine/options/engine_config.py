@@ -114,6 +114,7 @@ def resolve(
     _check_scheduler(options)
     check_traces_endpoint(options.otlp_traces_endpoint)
     _check_device(options)
+    _check_ranks(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
     _check_checksums(options.checksums)
@@ -178,6 +179,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             quantize_head=options.quantize_head,
             activations=options.activations,
             num_threads=options.num_threads,
+            num_ranks=options.tensor_parallel_size,
         ),
     )
 
@@ -336,6 +338,34 @@ def _check_device(options: Options) -> None:
     for key, value in unused.items():
         if value is not None:
             raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
+
+
+def _check_ranks(options: Options) -> None:
+    """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
+    asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
+    if options.tensor_parallel_size == 1:
+        return
+    if options.device.startswith("cuda"):
+        raise OptionError(
+            f"{asked} with --device {options.device}", "it divides models on CPUs only", "use --device cpu"
+        )
+    for key, word in (
+        ("--quantization", options.quantization),
+        ("--quantize-head", options.quantize_head),
+        ("--activations", options.activations),
+    ):
+        if word != "none":
+            raise OptionError(
+                f"{asked} with {key} {word}",
+                "rounded numbers are not divided among ranks",
+                "leave one of them out",
+            )
+    if options.cpu_kernels == "off":
+        raise OptionError(
+            f"{asked} with --cpu-kernels off", "only layers of the CPU kernels are divided", "drop one"
+        )
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:

@@ -67,6 +67,11 @@ class PulseSide:
         with contextlib.suppress(zmq.Again):
             self._out.send(encode(message), zmq.NOBLOCK)
 
+    def send_last(self, message: ToClient) -> None:
+        """Post, and close; the message has a second to leave."""
+        self._out.send(encode(message))
+        self._context.destroy(linger=1000)
+
     def close(self) -> None:
         self._context.destroy()
 

@@ -8,6 +8,7 @@ results are matched text for text (tests/engine/text/test_chat_template.py).
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -17,10 +18,12 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.visitor
 
 from engine.errors import NoChatTemplate, RequestRejected
 from engine.text.tokenizer import NAMED_SPECIAL_TOKENS, TokenizerError, read_json
@@ -40,6 +43,10 @@ _CONTINUE_MARK = "\ue000continue here\ue001 "
 
 _TICK = "__tick"
 """The function that every loop and macro calls; a template names it by no chance."""
+_CONCAT = "__concat"
+"""The function that stands for the operator ~."""
+_WIDE_FORMAT = re.compile(r"[%:{][^A-Za-z]{0,40}(?:\d{6}|\*)|\{[^{}]{0,40}:[^{}]{0,40}\{")
+"""A width of six digits or more in a format, or one that is an argument."""
 _MAX_BASE = 2**64
 _MAX_EXPONENT = 64
 
@@ -188,6 +195,7 @@ class _Compiled:
             tree = _ENVIRONMENT.parse(source)
             read = jinja2.meta.find_undeclared_variables(tree)
             _insert_ticks(tree)
+            _ConcatCalls().visit(tree)
             code = _ENVIRONMENT.compile(tree)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
@@ -212,7 +220,7 @@ class _Compiled:
         pieces = []
         num_chars = 0
         try:
-            for piece in self._template.generate({**variables, _TICK: _clock()}):
+            for piece in self._template.generate({**variables, _TICK: _clock(), _CONCAT: _concat}):
                 num_chars += len(piece)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise RequestRejected(
@@ -310,16 +318,108 @@ class _Unbounded(jinja2.TemplateError):
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, which also refuses operations whose result would fill the memory."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             is_too_much = abs(left) > _MAX_BASE or abs(right) > _MAX_EXPONENT
+        elif operator == "+":
+            is_too_much = _num_items(left) + _num_items(right) > MAX_RENDERED_CHARS
+        elif operator == "%":
+            is_too_much = isinstance(left, str) and _WIDE_FORMAT.search(left) is not None
         else:
             is_too_much = _num_chars(left, right) > MAX_RENDERED_CHARS
         if is_too_much:
             raise _Unbounded(f"{operator} makes too large a value")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the template, unless it is a method that makes a huge text of small ones."""
+        method = getattr(function, "__wrapped__", function)  # the sandbox's own stands before `format`
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str) and name in _BOUND_OF_METHOD:
+            if name == "join" and args:
+                args = (list(args[0]), *args[1:])  # counted, then joined: an iterator is read once
+            named = (value for key, value in kwargs.items() if not key.startswith("_"))  # Jinja's own
+            if _BOUND_OF_METHOD[name](text, *args, *named) > MAX_RENDERED_CHARS:
+                raise _Unbounded(f"{name} makes too large a value")
+        return super().call(context, function, *args, **kwargs)
+
+
+def _num_items(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 0
+
+
+def _joined_chars(separator: str, items: Sequence[Any]) -> int:
+    return sum(len(str(item)) for item in items) + len(separator) * len(items)
+
+
+def _replaced_chars(text: str, old: str = "", new: str = "", *_: Any) -> int:
+    return len(text) + text.count(old) * len(new)
+
+
+def _padded_chars(text: str, width: int = 0, *_: Any) -> int:
+    return max(len(text), width)
+
+
+def _formatted_chars(text: str, *_: Any) -> int:
+    return MAX_RENDERED_CHARS + 1 if _WIDE_FORMAT.search(text) else len(text)
+
+
+_BOUND_OF_METHOD: dict[str, Callable[..., int]] = {
+    "join": _joined_chars,
+    "replace": _replaced_chars,
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded_chars),
+    "expandtabs": lambda text, size=8: len(text) + text.count("\t") * size,
+    **dict.fromkeys(("format", "format_map"), _formatted_chars),
+}
+"""Upper limits of the lengths of results, by methods of texts."""
+
+
+class _ConcatCalls(jinja2.visitor.NodeTransformer):
+    """Puts a call of ours in the place of the operator ~, which the sandbox does not see."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        name = jinja2.nodes.Name(_CONCAT, "load")
+        return jinja2.nodes.Call(name, node.nodes, [], None, None).set_lineno(node.lineno)
+
+
+def _concat(*values: Any) -> str:
+    texts = [str(value) for value in values]
+    if sum(map(len, texts)) > MAX_RENDERED_CHARS:
+        raise _Unbounded("~ makes too large a value")
+    return "".join(texts)
+
+
+@jinja2.pass_eval_context
+def _join(eval_ctx: Any, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    items = list(value)
+    if attribute is not None:
+        items = list(map(jinja2.filters.make_attrgetter(eval_ctx.environment, attribute), items))
+    if _joined_chars(d, items) > MAX_RENDERED_CHARS:
+        raise _Unbounded("join makes too large a value")
+    return jinja2.filters.sync_do_join(eval_ctx, items, d)
+
+
+def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
+    text = str(value)
+    if _replaced_chars(text, old, new) > MAX_RENDERED_CHARS:
+        raise _Unbounded("replace makes too large a value")
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def _center(value: Any, width: int = 80) -> str:
+    text = str(value)
+    if _padded_chars(text, width) > MAX_RENDERED_CHARS:
+        raise _Unbounded("center makes too large a value")
+    return text.center(width)
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    if _WIDE_FORMAT.search(str(value)):
+        raise _Unbounded("format makes too large a value")
+    return jinja2.filters.do_format(str(value), *args, **kwargs)
 
 
 def _num_chars(left: Any, right: Any) -> int:
@@ -357,6 +457,7 @@ def _environment() -> _Sandbox:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters.update(join=_join, replace=_replace, center=_center, format=_format)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

@@ -19,6 +19,7 @@ from engine.types import TokenOutput
 from server.anthropic.anthropic_errors import error_body
 from server.error_replies import ErrorReply
 from server.generate.replies import StreamReply
+from server.generate.sse import ServerSentEvents
 
 _STOP_REASONS: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _TIMED_OUT: Final = "max_tokens"
@@ -176,7 +177,7 @@ class WholeMessage:
         return self._stream.message
 
 
-class AnthropicFraming:
+class AnthropicFraming(ServerSentEvents):
     """Named events, and no [DONE]."""
 
     end = b""

@@ -16,7 +16,8 @@ from engine.diagnosis import Finding, Verdict, diagnose
 from engine.options.option_sources import read_options
 from engine.options.options import Options
 from server.commands.command_line import OptionParser
-from server.http.listening import MAX_CONNECTIONS, CannotListen, PortInUse, listen, num_connections_allowed
+from server.http.listening import CannotListen, PortInUse, listen, num_connections_allowed
+from server.sockets.places import MAX_CONNECTIONS
 
 EXIT_FAULT = 1
 

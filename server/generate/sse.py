@@ -44,6 +44,9 @@ def events(payloads: Iterable[dict[str, Any]]) -> bytes:
 class Framing(Protocol):
     """Payloads of a stream to bytes, and the bytes of its end."""
 
+    media_type: str
+    keep_alive: bytes
+    """Written in a silence; empty if the protocol has nothing that clients skip."""
     end: bytes
     """Written after the last event, after a failure as well."""
 
@@ -54,7 +57,14 @@ class Framing(Protocol):
         ...
 
 
-class ChunkFraming:
+class ServerSentEvents:
+    """The part of a framing that all streams of events have."""
+
+    media_type = "text/event-stream"
+    keep_alive = KEEP_ALIVE
+
+
+class ChunkFraming(ServerSentEvents):
     """OpenAI's older endpoints: events without names. Clients raise on one that has an `error`."""
 
     end = DONE
@@ -80,13 +90,12 @@ class EventStream(Response):
     then on become an error event.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge, *, framing: Framing = CHUNKS
     ) -> None:
         # Response.__init__ would declare an empty body and its length.
         self.status_code = 200
+        self.media_type = framing.media_type
         self.background = None
         self.init_headers(_HEADERS)
         self._outputs = outputs
@@ -168,13 +177,13 @@ class EventStream(Response):
 
     async def _keep_alive(self, send: Send) -> None:
         """Break every silence. Ends when a send is stuck: the next chunk will find that out as well."""
-        if self._patience.keep_alive_s <= 0:
+        if self._patience.keep_alive_s <= 0 or not self._framing.keep_alive:
             return
         clock = asyncio.get_running_loop().time
         self._last_sent_s = clock()
         while not self._is_refused:  # a comment now would take the refusal its status
             silence_s = clock() - self._last_sent_s
             if silence_s >= self._patience.keep_alive_s:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._framing.keep_alive)
             else:
                 await asyncio.sleep(self._patience.keep_alive_s - silence_s)

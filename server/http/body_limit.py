@@ -8,8 +8,9 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.errors import RequestRejected
+from engine.errors import Overloaded, RequestRejected
 from server.error_replies import BodyTimeout, BodyTooLarge
+from server.sockets.trimming import trim_soon
 
 BODY_IDLE_S = 30.0
 """A body that stands still for so long is given up."""
@@ -24,11 +25,20 @@ _DRAIN_PAUSE_S = 0.25
 while it sends sees a reset connection instead of the reason."""
 
 
+_BUDGET_BYTES = 64 * 1024 * 1024
+"""Bytes of the bodies of all requests under way, from their arrival to the end of their replies."""
+_FREE_BYTES = 64 * 1024
+"""Bytes of each body that are held even beyond the budget: those who send little do not pay for others."""
+_TRIMMED_BYTES = 1024 * 1024
+
+
 class BodyLimit:
     """ASGI middleware. Its errors surface where the body is read."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, idle_s: float = BODY_IDLE_S) -> None:
         self._app = app
+        self._budget_bytes = max(_BUDGET_BYTES, 4 * max_body_bytes)
+        self._held_bytes = 0
         self._max_bytes = max_body_bytes
         self._idle_s = idle_s
 
@@ -62,7 +72,9 @@ class BodyLimit:
                     f" or brought less than {MIN_BYTES_PER_S} bytes a second"
                 ) from None
             waited_s += clock() - began_s
-            num_bytes += len(message.get("body", b""))
+            new_bytes = len(message.get("body", b""))
+            num_bytes += new_bytes
+            self._hold(new_bytes, num_bytes)
             is_complete = not message.get("more_body", False)
             if num_bytes > self._max_bytes:
                 if not is_complete:
@@ -70,7 +82,21 @@ class BodyLimit:
                 raise self._too_large()
             return message
 
-        await self._app(scope, counted_receive, send)
+        try:
+            await self._app(scope, counted_receive, send)
+        finally:
+            self._let_go(num_bytes)
+
+    def _hold(self, new_bytes: int, num_bytes: int) -> None:
+        """Count bytes of a body that has `num_bytes` so far. Raises Overloaded beyond the budget of all."""
+        self._held_bytes += new_bytes
+        if self._held_bytes > self._budget_bytes and num_bytes > _FREE_BYTES:
+            raise Overloaded("too many large requests are held; try again later", retry_after_s=1.0)
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+        if num_bytes > _TRIMMED_BYTES:
+            trim_soon()
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the request body is larger than the {self._max_bytes} bytes allowed here")

@@ -30,10 +30,11 @@ from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, 
 from server.http.edge import Edge
 from server.http.lingering import LingeringTransport
 from server.observe.request_ids import new_request_id
+from server.sockets.places import Place
+from server.sockets.rare_log import RareLog
 
 log = logging.getLogger(__name__)
 
-RESERVED_PLACES = 64
 RESERVED_HEAD_TIMEOUT_S = 2.0
 """A reserve that silent clients could hold for long would be none."""
 _HEAD_TOO_LARGE = 431
@@ -41,6 +42,8 @@ _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
 _WRITE_CHUNK = "tokenyard.write_chunk"
+
+_too_many = RareLog(log, logging.WARNING, "every place for a connection is taken: %d refused")
 
 WriteChunk = Callable[[bytes], bool]
 """Takes no empty piece, which would end the body. False: nothing was written, the client's socket is full or
@@ -55,9 +58,12 @@ class ClientConnection(H11Protocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        place: Place | None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        """Without a place, refuse."""
+        super().__init__(config, server_state, app_state)
+        self._place = place
         edge: Edge = cast(FastAPI, config.app).state.edge
         self._patience = edge.patience
         self._refused = edge.metrics.refused_connections
@@ -68,17 +74,17 @@ class ClientConnection(H11Protocol):
         """Take a place, or be refused. The signature is that of the base class."""
         self._ending = LingeringTransport(transport, may_hear_more=self._may_hear_more)
         super().connection_made(cast(asyncio.Transport, self._ending))
-        num_too_many = len(self.connections) - self._patience.max_connections
-        if num_too_many > RESERVED_PLACES:
+        if self._place is None:
             self._refused.inc()
             self._refuse(TooManyConnections())
             return
-        if num_too_many > 0:
+        self._place.give_way = self._give_way
+        if self._place.is_reserved:
             self._head_timeout_s = min(self._head_timeout_s, RESERVED_HEAD_TIMEOUT_S)
         # Copied by uvicorn into the scope of every request.
         self.app_state = {
             **self.app_state,
-            _IS_RESERVED: num_too_many > 0,
+            _IS_RESERVED: self._place.is_reserved,
             _CUT_OFF: self._reset,
             _WRITE_CHUNK: self._write_chunk,
         }
@@ -86,6 +92,8 @@ class ClientConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        if self._place is not None:
+            self._place.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -95,8 +103,17 @@ class ClientConnection(H11Protocol):
         super().data_received(data)
         if self._is_answering or self.transport.is_closing():
             self._stop_head_timer()
+            if self._place is not None:
+                self._place.busy()
         elif self._head_timer is None:  # the idle timer of a kept connection ends with the first byte
             self._start_head_timer()
+
+    def on_response_complete(self) -> None:
+        if self._place is not None:
+            self._place.quiet()
+        super().on_response_complete()
+        if self._is_answering and self._place is not None:  # the next request was here already
+            self._place.busy()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the base class's hook and words
         """Answer bytes that cannot be parsed. Called where the parser's error is handled."""
@@ -113,6 +130,8 @@ class ClientConnection(H11Protocol):
 
     def _may_hear_more(self) -> bool:
         """True if the client may send more bytes; False on an idle connection."""
+        if self._place is None:
+            return False  # it would hold a descriptor beyond all places
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _start_head_timer(self) -> None:
@@ -130,6 +149,11 @@ class ClientConnection(H11Protocol):
             self._refuse(HeadTimeout(f"no complete head of a request after {self._head_timeout_s:g} s"))
         else:
             self.transport.close()
+
+    def _give_way(self) -> None:
+        """End a connection on which no request is under way, for the sake of a newcomer."""
+        self._refused.inc()
+        self.transport.abort()
 
     def _reset(self) -> None:
         # Without this the kernel would go on offering what it has taken over to a client that does not read.
@@ -159,8 +183,11 @@ class ClientConnection(H11Protocol):
     def _refusal(self, error: Exception) -> bytes:
         request_id = new_request_id()
         reply = describe(error, request_id)
-        facts = fields(request_id=request_id, error=reply.code, status=reply.status)
-        log.info("refused what is no request yet", extra=facts)
+        if isinstance(error, TooManyConnections):
+            _too_many.note()
+        else:
+            facts = fields(request_id=request_id, error=reply.code, status=reply.status)
+            log.info("refused what is no request yet", extra=facts)
         response = error_response(reply)
         headers = [header for header in response.raw_headers if header[0] != _HANG_UP[0]]
         headers += [(b"x-request-id", request_id.encode()), _HANG_UP]

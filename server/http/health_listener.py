@@ -91,7 +91,12 @@ class HealthListener:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._answer, sock=self._listener, limit=_MAX_HEAD_BYTES)
+        # Without descriptors the loop tries and logs as often as its backlog says, so that is small; the
+        # kernel's own queue need not be.
+        server = await asyncio.start_server(
+            self._answer, sock=self._listener, limit=_MAX_HEAD_BYTES, backlog=1
+        )
+        self._listener.listen(_MAX_CONNECTIONS)
         await self._stopping.wait()
         server.close()
 

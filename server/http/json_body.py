@@ -9,7 +9,8 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from engine.errors import RequestRejected
+from engine.errors import Overloaded, OverloadReason, RequestRejected
 from server.error_replies import UnsupportedMediaType
 from server.http.edge import UnknownFields, edge_of
 from server.refusals import refuse_unsupported
@@ -26,6 +27,13 @@ MAX_DEPTH = 32
 """A chat message is four levels deep. Deep nesting costs recursion in everything that walks it."""
 _INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that the streams of others go on meanwhile."""
+MAX_ITEMS = 256 * 1024
+"""Items and members of all lists and objects of a body. To build so many takes about 0.1 s, in which the
+interpreter's lock is held."""
+_MAX_LARGE_UNDER_WAY = 16
+_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
+_large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
+_num_large_under_way = 0
 
 _WORDS_OF_JSON = (
     (re.compile(r"^(Input|String|List|Dictionary) should "), "must "),
@@ -36,6 +44,7 @@ _WORDS_OF_JSON = (
 """The validator's messages are for authors of Python; here they go to clients that send JSON."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+ReadT = TypeVar("ReadT")
 
 
 async def read_request(
@@ -62,10 +71,26 @@ async def read_request(
     if len(raw) <= _INLINE_BYTES:
         parsed, num_unknown = reader.read(raw)
     else:
-        parsed, num_unknown = await asyncio.to_thread(reader.read, raw)
+        parsed, num_unknown = await _in_large_lane(lambda: reader.read(raw))
     if num_unknown:
         edge.metrics.unknown_fields.inc(num_unknown)
     return parsed
+
+
+async def _in_large_lane(read: Callable[[], ReadT]) -> ReadT:
+    """Read a large body in the one thread for these. Raises Overloaded if too many wait; errors of `read`."""
+    global _num_large_under_way
+    if _num_large_under_way >= _MAX_LARGE_UNDER_WAY:
+        raise Overloaded(
+            "too many large requests are being read; try again later",
+            retry_after_s=1.0,
+            reason=OverloadReason.TEXTS,
+        )
+    _num_large_under_way += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_large, read)
+    finally:
+        _num_large_under_way -= 1
 
 
 def _check_media_type(content_type: str | None) -> None:
@@ -107,6 +132,8 @@ class _Reader(Generic[ModelT]):
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Parse one JSON object. Raises RequestRejected with code invalid_json."""
+    if len(raw) > _INLINE_BYTES:
+        _check_num_items(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -117,6 +144,24 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     # orjson keeps the last of two equal keys, others the first: a body must have one meaning.
     json.loads(raw, object_pairs_hook=_without_duplicates)
     return body
+
+
+def _check_num_items(raw: bytes) -> None:
+    """Refuse a body of very many items before any of them is built."""
+    if sum(map(raw.count, (b",", b"[", b"{"))) <= MAX_ITEMS:
+        return
+    # Exactly now: texts have commas too. Piece by piece, so that other threads have their turn.
+    num_items = end = 0
+    for string in _STRING.finditer(raw):
+        num_items += sum(raw.count(mark, end, string.start()) for mark in (b",", b"[", b"{"))
+        end = string.end()
+        if num_items > MAX_ITEMS:
+            break
+    num_items += sum(raw.count(mark, end) for mark in (b",", b"[", b"{"))
+    if num_items > MAX_ITEMS:
+        raise RequestRejected(
+            f"the request body has more than {MAX_ITEMS} items in its lists and objects", code="invalid_value"
+        )
 
 
 def _check_depth(body: dict[str, Any]) -> None:

@@ -11,10 +11,12 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.sockets.places import MAX_CONNECTIONS, RESERVED_PLACES
+
 _BACKLOG = 2048
-MAX_CONNECTIONS = 4096
 _NUM_OTHER_FILES = 128
-"""Descriptors for all that is not a client: the engine, the model's files, the event loop."""
+"""Descriptors for all that is not a client: the engine, the model's files, the event loop, probes on their
+own port, and connections that were ended in this turn of the loop."""
 _UNREAD_TIMEOUT_MS = 60_000
 """Time in which a peer may leave sent bytes unread, or unacknowledged."""
 
@@ -42,7 +44,7 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
 
     Port 0 takes any free one: ask `getsockname`. Raises PortInUse or CannotListen, which name the `flag`.
     """
-    _allow_files(MAX_CONNECTIONS + _NUM_OTHER_FILES)
+    _allow_files(MAX_CONNECTIONS + RESERVED_PLACES + _NUM_OTHER_FILES)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -79,7 +81,7 @@ def num_connections_allowed() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - _NUM_OTHER_FILES))
+    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_PLACES - _NUM_OTHER_FILES))
 
 
 def _allow_files(num_files: int) -> None:

@@ -56,6 +56,10 @@ class TokenizeRequest(WireModel):
     """Return each token as the tokenizer spells it, too."""
 
 
+MAX_DECODED_TOKENS = 64 * 1024
+"""To decode so many takes 0.03 s, in which the tokenizer holds the interpreter's lock."""
+
+
 class DetokenizeRequest(WireModel):
     """The body of POST /detokenize."""
 
@@ -105,6 +109,11 @@ async def detokenize(request: Request) -> Response:
     body = await read_request(request, DetokenizeRequest, {}, from_headers={})
     info = engine.info
     check_model(body.model, info)
+    if len(body.tokens) > MAX_DECODED_TOKENS:
+        raise RequestRejected(
+            f"tokens: {len(body.tokens)} are more than {MAX_DECODED_TOKENS}; send them in parts",
+            param="tokens",
+        )
     check_token_ids(body.tokens, info, param="tokens")
     return _json({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
 

@@ -21,6 +21,7 @@ import orjson
 from engine.types import TokenOutput
 from server.error_replies import ErrorReply
 from server.generate.replies import StreamReply
+from server.generate.sse import ServerSentEvents
 from server.responses.responses_replies import (
     FunctionCallItem,
     MessageItem,
@@ -211,7 +212,7 @@ class WholeResponse:
         return self._stream.response
 
 
-class ResponseFraming:
+class ResponseFraming(ServerSentEvents):
     """Named events, and no [DONE]: the last event says by its name that it is the last."""
 
     end = b""

@@ -25,14 +25,15 @@ from engine.options.option_declaration import OptionError
 from engine.processes.garbage import keep_what_is_loaded
 from engine.text.tokenizer import TokenizerError
 from server.access.credentials import Credentials
-from server.access.tls import LiveTls, TlsServer
+from server.access.tls import LiveTls
 from server.app import build_admin_app, build_app
 from server.endpoints import OPERATIONS
 from server.generate.answering import VERSION
 from server.http.connections import ClientConnection
-from server.http.edge import Patience
+from server.http.edge import Edge, Patience
 from server.http.health_listener import HealthListener
 from server.http.listening import CannotListen, Listeners, url_of
+from server.sockets.accepting import ClientServer
 from server.startup.announcement import Announcement
 
 if TYPE_CHECKING:
@@ -210,24 +211,21 @@ async def _announce(
 
 
 def _http_server(app: FastAPI, tls: LiveTls | None) -> uvicorn.Server:
-    config = _uvicorn_config(app)
-    return _HttpServer(config) if tls is None else _HttpsServer(config, tls)
+    edge: Edge = app.state.edge
+    return _HttpServer(
+        _uvicorn_config(app),
+        max_connections=edge.patience.max_connections,
+        refused=edge.metrics.refused_connections,
+        context=None if tls is None else tls.context,
+    )
 
 
-class _OurSignals(uvicorn.Server):
+class _HttpServer(ClientServer):
     """uvicorn's own signals would close the port before the requests are finished."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-class _HttpServer(_OurSignals):
-    """Plain HTTP."""
-
-
-class _HttpsServer(_OurSignals, TlsServer):
-    """HTTP over TLS."""
 
 
 class _Signals:
@@ -260,7 +258,6 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GOODBYE_S,
-        backlog=2048,
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from random import Random
 
 import pytest
 
@@ -9,7 +10,7 @@ from bench.simulate.arrivals import SimRequest, SyntheticWorkload
 from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.lengths import LengthDistribution
 from bench.simulate.replica import Replica, Stuck, Tallies
-from bench.simulate.router import RouterKind, router_of
+from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.simulate_report import RunReport, report_of
 from bench.simulate.simulate_run import simulate
@@ -208,29 +209,40 @@ def place(request: SimRequest, replica: Replica, number: int) -> None:
 
 @pytest.mark.parametrize("kind", [RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN])
 def test_a_router_balances_equal_requests(kind: RouterKind) -> None:
-    all_replicas, route = replicas(3), router_of(kind)
+    all_replicas = replicas(3)
+    line = LeastBusy(all_replicas)
+    route = router_of(kind, all_replicas, line)
     request = SimRequest(arrival_s=0.0, prompt_len=5, max_tokens=5)
     for number in range(12):
-        place(request, route(request, all_replicas), number)
+        chosen = route(request)
+        place(request, all_replicas[chosen], number)
+        line.note(chosen)
     assert [replica.num_waiting for replica in all_replicas] == [4, 4, 4]
 
 
-def test_least_waiting_passes_over_the_busy() -> None:
-    all_replicas, route = replicas(3), router_of(RouterKind.LEAST_WAITING)
-    request = SimRequest(arrival_s=0.0, prompt_len=5, max_tokens=5)
-    place(request, all_replicas[0], 1)
-    all_replicas[1].num_running = 7
-    assert route(request, all_replicas) is all_replicas[2]
+def test_the_least_busy_is_the_one_that_a_look_at_all_would_find() -> None:
+    random, all_replicas = Random(3), replicas(20)
+    line = LeastBusy(all_replicas)
+    for _ in range(2000):
+        changed = random.randrange(20)
+        all_replicas[changed].num_waiting = random.randrange(4)
+        all_replicas[changed].num_running = random.randrange(4)
+        line.note(changed)
+        busy = [(replica.num_waiting, replica.num_running) for replica in all_replicas]
+        assert line.first() == busy.index(min(busy))
+        assert len(line._heap) <= 4 * 20
 
 
 def test_a_prefix_group_stays_where_its_prefix_is_until_too_many_wait() -> None:
-    all_replicas, route = replicas(2), router_of(RouterKind.PREFIX_AWARE)
+    all_replicas = replicas(2)
+    line = LeastBusy(all_replicas)
+    route = router_of(RouterKind.PREFIX_AWARE, all_replicas, line)
     request = SimRequest(arrival_s=0.0, prompt_len=5, max_tokens=5, prefix_group="a", prefix_len=4)
     chosen = []
     for number in range(11):
-        replica = route(request, all_replicas)
-        place(request, replica, number)
-        chosen.append(all_replicas.index(replica))
+        chosen.append(route(request))
+        place(request, all_replicas[chosen[-1]], number)
+        line.note(chosen[-1])
     assert chosen == [0] * 9 + [1] * 2
 
 

@@ -1,4 +1,4 @@
-"""LiteLLM, LangChain and the Node SDK take us for OpenAI."""
+"""Other clients take us for OpenAI, Anthropic's for Anthropic, Ollama's for Ollama."""
 
 import shutil
 
@@ -17,6 +17,25 @@ def test_langchain_streams_what_it_gets_whole(server, python):
     assert said["whole"] == said["streamed"] == "3, 4, 5, 6, 7, 8"
     assert said["whole_tokens"] == said["streamed_tokens"] > 0
     assert said["num_chunks"] > 3
+
+
+def test_anthropics_sdk_streams_what_it_gets_whole_and_reads_calls_and_errors(server, python):
+    said = run(python, HERE / "call_anthropic.py", url=server.url)
+    assert said["whole"] == said["pieces"] == said["streamed"] == "3, 4, 5, 6, 7, 8"
+    assert said["usage"][0] == said["usage"][1] > 0
+    assert said["stop_reasons"] == ["end_turn", "end_turn", "tool_use"]
+    assert said["unit"] in ("C", "F")
+    assert said["num_counted"] > 0
+    assert said["refusal"] == ["NotFoundError", "not_found_error"]
+
+
+def test_ollamas_client_streams_what_it_gets_whole_and_finds_the_model(server, python):
+    said = run(python, HERE / "call_ollama.py", url=server.url)
+    assert said["whole"] == said["streamed"] == said["generated"] == "3, 4, 5, 6, 7, 8"
+    assert said["num_tokens"][0] == said["num_tokens"][1] > 0
+    assert said["models"] == ["tokenyard-demo"]
+    assert "completion" in said["capabilities"]
+    assert said["status"] == 404
 
 
 def test_the_node_sdk_streams_fails_and_aborts_as_with_openai(server, node):

@@ -212,3 +212,41 @@ async def test_a_costly_schema_for_many_choices_holds_up_nobody_else(
         await hopeless
     assert longest_s < 5
     assert server.engine_pid == engine_pid
+
+
+async def test_a_grammar_that_fails_under_way_is_the_callers_fault_and_refused_from_then_on(
+    client: AsyncOpenAI,
+) -> None:
+    asked = {
+        "model": "tokenyard-demo",
+        "prompt": "Once upon a time",
+        "max_tokens": 2000,
+        "temperature": 2.0,
+        "extra_body": {"structured_outputs": {"regex": "(.*a.{50}){20}"}},
+    }
+    with pytest.raises(BadRequestError, match="the grammar failed") as told:
+        await client.completions.create(**asked)
+    assert told.value.code == "invalid_grammar"
+    with pytest.raises(BadRequestError, match="an earlier request with it was ended") as told:
+        await client.completions.create(**asked)
+    assert told.value.param == "structured_outputs.regex"
+
+
+async def test_choices_that_all_grow_dear_end_and_a_stream_beside_them_goes_on(
+    client: AsyncOpenAI, server: RunningServer
+) -> None:
+    grammar = "start: s\ns: /[a-z ]/ | s s | s s s | s s s s"
+    stream = await client.completions.create(
+        model="tokenyard-demo", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    with pytest.raises(BadRequestError) as told:
+        await client.completions.create(
+            model="tokenyard-demo",
+            prompt="Once",
+            n=64,
+            max_tokens=1000,
+            extra_body={"structured_outputs": {"grammar": grammar}, "min_tokens": 900},
+        )
+    assert told.value.code == "invalid_grammar"
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].choices[0].finish_reason == "length"

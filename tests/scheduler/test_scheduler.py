@@ -269,6 +269,21 @@ def test_outputs_go_to_the_client_that_asked() -> None:
     assert {client: [o.sequence_id for o in news] for client, news in outputs.items()} == {0: [1], 7: [2]}
 
 
+def test_a_sequence_that_its_own_grammar_ends_leaves_the_others_and_its_prefix_as_they_are() -> None:
+    scheduler = Scheduler(small_config())
+    for number in (1, 2):
+        scheduler.add_request(make_sequence(number, prompt(9, number), max_tokens=4), now_s=0.0)
+    plan = scheduler.schedule(now_s=0.0)
+    result = ModelRunnerOutput(
+        token_ids={SequenceId(2): (6,)}, logprobs={}, failures={}, unfit={SequenceId(1): "too dear"}
+    )
+    ended, other = scheduler.update_from_output(plan, result)[0]
+    assert (ended.finish_reason, ended.message) == (FinishReason.UNFIT, "too dear")
+    assert (other.finish_reason, other.token_ids) == (None, (6,))
+    scheduler.add_request(make_sequence(3, prompt(9, 1)), now_s=0.0)
+    assert SequenceId(1) in scheduler.schedule(now_s=0.0).released
+
+
 def test_a_second_plan_before_the_results_does_not_repeat_work() -> None:
     scheduler = Scheduler(small_config(max_num_batched_tokens=8, max_plans_in_flight=4))
     scheduler.add_request(make_sequence(1, prompt(10), max_tokens=1), now_s=0.0)

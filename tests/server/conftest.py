@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from engine.options.edge_config import EdgeConfig, Page
 from server.app import build_app
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
+from server.sockets.accepting import ClientServer
 from tests.server.fake_engine import FakeEngine
 
 EDGE = EdgeConfig(
@@ -69,7 +71,7 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def serving(app: FastAPI, new_server=uvicorn.Server) -> AsyncIterator[str]:
+async def serving(app: FastAPI, *, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Behind the real server on a free port; yields the base URL, of HTTP."""
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
@@ -81,7 +83,13 @@ async def serving(app: FastAPI, new_server=uvicorn.Server) -> AsyncIterator[str]
         log_config=None,
         log_level="error",
     )
-    server = new_server(config)
+    edge = app.state.edge
+    server = ClientServer(
+        config,
+        max_connections=edge.patience.max_connections,
+        refused=edge.metrics.refused_connections,
+        context=context,
+    )
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:
         await asyncio.sleep(0.005)

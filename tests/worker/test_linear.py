@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from worker.model.layer_call import HeadShape
 from worker.model.linear import Axis, Linear, PlainWeight, Segment, linear_of, merge
-from worker.model.quantization import NO_ROUNDING, round_to_int8, rounding_of
+from worker.model.quantization import NO_ROUNDING, round_to_int4, round_to_int8, rounding_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -112,6 +112,20 @@ def test_rounded_numbers_take_a_quarter_and_are_close() -> None:
     errors = (rounded.weight.dequantized(torch.float32) - plain.weight.dequantized(torch.float32)).abs()
     assert bool((errors.amax(dim=1) <= plain.weight.dequantized(torch.float32).abs().amax(dim=1) / 253).all())
     assert round_to_int8(rounded) is rounded
+
+
+def test_four_bits_miss_no_number_by_more_than_half_a_step_of_its_group() -> None:
+    plain = Linear.of(PlainWeight(numbers(8, 96)))
+    plain.weight.dequantized(torch.float32)[0, :32] = 0
+    rounded = round_to_int4(plain)
+    exact, found = (each.weight.dequantized(torch.float32).view(8, 3, 32) for each in (plain, rounded))
+    steps = exact.abs().amax(dim=2, keepdim=True) / 8
+    # Of the other sign there is one code less: the largest may be a whole step away.
+    assert bool(((found - exact).abs() <= steps * 1.0001).all())
+    assert bool(((found - exact).abs() <= steps * 0.5001).float().mean() > 0.98)
+    assert bool((found[0, 0] == 0).all())
+    assert round_to_int4(rounded) is rounded
+    assert round_to_int4(Linear.of(PlainWeight(numbers(8, 48)))).weight.format == "float32"
 
 
 class Doubling(nn.Linear):

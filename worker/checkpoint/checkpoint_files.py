@@ -99,6 +99,12 @@ def find_weights(folder: Path) -> list[WeightFile]:
         if not isinstance(weight_map, dict):
             raise StartupError(f"{folder / _INDEX} has no weight_map", fix="download the checkpoint again")
         names = sorted({str(name) for name in weight_map.values()})
+        leading_out = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+        if leading_out:
+            raise StartupError(
+                f"{folder / _INDEX} names {leading_out[0][:200]!r}, which is outside of its folder",
+                fix="take the checkpoint from a source that you trust",
+            )
     else:
         names = ["model.safetensors"]
     missing = [name for name in names if not (folder / name).is_file()]

@@ -63,6 +63,7 @@ class CpuLayer(nn.Module):
             after_mlp_norm=self._norm(parts.after_mlp_norm),
             residual_multiplier=parts.residual_multiplier,
             mlp_is_parallel=parts.mlp_is_parallel,
+            is_shard=call.is_shard,
         )
 
     def forward(

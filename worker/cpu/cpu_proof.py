@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from worker.cpu.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.cpu.native import DTYPES, Kernels
 from worker.model.quantized_layers import find_kinds
+from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
 
 _NUM_TOKENS, _NUM_OUTPUTS = 5, 64
@@ -28,26 +29,30 @@ def prove_products(model: nn.Module, kernels: Kernels, inputs: Inputs) -> bool:
     """
     kinds = find_kinds(model)
     for name, weight in kinds.values():
-        if find_hindrance(weight) is not None:
-            continue
-        hindrance = find_hindrance(weight, inputs=inputs)
-        if hindrance is not None:
-            raise StartupError(
-                f"--activations {inputs.value} does not go with {name}: {hindrance}", fix="leave it out"
-            )
-        some = weight.outputs(slice(_NUM_OUTPUTS))
-        numbers_NK = some.dequantized().double()
-        for dtype in DTYPES:
-            x_TK = _random_rows(some.num_inputs, inputs).to(dtype)
-            found_TN = kernels.multiply_to_float(x_TK, pack_grouped(some, inputs=inputs)).double()
-            expected_TN = x_TK.double() @ numbers_NK.T
-            error = float(((found_TN - expected_TN).norm() / expected_TN.norm()).nan_to_num(torch.inf))
-            if error > _TOLERANCE:
-                raise StartupError(
-                    f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
-                    fix="start with --cpu-kernels off, and report it",
-                )
+        if find_hindrance(weight) is None:
+            prove_product(name, weight, kernels, inputs)
     return bool(kinds)
+
+
+def prove_product(name: str, weight: GroupedWeight, kernels: Kernels, inputs: Inputs) -> None:
+    """Try one weight. Raises StartupError with the name."""
+    hindrance = find_hindrance(weight, inputs=inputs)
+    if hindrance is not None:
+        raise StartupError(
+            f"--activations {inputs.value} does not go with {name}: {hindrance}", fix="leave it out"
+        )
+    some = weight.outputs(slice(_NUM_OUTPUTS))
+    numbers_NK = some.dequantized().double()
+    for dtype in DTYPES:
+        x_TK = _random_rows(some.num_inputs, inputs).to(dtype)
+        found_TN = kernels.multiply_to_float(x_TK, pack_grouped(some, inputs=inputs)).double()
+        expected_TN = x_TK.double() @ numbers_NK.T
+        error = float(((found_TN - expected_TN).norm() / expected_TN.norm()).nan_to_num(torch.inf))
+        if error > _TOLERANCE:
+            raise StartupError(
+                f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
+                fix="start with --cpu-kernels off, and report it",
+            )
 
 
 def _random_rows(num_inputs: int, inputs: Inputs) -> Tensor:

@@ -8,29 +8,38 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, randn
 
 from worker.attention.kv_cache import KVCache
 from worker.cpu.cpu_attention import CpuAttention, LayerAttention
 from worker.cpu.cpu_experts import PackedExperts
 from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_products import TAKEN, pack_linear
-from worker.cpu.cpu_proof import prove_products
+from worker.cpu.cpu_proof import prove_product, prove_products
 from worker.cpu.grouped_packing import Inputs
-from worker.cpu.native import Kernels, PackedWeight
+from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
-from worker.model.linear import linear_of
+from worker.model.linear import Linear, PlainWeight, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.model.quantized_layers import QuantizedLinear
+from worker.model.vocabulary_shards import (
+    DividedEmbedding,
+    DividedOutput,
+    shard_output,
+    shard_vocabulary,
+)
+from worker.quantized.grouped_weight import GroupedWeight
+from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_errors import StartupError
 
 ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device, Kernels], LayerAttention]] = {
     "native": CpuAttention,
 }
 """The first serves unless another is named."""
+_EXAMPLE_INPUTS = 256
 _DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
 
 
@@ -87,8 +96,14 @@ class CpuToolkit:
         self._quantization, self._head_quantization = rounding.layers, rounding.head
         self._inputs = Inputs.INT8 if rounding.of_inputs else Inputs.AS_THEY_ARE
         self._open_attention = ATTENTION_BACKENDS[attention_backend]
+        self._ranks: Ranks = ALONE
         self.name = kernels.instruction_set
         self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
+
+    def divide_among(self, ranks: Ranks) -> None:
+        ranks.join(self._kernels.library)
+        self._kernels.divide(ranks.reducer)
+        self._ranks = ranks
 
     def attention_over(self, cache: KVCache) -> LayerAttention:
         return self._open_attention(cache, self._device, self._kernels)
@@ -103,7 +118,14 @@ class CpuToolkit:
 
     def prove(self, model: Any) -> None:
         """See Toolkit."""
-        is_rounded_so = self._quantization is not None and self._quantization.takes_int8_inputs
+        is_rounded_so = False
+        if self._quantization is not None:
+            plain = Linear.of(PlainWeight(randn(WIDEST_VECTOR, _EXAMPLE_INPUTS)))
+            example = self._quantization.quantize(plain).weight
+            is_rounded_so = isinstance(example, GroupedWeight)
+            if isinstance(example, GroupedWeight):
+                name = f"--quantization {self._quantization.word}"
+                prove_product(name, example, self._kernels, self._inputs)
         has_codes = prove_products(model, self._kernels, self._inputs)
         if self._inputs is Inputs.INT8 and not (has_codes or is_rounded_so):
             raise StartupError(
@@ -132,6 +154,9 @@ class CpuToolkit:
         if linear is None or not TAKEN.include(linear):
             return
         is_tied = embedding.weight is getattr(output, "weight", None)
+        if self._ranks.size > 1:
+            self._divide_output(model, linear)
+            return
         if is_tied and type(embedding) is not nn.Embedding:
             return  # one that does more than look up; a second copy would be the larger loss
         if self._head_quantization is not None:
@@ -141,3 +166,16 @@ class CpuToolkit:
         model.set_output_embeddings(PackedOutput(weight, self._kernels))
         if is_tied:
             model.set_input_embeddings(PackedEmbedding(weight))
+
+    def _divide_output(self, model: Any, linear: Linear) -> None:
+        """Pack a rank's part of the output layer, and divide an embedding that only looks up."""
+        shard = shard_vocabulary(linear.num_outputs, self._ranks)
+        embedding = model.get_input_embeddings()
+        weight = pack_linear(shard_output(linear, shard))
+        model.set_output_embeddings(DividedOutput(PackedLinear(weight, self._kernels), shard, self._ranks))
+        if type(embedding) is not nn.Embedding:
+            return  # one that does more than look up stays whole
+        rows = shard_vocabulary(embedding.num_embeddings, self._ranks)
+        first = min(rows.first, rows.num_tokens - 1)  # a rank without tokens looks up one that is not its own
+        own_PH = embedding.weight.detach()[first : first + max(1, rows.num_own)].clone()
+        model.set_input_embeddings(DividedEmbedding(lambda places: own_PH[places], rows, self._ranks))

@@ -39,7 +39,7 @@ def find_library() -> Path | None:
     if _is_ours(in_place):
         return in_place
     cached = _cache() / name
-    return cached if _is_ours(cached) else None
+    return cached if _is_ours(cached) and not _why_open_to_others(cached.parent) else None
 
 
 def foresee_build() -> Path:
@@ -56,7 +56,8 @@ def build_library(folder: Path | None = None) -> Path:
     compiler = str(_find_compiler())
     path = (folder or _cache()) / _library_name()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder is None:
+            _make_private(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             built = _compile(compiler, Path(scratch))
             built.replace(path)  # at once: another process sees all of it or nothing
@@ -97,6 +98,36 @@ def _is_ours(path: Path) -> bool:
         return False
     is_private = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISREG(found.st_mode) and is_private and found.st_uid in (os.geteuid(), 0)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder in which nobody else can put a file, or refuse the one that is there.
+
+    Raises CannotBuild, OSError.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(exist_ok=True, mode=0o700)
+    if reason := _why_open_to_others(folder):
+        raise CannotBuild(reason)
+
+
+def _why_open_to_others(folder: Path) -> str:
+    """Explain how another user could put a library of their own into `folder`; empty if none could.
+
+    The folder above may be open to all only where nobody can rename what belongs to others.
+    """
+    try:
+        found, above = folder.lstat(), folder.parent.stat()
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is no folder"
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{folder} belongs to another user, or others may write there"
+    is_shared = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
+    if above.st_uid not in (os.geteuid(), 0) or is_shared:
+        return f"{folder.parent} belongs to another user, or others may write there"
+    return ""
 
 
 def _compile(compiler: str, folder: Path) -> Path:

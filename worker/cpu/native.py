@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from worker.model.layer_parts import GateActivation
+from worker.ranks.ranks import Reducer
 
 COLUMNS = 32
 """Outputs of a packed weight that stand together."""
@@ -150,6 +151,7 @@ class CLayer(Structure):
         ("after_mlp_norm", CNorm),
         ("residual_multiplier", c_float),
         ("mlp_is_parallel", c_bool),
+        ("is_shard", c_bool),
     )
 
 
@@ -263,6 +265,7 @@ class Kernels:
     """
 
     def __init__(self, library: Path, num_threads: int, instruction_set: str = "") -> None:
+        self.library = library
         self._library: Any = ctypes.CDLL(str(library))
         self._declare()
         self._engine: int | None = self._library.tokenyard_open(instruction_set.encode(), num_threads)
@@ -270,6 +273,10 @@ class Kernels:
             raise ValueError(f"this processor has no {instruction_set}")
         self.instruction_set: str = self._library.tokenyard_name(self._engine).decode()
         weakref.finalize(self, self._library.tokenyard_close, self._engine)  # its threads end
+
+    def divide(self, reducer: Reducer) -> None:
+        """Let `reducer`, whose context must outlive the kernels, sum shards of layers over all ranks."""
+        self._library.tokenyard_divide(self._engine, *reducer)
 
     def multiply(self, x_TK: Tensor, weight: PackedWeight) -> Tensor:
         """Multiply rows by the transposed weight and add the bias: [T, K] to [T, N], in the same dtype."""
@@ -314,6 +321,7 @@ class Kernels:
         library.tokenyard_open.argtypes, library.tokenyard_open.restype = (c_char_p, c_int), c_void_p
         library.tokenyard_close.argtypes, library.tokenyard_close.restype = (c_void_p,), None
         library.tokenyard_name.argtypes, library.tokenyard_name.restype = (c_void_p,), c_char_p
+        library.tokenyard_divide.argtypes, library.tokenyard_divide.restype = (c_void_p,) * 3, None
         for suffix in _SUFFIXES.values():
             getattr(library, f"tokenyard_multiply_{suffix}").argtypes = (c_void_p,) * 2
             getattr(library, f"tokenyard_attend_{suffix}").argtypes = (c_void_p,) * 2

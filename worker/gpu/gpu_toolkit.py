@@ -20,6 +20,7 @@ from worker.gpu.triton_layer import TritonLayer
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
 from worker.model.mixture import ReplacedExperts, replace_experts
+from worker.ranks.ranks import Ranks
 from worker.worker_errors import StartupError
 
 
@@ -34,6 +35,13 @@ class GpuToolkit:
     def __init__(self, device: Device, attention_backend: str = DEFAULT_BACKEND) -> None:
         self._device = device
         self._open_attention = ATTENTION_BACKENDS[attention_backend]
+
+    def divide_among(self, ranks: Ranks) -> None:
+        """Refuse: a GPU's layers are not divided yet."""
+        raise StartupError(
+            f"--tensor-parallel-size {ranks.size} is for CPUs only, not for GPUs yet",
+            fix="use one GPU, or --device cpu",
+        )
 
     def attention_over(self, cache: KVCache) -> PagedAttention:
         return self._open_attention(cache, self._device)

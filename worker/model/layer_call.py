@@ -73,6 +73,8 @@ class LayerCall:
     options: AttentionOptions
     rotary: Rotary | None
     """The rotation; None if queries and keys are not rotated, whatever the layer is given."""
+    is_shard: bool = False
+    """Whether its products with the residual are parts, to be summed over all ranks."""
 
     @property
     def rotated_dim(self) -> int:

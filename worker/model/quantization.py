@@ -105,15 +105,13 @@ class Quantization:
     tolerance: float
     """Error of logits over their size. Rounded weights answer a little otherwise, by intent; broken ones
     would answer anything."""
-    takes_int8_inputs: bool = False
-    """Whether there is a choice of rounding the inputs too. int8 rounds them always."""
 
 
 _QUANTIZATIONS = {
     each.word: each
     for each in (
         Quantization(word="int8", quantize=round_to_int8, tolerance=0.3),
-        Quantization(word="int4", quantize=round_to_int4, tolerance=0.6, takes_int8_inputs=True),
+        Quantization(word="int4", quantize=round_to_int4, tolerance=0.6),
     )
 }
 _OF_INPUTS = Quantization(word="int8", quantize=lambda linear: linear, tolerance=0.3)

@@ -21,9 +21,11 @@ from worker.attention.interface import AttentionBackend, AttentionMetadata, Atte
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
-from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.layer_parts import LayerParts, TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.layer_shards import shard_layer
 from worker.model.mixture import ReplacedExperts
 from worker.model.toolkit import Toolkit
+from worker.ranks.ranks import ALONE, Ranks
 
 _NUM_TOKENS = 21
 _BLOCK_SIZE = 8
@@ -96,8 +98,12 @@ class _Recorder:
         return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
 
 
-def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model_len: int) -> Surgery:
+def put_kernels_under(
+    model: Any, toolkit: Toolkit, device: Device, *, max_model_len: int, ranks: Ranks = ALONE
+) -> Surgery:
     """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
+
+    The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it.
 
     Weights move: those of a layer are freed before the next one is replaced.
     """
@@ -116,12 +122,22 @@ def put_kernels_under(model: Any, toolkit: Toolkit, device: Device, *, max_model
         assert call.layer_idx is not None
         assert call.options is not None
         own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
-        fused = toolkit.fuse(find_parts(layer, toolkit.weights), own)
+        try:
+            fused = toolkit.fuse(*_shard(find_parts(layer, toolkit.weights), own, toolkit, ranks))
+        except Unrecognised as undivided:
+            done.reasons[str(undivided)] += 1
+            continue
         _replace_layer(model, name, fused)
         done.num_fused += 1
         done.num_kept_mlps += find_mlp(fused) is not None
     done.experts = toolkit.replace_others(model)
     return done
+
+
+def _shard(
+    parts: LayerParts, call: LayerCall, toolkit: Toolkit, ranks: Ranks
+) -> tuple[LayerParts, LayerCall]:
+    return shard_layer(parts, call, ranks, size_multiple=toolkit.weights.size_multiple)
 
 
 def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:

@@ -14,6 +14,7 @@ from worker.attention.kv_cache import KVCache
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts, TakenWeights
 from worker.model.mixture import ReplacedExperts
+from worker.ranks.ranks import Ranks
 
 
 class Toolkit(Protocol):
@@ -30,6 +31,9 @@ class Toolkit(Protocol):
     runs_ahead: bool
     """Whether steps are launched on the device and not waited for."""
     weights: TakenWeights
+
+    def divide_among(self, ranks: Ranks) -> None:
+        """Let layers that are fused from now on be shards. Raises StartupError where there are none."""
 
     def attention_over(self, cache: KVCache) -> AttentionBackend:
         """Make the attention backend that serves, or a small one of a trial's own."""

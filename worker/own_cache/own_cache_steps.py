@@ -147,9 +147,14 @@ class OwnCacheSteps:
         if num_broken and num_broken == len(plan.scheduled):
             # The device may be broken: the engine counts failed steps.
             raise WorkerError(f"the model failed on all {num_broken} sequences of the step")
-        token_ids, logprobs = self._sample(sampling, logits, failures)
+        unfit: dict[SequenceId, str] = {}
+        token_ids, logprobs = self._sample(sampling, logits, failures, unfit)
         return ModelRunnerOutput(
-            token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompt_logprobs
+            token_ids=token_ids,
+            logprobs=logprobs,
+            failures=failures,
+            unfit=unfit,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _waits_for_the_rest(self, share: ScheduledSequence) -> bool:
@@ -179,7 +184,11 @@ class OwnCacheSteps:
         return logits_TV[-1:]
 
     def _sample(
-        self, sampling: list[SequenceId], logits: list[Tensor], failures: dict[SequenceId, str]
+        self,
+        sampling: list[SequenceId],
+        logits: list[Tensor],
+        failures: dict[SequenceId, str],
+        unfit: dict[SequenceId, str],
     ) -> tuple[dict[SequenceId, tuple[int, ...]], dict[SequenceId, tuple[TokenLogprobs, ...]]]:
         if not sampling:
             return {}, {}
@@ -187,7 +196,7 @@ class OwnCacheSteps:
         row_of = [rows.row_of(each) for each in sampling]
         result = self._sampler.sample(torch.cat(logits), [row for row in row_of if row is not None])
         for index, reason in result.failed.items():
-            failures[sampling[index]] = reason
+            (unfit if index in result.unfit else failures)[sampling[index]] = reason
         good = [index for index in range(len(sampling)) if index not in result.failed]
         rows.append_tokens(
             [row for index in good if (row := row_of[index]) is not None],

@@ -21,13 +21,13 @@ Bitmask = NDArray[np.int32]
 """One bit for each token, the lowest of a word first; 1 is allowed."""
 
 _LIMITS = LLParserLimits(
-    # The library's own allow a token that takes 0.6 s to decide about; with these it is 0.06 s.
+    # A mask cannot be interrupted, so these bound what one may take. The time grows with the square of the
+    # items: an ambiguous rule (s: "a" | s s | s s s) takes 0.6 s at 20,000 and 0.03 s at 5,000.
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,
-    step_max_items=20_000,
+    step_max_items=5_000,
     max_grammar_size=100_000,
-    # Above the library's own: an object of 990 optional properties has so many where its next one begins, and
-    # such a token takes 10 ms.
+    # Above the library's own: an object of 500 optional properties has so many where its next one begins.
     max_items_in_row=4_000,
     # 1 to 2 KiB each.
     max_lexer_states=20_000,

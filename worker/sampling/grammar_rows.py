@@ -1,6 +1,7 @@
 """Grammars of sequences whose text must match one: the tokens that may come next, row by row.
 
-Owns: one matcher for each such row, advanced to the end of the row's text, and the mask over its logits.
+Owns: one matcher for each such row, advanced to the end of the row's text, and the mask over its logits. A
+row whose grammar takes more time than mask_budget.py allows ends; its neighbours do not wait for it.
 Never: whether a grammar is acceptable (the engine has tried it before), or when a sequence ends: a complete
 text leaves only the end-of-sequence token to sample.
 
@@ -8,26 +9,44 @@ Shapes: N rows that have a grammar, W logits of a row (the vocabulary, padded), 
 """
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 
 import torch
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from scheduler.messages import Grammar
 from worker.sampling.grammar_library import Bitmask, GrammarRefused, new_bitmasks, new_matcher, open_tokenizer
+from worker.sampling.mask_budget import RowAccount, StepAccount
 
 _MAX_THREADS = 8
-_NUM_ROWS_FOR_THREADS = 16
-"""Below, waking the threads takes longer than the masks do: 2 µs each, once a lexer is warm."""
+_ALONE_S = 0.001
+"""Time after which the masks that are left are divided between threads: waking these takes longer than a
+hundred masks do, once the lexers are warm."""
+_TOO_DEAR = "following it takes more processor time than a request may take from the others; make it simpler"
+
+_num_masks_begun = 0
+
+
+def num_masks_begun() -> int:
+    """Since the start of the process: it grows within a step. Any thread may ask."""
+    return _num_masks_begun
 
 
 class RowGrammar:
     """Position of one row's text in its grammar. Inactive while tokens are still free."""
 
-    def __init__(self, matcher: LLMatcher | None, begins_after: int | None, failure: str = "") -> None:
+    def __init__(
+        self, matcher: LLMatcher | None, begins_after: int | None, *, name: int = 0, failure: str = ""
+    ) -> None:
         self._matcher = matcher
         self._begins_after = begins_after
+        self.name = name
+        """The same for all rows of one grammar."""
+        self.account = RowAccount()
         self.is_active = begins_after is None
         self.failure = failure
         """The reason why no token can be sampled any more; empty if there is none."""
@@ -51,13 +70,15 @@ class RowGrammar:
         """Advance by a generated token."""
         if self.is_active:
             if self._matcher is not None:
+                began_s = time.thread_time()
                 self._matcher.consume_token(token_id)
+                self.account.advance_s = time.thread_time() - began_s
         else:
             self.is_active = token_id == self._begins_after
 
     def as_now(self, mask: Bitmask | None) -> "RowGrammar":
         """Copy the position, to sample from later: the matcher will be elsewhere by then."""
-        now = RowGrammar(None, self._begins_after, self.failure)
+        now = RowGrammar(None, self._begins_after, failure=self.failure)
         now.is_active, now.mask, now._is_complete = self.is_active, mask, self.is_complete
         return now
 
@@ -89,9 +110,16 @@ class RowGrammar:
         self.is_active, self.failure = to.is_active, to.failure
 
     def check(self) -> None:
-        """Take over an error of the matcher, which never raises."""
-        if self._matcher is not None and self._matcher.is_error() and not self.failure:
+        """Take over an error of the matcher, which never raises, and end a row that costs too much."""
+        if self._matcher is None or self.failure:
+            return
+        if self._matcher.is_error():
             self.failure = f"the grammar failed: {self._matcher.get_error()}"
+        elif self.account.is_overdrawn:
+            self.end_as_too_dear()
+
+    def end_as_too_dear(self) -> None:
+        self.failure = f"the grammar failed: {_TOO_DEAR}"
 
 
 class Grammars:
@@ -102,8 +130,14 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
+        self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads: ThreadPoolExecutor | None = None
+        self._step = StepAccount(num_threads=self._num_threads)
         self._limits: torch.Tensor | None = None
+
+    def begin_step(self) -> None:
+        """Open a new account: the masks that follow are those of one step."""
+        self._step = StepAccount(num_threads=self._num_threads)
 
     def row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
         """Bring a matcher to the end of what the row has generated already.
@@ -113,11 +147,13 @@ class Grammars:
         samples.
         """
         try:
-            row = RowGrammar(new_matcher(self._open(), grammar), grammar.begins_after)
+            matcher = new_matcher(self._open(), grammar)
         except GrammarRefused as error:
-            return RowGrammar(None, None, f"the grammar failed: {error}")
+            return RowGrammar(None, None, failure=f"the grammar failed: {error}")
+        row = RowGrammar(matcher, grammar.begins_after, name=hash((grammar.kind, grammar.text)))
         for token_id in generated:
             row.record(token_id)
+        row.account = RowAccount()  # a preemption is not the row's fault
         return row
 
     def along(self, row: RowGrammar, drafts: Sequence[int]) -> list[RowGrammar]:
@@ -126,15 +162,17 @@ class Grammars:
         None of the drafts ends the sequence. The row itself is afterwards where it was.
         """
         copies, num_consumed = [self._as_now(row)], 0
+        account = copy(row.account)  # drafts that are wrong are not the row's fault
         for draft in drafts:
             if not row.allows(draft):
                 break
             num_consumed += row.is_active
             row.record(draft)
-            copy = self._as_now(row)
-            if copy.failure:  # beyond a draft: it counts once the draft has turned out to be right
+            after = self._as_now(row)
+            if after.failure:  # beyond a draft: it counts once the draft has turned out to be right
                 break
-            copies.append(copy)
+            copies.append(after)
+        row.account = account
         row.go_back(num_consumed, to=copies[0])
         return copies
 
@@ -173,15 +211,13 @@ class Grammars:
         A failed row has no bit set. Tokens behind the end of a line are not allowed.
         """
         masks = new_bitmasks(self._open(), len(rows))
-        asked = [(row.matcher, place) for place, row in enumerate(rows) if row.matcher is not None]
-        if len(asked) >= _NUM_ROWS_FOR_THREADS:
-            if self._executor is None:
-                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
-            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, masks.strides[0], len(rows))
-        else:
-            for matcher, place in asked:
-                line = masks[place]
-                matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        # Cheap rows first: should the step's time run out, it is for those that spend it.
+        cheapest = sorted(range(len(rows)), key=lambda place: rows[place].account.average_s)
+        left = iter([place for place in cheapest if rows[place].matcher is not None])
+        self._compute(rows, left, masks, until_s=time.monotonic() + _ALONE_S)
+        beyond = next(left, None)
+        if beyond is not None:
+            self._share_out(rows, [beyond, *left], masks)
         for place, row in enumerate(rows):
             row.check()
             if row.mask is not None:
@@ -189,6 +225,35 @@ class Grammars:
             if row.failure:
                 masks[place] = 0
         return masks
+
+    def _share_out(self, rows: Sequence[RowGrammar], places: list[int], masks: Bitmask) -> None:
+        """Compute masks in several threads. The library lets go of the interpreter meanwhile."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="masks")
+        shares = [places[first :: self._num_threads] for first in range(self._num_threads)]
+        working = [self._threads.submit(self._compute, rows, iter(each), masks) for each in shares if each]
+        for each in working:
+            each.result()
+
+    def _compute(
+        self, rows: Sequence[RowGrammar], places: Iterator[int], masks: Bitmask, until_s: float = float("inf")
+    ) -> None:
+        """Compute the masks of some places, one after the other, as long as the clock allows."""
+        global _num_masks_begun
+        for place in places:
+            row, line = rows[place], masks[place]
+            matcher = row.matcher
+            if matcher is None:
+                continue
+            if not self._step.affords(row.name, row.account):
+                row.end_as_too_dear()
+                continue
+            _num_masks_begun += 1
+            began_s = time.thread_time()
+            matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+            self._step.pay(row.name, row.account.pay_mask(time.thread_time() - began_s))
+            if time.monotonic() > until_s:
+                return
 
     def _open(self) -> LLTokenizer:
         """Open the tokenizer once. Raises GrammarRefused."""

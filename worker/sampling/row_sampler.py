@@ -12,7 +12,7 @@ that does not depend on it may begin:
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ class SampleResult:
     """Reports by position, for rows that asked."""
     failed: dict[int, str]
     """Reasons by position why no token could be sampled, for the log."""
+    unfit: frozenset[int] = frozenset()
+    """Positions in `failed` that failed by their own grammar; the reason is fit for the caller's eyes."""
 
 
 class LaunchedSample(NamedTuple):
@@ -67,6 +69,9 @@ class PendingSample:
         """Wait for the tokens, and record them for their rows. Results of one row are collected in order."""
         if self._result is None:
             self._result = self._collect()
+            if self._result.failed:
+                unfit = frozenset(n for n in self._result.failed if self._states[n].is_unfit)
+                self._result = replace(self._result, unfit=unfit)
             for n in self._result.failed:
                 self._states[n].withdraw()
             for n, state in self._learners:
@@ -138,6 +143,8 @@ class RowSampler(ABC):
         """
         assert logits_NV.shape == (len(rows), self._vocab_size)
         states = [self._rows[row] for row in rows]
+        if self._grammars is not None:
+            self._grammars.begin_step()
         launched = self._launch(logits_NV, rows, states)
         for state in states:
             state.advance()
@@ -166,6 +173,8 @@ class RowSampler(ABC):
         The logits have 1 + k lines for a row with k drafts: that of its last token, then one for each draft.
         Tokens are recorded as after `begin`. Only for samplers that keep all state on the host.
         """
+        if self._grammars is not None:
+            self._grammars.begin_step()
         views: list[SamplingRow] = []
         lines: list[int] = []
         firsts: list[int] = []

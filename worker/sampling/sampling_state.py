@@ -196,6 +196,11 @@ class SamplingRow:
         return self.counts is not None or self.bad_words is not None or self.grammar is not None
 
     @property
+    def is_unfit(self) -> bool:
+        """Whether the row failed by its own grammar, and not by the model."""
+        return self.grammar is not None and bool(self.grammar.failure)
+
+    @property
     def failure(self) -> str:
         """The reason why no token could be sampled, for the log. Only for a row that failed."""
         failure = self.grammar.failure if self.grammar is not None else ""

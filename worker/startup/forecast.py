@@ -18,6 +18,8 @@ from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.model.layer_parts import Unrecognised
+from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.rope import longest_right_len
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
@@ -67,18 +69,22 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         raise CannotForesee(str(error)) from error
     if not shapes:
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
-    layout = BlockLayout(
+    whole = BlockLayout(
         layers=dict(sorted(shapes.items())),
         block_size=config.block_size or device.default_block_size,
         dtype=getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32"),
     )
+    layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
+    num_query_heads = getattr(text_config, "num_attention_heads", 0)
+    if num_query_heads % config.num_ranks:
+        raise refuse_division(config.num_ranks, f"it has {num_query_heads} query heads")
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     size = size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes),
+            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes) // config.num_ranks,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
@@ -86,9 +92,18 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         )
     )
     device.check_swap_space(
-        swap_bytes=config.swap_space_bytes, cache_bytes=size.num_blocks * layout.block_bytes
+        swap_bytes=config.swap_space_bytes,
+        cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks,
     )
     return Forecast(layout=layout, size=size, checkpoint_len=checkpoint_len)
+
+
+def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
+    """Divide the layout among ranks, if there are several. Raises StartupError."""
+    try:
+        return shard_layout(layout, config.num_ranks)
+    except Unrecognised as uneven:
+        raise refuse_division(config.num_ranks, str(uneven)) from uneven
 
 
 def _build_without_content(kind: ModelKind) -> Any:

@@ -50,6 +50,7 @@ from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import Rules
+from worker.ranks.ranks import ALONE, Ranks
 from worker.startup.quantized_loading import (
     QuantizedModules,
     arguments_of,
@@ -111,6 +112,8 @@ class LoadedModel:
     default_sampling: dict[str, float]
     has_experts: bool = False
     """Mixture of experts: a token reads the weights of some experts only."""
+    ranks: Ranks = ALONE
+    """Ranks that are to divide the layers. With several, weights are still pages of their files."""
 
 
 def find_kind(config: WorkerConfig) -> ModelKind:
@@ -129,7 +132,9 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     )
 
 
-def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage) -> LoadedModel:
+def load_model(
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks = ALONE
+) -> LoadedModel:
     """Load the weights onto the device. Raises StartupError for everything that cannot be served."""
     if config.dtype not in _DTYPES:
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
@@ -146,7 +151,8 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
         model = _build(kind, config.dtype, modules)
         if modules is not None:
             modules.fill(model, device.torch_device)
-        _move(model, device.torch_device, stage)
+        if ranks.size == 1:
+            move_weights(model, device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = _vocab_size(model)
@@ -164,6 +170,7 @@ def load_model(config: WorkerConfig, kind: ModelKind, device: Device, stage: Loa
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
         default_sampling=sampling,
         has_experts=any(find_experts(model)),
+        ranks=ranks,
     )
 
 
@@ -207,6 +214,27 @@ def refuse_codes(kind: ModelKind, device: Device) -> None:
         raise StartupError(
             f"the checkpoint is quantized, which no kernel for {device.describe()} takes yet",
             fix="ask for --device cpu, or take the same model in bfloat16",
+        )
+
+
+def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
+    """Raise StartupError for ranks on a device, or of a kind of model, that is not divided among them."""
+    if config.num_ranks == 1:
+        return
+    asked = f"--tensor-parallel-size {config.num_ranks}"
+    if device.torch_device.type != "cpu":
+        raise StartupError(
+            f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
+        )
+    if kind.quantization is not None:
+        raise StartupError(
+            f"{asked} does not divide quantized checkpoints yet",
+            fix="leave it out, or take the same model in bfloat16",
+        )
+    if kind.task is not Task.GENERATE or kind.is_encoder:
+        raise StartupError(
+            f"{asked} divides models that generate, and this one is made to {kind.task.value}",
+            fix="leave it out",
         )
 
 
@@ -269,7 +297,7 @@ def _build(kind: ModelKind, dtype: str, modules: QuantizedModules | None) -> Any
     return model
 
 
-def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> None:
+def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:
     """Copy the weights to the device one after another; on CPU too, into memory of this process.
 
     Before the copy they are pages of the mapped files. Such pages count as free memory, a machine short of
@@ -280,7 +308,7 @@ def _move(model: nn.Module, torch_device: torch.device, stage: LoadStage) -> Non
     stage.enter(LoadPhase.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
     for tensor in tensors:
         # Through .data, which keeps tied weights one and the same.
-        tensor.data = tensor.data.to(torch_device, copy=True)
+        tensor.data = tensor.data.to(device.torch_device, copy=True)
         stage.count(tensor.nbytes)
 
 

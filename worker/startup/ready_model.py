@@ -9,28 +9,34 @@ Never: runs a plan, or asks for the kind of its device (kernel_choice.py).
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
+from worker.model.layer_parts import Unrecognised
+from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.quantization import rounding_of
-from worker.model.quantized_layers import describe_codes, find_codes
+from worker.model.quantized_layers import Codes, describe_codes, find_codes
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
+from worker.ranks.ranks import Ranks
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel
-from worker.startup.self_check import Runner, SelfCheck, refusing
+from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, move_weights
+from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
 from worker.steps.host_pool import HostPool
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -65,25 +71,27 @@ def start_loaded(
 ) -> ReadyModel[AnyRunner]:
     """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
-
     stage.enter(LoadPhase.MEASURING)
-    layout = _probe_layout(config, device, loaded, runner)
+    ranks = loaded.ranks
+    whole_layout = _probe_layout(config, device, loaded, runner)
+    layout = _divide(whole_layout, ranks)
+    toolkit = _open_toolkit(config, device, loaded, stage)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
-    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
-    size = _size(config, layout, budget_bytes, checkpoint_len)
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
+    size = _agreed(_size(config, layout, budget_bytes, checkpoint_len), ranks)
     cache = _allocate(device, layout, size)
-    host_pool = HostPool(config.swap_space_bytes, cache, device)
+    host_pool = HostPool(config.swap_space_bytes // ranks.size, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
 
-    toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
     stage.enter(LoadPhase.WARMING_UP)
-    backend: AttentionBackend = RefAttention(cache, device)
+    whole_cache = cache if ranks.size == 1 else _small_cache(device, whole_layout)
+    backend: AttentionBackend = RefAttention(whole_cache, device)
     check = SelfCheck(
         loaded=loaded,
         runner=runner,
         backend=backend,
-        cache=cache,
+        cache=whole_cache,
         device=device,
         max_model_len=size.max_model_len,
     )
@@ -92,9 +100,8 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        surgery = _put_kernels(config, toolkit, replace(check, backend=backend), expected)
-    for line in describe_codes(stored_codes, find_codes(loaded.model)):
-        log.info("%s", line)
+        surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
+    _log_codes(loaded, stored_codes)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool),
         host_pool=host_pool,
@@ -105,16 +112,95 @@ def start_loaded(
     )
 
 
-def _put_kernels(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, expected: Tensor) -> Surgery:
-    """Prove the kernels' products, and replace the layers that they compute the same. Raises StartupError."""
-    model = check.loaded.model
+def _log_codes(loaded: LoadedModel, stored: dict[str, Codes]) -> None:
+    """Log what computes with the weights that the checkpoint holds as codes."""
+    for line in describe_codes(stored, find_codes(loaded.model)):
+        log.info("%s", line)
+
+
+def _put_kernels(
+    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: Tensor
+) -> Surgery:
+    """Prove the products, replace layers, by the shards of this rank where there are several, and try them.
+
+    Raises StartupError.
+    """
     with toolkit.refusing_kernels():
-        toolkit.prove(model)
-        surgery = put_kernels_under(model, toolkit, check.device, max_model_len=check.max_model_len)
-        log.info("%s", surgery.describe())
-        _refuse_unquantized(config, surgery)
+        toolkit.prove(check.loaded.model)
+        surgery = _operate(config, toolkit, check, stage)
         check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
     return surgery
+
+
+def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
+    loaded = check.loaded
+    surgery = put_kernels_under(
+        loaded.model, toolkit, check.device, max_model_len=check.max_model_len, ranks=loaded.ranks
+    )
+    log.info("%s", surgery.describe())
+    _refuse_unquantized(config, surgery)
+    if loaded.ranks.size > 1:
+        _refuse_undivided(check, surgery)
+        move_weights(loaded.model, check.device, stage)
+        stage.enter(LoadPhase.WARMING_UP)
+    return surgery
+
+
+def _open_toolkit(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, stage: LoadStage
+) -> Toolkit | None:
+    """Open the kernels, and the exchange of ranks, which needs them. Raises StartupError."""
+    toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
+    if loaded.ranks.size == 1:
+        return toolkit
+    if toolkit is None:
+        raise StartupError(
+            f"--tensor-parallel-size {loaded.ranks.size} needs the CPU kernels, and there are none",
+            fix="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
+        )
+    toolkit.divide_among(loaded.ranks)
+    loaded.ranks.check_same("software and checkpoint", _describe_origin(config))
+    stage.enter(LoadPhase.MEASURING)
+    return toolkit
+
+
+def _describe_origin(config: WorkerConfig) -> str:
+    """Name the versions and files that the shards of all ranks must come from."""
+    words = [f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
+    if config.model_path:
+        for file in find_weights(Path(config.model_path)):
+            words.append(f"{file.path.name} {file.num_bytes} {file.path.stat().st_mtime_ns}")
+    return ", ".join(words)
+
+
+def _divide(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
+    """Keep the heads of one rank. Raises StartupError where they cannot be divided."""
+    try:
+        return shard_layout(layout, ranks.size)
+    except Unrecognised as uneven:
+        raise refuse_division(ranks.size, str(uneven)) from uneven
+
+
+def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
+    """Take the smallest size of all ranks: one scheduler plans for all of them."""
+    return CacheSize(
+        num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
+    )
+
+
+def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
+    """Make a cache of whole heads for the check of the model before it is divided."""
+    num_blocks = -(-LONGEST_CHECK // layout.block_size)
+    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.dtype)
+    return KVCache(layout, num_blocks, memory)
+
+
+def _refuse_undivided(check: SelfCheck, surgery: Surgery) -> None:
+    """Raise StartupError if a layer with keys and values stayed whole."""
+    ranks = check.loaded.ranks
+    ranks.check_same("layers", surgery.describe())
+    if surgery.num_fused < len(check.cache.layout.layers):
+        raise refuse_division(ranks.size, surgery.describe())
 
 
 def _largest_step(

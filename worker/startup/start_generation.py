@@ -9,7 +9,9 @@ from dataclasses import replace
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
+from worker.ranks.ranks import ALONE, Ranks
 from worker.sampling.grammar_rows import Grammars
+from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
@@ -24,10 +26,10 @@ from worker.worker_config import ModelFacts, WorkerConfig
 
 
 def start_generating(
-    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
-    ready = load_generator(config, kind, device, stage)
+    ready = load_generator(config, kind, device, stage, ranks)
     facts = ready.facts
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
@@ -48,9 +50,11 @@ def start_generating(
         facts = replace(facts, runs_ahead=True)
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
-        sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
+        sampler = _open_sampler(facts, device, grammars, ranks)
     if facts.runs_ahead or device.torch_device.type != "cpu":
         refuse_speculation(config, "the steps of a GPU verify no drafts yet")
+    elif ranks.size > 1:
+        refuse_speculation(config, "ranks verify no drafts yet")
     else:
         facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
     generation = GenerationSteps(
@@ -66,11 +70,19 @@ def start_generating(
     return facts, generation
 
 
+def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:
+    if ranks.size == 1:
+        return Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
+    if ranks.rank == 0:
+        return LeadingSampler(vocab_size=facts.vocab_size, device=device, grammars=grammars, ranks=ranks)
+    return FollowingSampler(vocab_size=facts.vocab_size, ranks=ranks)
+
+
 def load_generator(
-    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage
+    config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks = ALONE
 ) -> ReadyModel[ModelRunner]:
     """Load the model with its cache, without a sampler. Raises StartupError."""
-    loaded = load_model(config, kind, device, stage)
+    loaded = load_model(config, kind, device, stage, ranks)
     runner = ModelRunner(loaded.model, loaded.vocab_size)
     reserved = kernels_of(device).reserve(config, loaded)
     return start_loaded(config, device, stage, loaded, runner, reserve=reserved)

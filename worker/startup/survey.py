@@ -22,7 +22,7 @@ from worker.doctor_findings import Finding, Verdict
 from worker.memory_sizes import format_size
 from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import ModelKind, dtype_name, find_kind
+from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -64,6 +64,9 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
     num_weight_bytes = weight_bytes(config, kind, device)
     weights = f"weights {format_size(num_weight_bytes)}"
+    if config.num_ranks > 1:
+        weights += f", divided among {config.num_ranks} ranks"
+    refuse_ranks(config, kind, device)
     if kind.task is not Task.GENERATE or kind.is_encoder:
         return _fine("memory", f"{weights}; not looked at: what a step takes")
     try:
@@ -84,14 +87,17 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Fi
             what=f"{weights}; {refused.what}: sequences will be computed one after the other, if at all",
             fix="expect a fraction of the speed, or serve a model of another family (docs/models.md)",
         )
-    return _judge(weights, found)
+    return _judge(config, weights, found)
 
 
-def _judge(weights: str, found: Forecast) -> Finding:
+def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     num_tokens = found.size.num_blocks * found.layout.block_size
     max_model_len = found.size.max_model_len
+    cache = format_size(found.size.num_blocks * found.layout.block_bytes)
+    if config.num_ranks > 1:
+        cache += f" on each of {config.num_ranks} ranks"
     what = (
-        f"{weights}, KV cache up to {format_size(found.size.num_blocks * found.layout.block_bytes)} for "
+        f"{weights}, KV cache up to {cache} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "
         f"{num_tokens // max_model_len:,} requests of full length at once"
     )

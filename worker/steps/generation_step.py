@@ -214,10 +214,11 @@ class _PendingStep:
         if not (result.failed or result.logprobs or self._known.failures):
             tokens = dict(zip(self._sequence_ids, zip(result.token_ids, strict=True), strict=True))
             return replace(self._known, token_ids=tokens)
-        failures = dict(self._known.failures)
+        failures, unfit = dict(self._known.failures), dict[SequenceId, str]()
         for index, reason in result.failed.items():
-            failures[self._sequence_ids[index]] = reason
-        sampled = [index for index, each in enumerate(self._sequence_ids) if each not in failures]
+            (unfit if index in result.unfit else failures)[self._sequence_ids[index]] = reason
+        ended = {*failures, *unfit}
+        sampled = [index for index, each in enumerate(self._sequence_ids) if each not in ended]
         return ModelRunnerOutput(
             token_ids={self._sequence_ids[index]: (result.token_ids[index],) for index in sampled},
             logprobs={
@@ -226,5 +227,6 @@ class _PendingStep:
                 if index in result.logprobs
             },
             failures=failures,
+            unfit=unfit,
             prompt_logprobs=self._known.prompt_logprobs,
         )

@@ -170,7 +170,7 @@ async def test_what_fails_after_its_first_token_is_refused_before_a_model_writes
     compiler, attempt, monkeypatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 60.0)
-    assert await attempt(optional_properties(700))
+    assert await attempt(optional_properties(500))
     for _ in range(2):  # remembered, too
         with pytest.raises(RequestRejected, match=r"fails at its token 2; make it simpler: .*max is") as told:
             await attempt(optional_properties(1100))
@@ -229,7 +229,7 @@ async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(attempt) 
 
 async def test_what_the_trial_took_goes_with_the_grammar_to_the_scheduler(attempt, monkeypatch) -> None:
     monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 60.0)
-    cheap, dear = [(await attempt(optional_properties(num))).cost_s for num in (2, 600)]
+    cheap, dear = [(await attempt(optional_properties(num))).cost_s for num in (2, 500)]
     assert 0 < cheap < dear / 4
 
 
@@ -279,3 +279,31 @@ async def test_a_folder_without_a_tokenizer_is_a_refusal_not_a_crash(tmp_path: P
     with pytest.raises(RequestRejected, match="field: this model's tokenizer cannot be read"):
         await compiler.compile(INTEGER, info_of(10), param="field")
     await compiler.close()
+
+
+async def test_a_grammar_that_writes_too_slowly_is_refused_by_its_trial(attempt) -> None:
+    rule = " | ".join(" ".join(["s"] * num) for num in range(2, 13))
+    with pytest.raises(RequestRejected, match=r"^field: the plainest text (takes|fails)"):
+        await attempt(Grammar(kind=GrammarKind.LARK, text=f"start: s\ns: /[a-z ]/ | {rule}"))
+
+
+async def test_tokens_that_are_dear_for_many_choices_are_priced_by_the_trial(
+    compiler, tmp_path, monkeypatch
+) -> None:
+    info = info_of(write_tokenizer(tmp_path))
+    await compiler.compile(INTEGER, info, param="field")
+    mask_s = compiler._recall(INTEGER).mask_s
+    assert mask_s > 0
+    monkeypatch.setattr(grammar_compiler, "_MAX_MASKS_OF_ALL_S", mask_s * 10.5)
+    await compiler.compile(INTEGER, info, param="field", num_choices=10)
+    with pytest.raises(RequestRejected, match="one token of each of 11 choices"):
+        await compiler.compile(INTEGER, info, param="field", num_choices=11)
+
+
+async def test_a_grammar_that_ended_a_request_is_refused_from_then_on(attempt, compiler) -> None:
+    gbnf = Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n')
+    compiler.blame(await attempt(gbnf), "it takes too long")
+    for _ in range(2):
+        with pytest.raises(RequestRejected, match="an earlier request with it was ended: it takes too long"):
+            await attempt(gbnf)
+    assert await attempt(INTEGER)

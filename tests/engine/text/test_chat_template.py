@@ -383,3 +383,41 @@ def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, foun
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
     with pytest.raises(TokenizerError, match=words):
         ChatTemplate.load(tmp_path, special_tokens={})
+
+
+@pytest.mark.parametrize(
+    "growing",
+    [
+        "{% set ns.x = ns.x + ns.x %}",
+        "{% set ns.x = ns.x ~ ns.x %}",
+        "{% set ns.x = [ns.x, ns.x] | join %}",
+        "{% set ns.x = ['a', 'b', 'c'] | join(ns.x) %}",
+        "{% set ns.x = ''.join([ns.x, ns.x]) %}",
+        "{% set ns.x = ns.x | replace('a', 'aa') %}",
+        "{% set ns.x = ns.x.replace('a', 'aa') %}",
+        "{% set ns.x = ns.x.center(ns.x | length * 2) %}",
+        "{% set ns.x = ns.x | center(ns.x | length * 2) %}",
+        "{% set ns.x = ns.x.ljust(ns.x | length * 2) %}",
+        "{% set ns.x = '%999999999d' % 1 %}",
+        "{% set ns.x = '%999999999d' | format(1) %}",
+        "{% set ns.x = '{:999999999}'.format(1) %}",
+        "{% set ns.x = '{:{}}'.format(1, 999999999) %}",
+    ],
+)
+def test_no_operation_makes_a_text_beyond_what_may_be_rendered(growing: str) -> None:
+    source = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(34) %}" + growing + "{% endfor %}"
+    template = ChatTemplate({"default": source}, special_tokens={})
+    with pytest.raises(RequestRejected, match="makes too large a value"):
+        template.render([{"role": "user", "content": "hi"}])
+
+
+def test_the_bounds_leave_usual_operations_as_they_are() -> None:
+    source = (
+        "{{ 'a' ~ 1 ~ none }}|{{ [1, 2] | join(', ') }}|{{ messages | join('-', attribute='role') }}|"
+        "{{ 'x-y'.replace('-', '+') }}|{{ 'x-y' | replace('-', '') }}|{{ '-'.join(['a', 'b']) }}|"
+        "{{ 'a'.center(3) }}|{{ '%05.2f' % 3.14159 }}|{{ '%s!' | format('b') }}|{{ '{:>4}'.format(7) }}|"
+        "{{ [1] + [2] }}|{{ 1 + 2 }}|{{ 7 % 4 }}"
+    )
+    template = ChatTemplate({"default": source}, special_tokens={})
+    rendered = template.render([{"role": "user", "content": "hi"}])
+    assert rendered == "a1None|1, 2|user|x+y|xy|a-b| a |03.14|b!|   7|[1, 2]|3|3"

@@ -14,9 +14,10 @@ import pytest
 from engine.options.edge_config import TlsFiles
 from engine.options.options import OptionError
 from server.access.credentials import Credentials
-from server.access.tls import LiveTls, TlsServer
+from server.access.tls import LiveTls
 from server.app import build_app
 from server.http.edge import Patience
+from server.sockets.places import RESERVED_PLACES
 from tests.server.certificates import encrypted, needs_openssl, self_signed
 from tests.server.conftest import EDGE, Settings, eventually, serving
 
@@ -41,7 +42,7 @@ def files(pair, client_ca=None) -> TlsFiles:
 
 def served(engine, tls_files: TlsFiles, **patience: float):
     app = build_app(engine, Settings(), patience=Patience(**patience))
-    return serving(app, lambda config: TlsServer(config, LiveTls(tls_files)))
+    return serving(app, context=LiveTls(tls_files).context)
 
 
 def trusting(pair, *, own=None) -> ssl.SSLContext:
@@ -103,13 +104,27 @@ async def test_plain_http_on_the_port_ends_without_an_answer(engine, pair):
 
 
 async def test_a_silent_client_has_little_time_for_its_handshake(engine, pair, monkeypatch):
-    monkeypatch.setattr("server.access.tls.HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("server.sockets.accepting.HANDSHAKE_TIMEOUT_S", 0.1)
     async with served(engine, files(pair)) as url:
         address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         async with asyncio.timeout(2):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_crowd_without_a_handshake_gives_way_to_one_that_asks(engine, pair):
+    async with served(engine, files(pair), max_connections=1) as url:
+        address = urlsplit(url)
+        crowd = [
+            await asyncio.open_connection(address.hostname, address.port) for _ in range(2 * RESERVED_PLACES)
+        ]
+        async with httpx.AsyncClient(verify=trusting(pair)) as client:
+            assert (await client.get(f"{https(url)}/health")).status_code == 200
+        num_ended = engine.metrics.registry.get_sample_value("tokenyard:refused_connections_total")
+        assert num_ended >= RESERVED_PLACES
+        for _, writer in crowd:
+            writer.close()
 
 
 async def test_a_client_without_a_certificate_of_the_authority_gets_nothing(engine, pair, other_pair):
@@ -165,9 +180,7 @@ async def followed(tmp_path, pair, engine, monkeypatch):
     credentials = Credentials([], edge)
     following = asyncio.create_task(credentials.keep_current())
     await asyncio.sleep(0.05)
-    async with serving(
-        build_app(engine, Settings()), lambda config: TlsServer(config, credentials.tls)
-    ) as url:
+    async with serving(build_app(engine, Settings()), context=credentials.tls.context) as url:
         yield url, cert, key
     following.cancel()
 

@@ -148,7 +148,7 @@ def test_few_open_files_mean_few_connections(tiny_model: Path) -> None:
         [sys.executable, "-c", code, "doctor", "--port", "0", str(tiny_model)],
         cwd=ROOT, capture_output=True, text=True, timeout=60, preexec_fn=few, check=False,
     )  # fmt: skip
-    assert "warning  connections     128 at once" in done.stdout, done.stderr
+    assert "warning  connections     64 at once" in done.stdout, done.stderr
 
 
 def test_packages_are_held_against_their_bounds() -> None:

@@ -1,6 +1,8 @@
 """Whatever is wrong with a request, the answer is a 4xx in OpenAI's shape that says what would be right."""
 
+import asyncio
 import json
+import threading
 import time
 from dataclasses import replace
 
@@ -10,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import RequestRejected
+from engine.errors import Overloaded, RequestRejected
 from server.app import build_app
 from server.chat.chat_protocol import ChatCompletionRequest
 from server.completions.completion_protocol import CompletionRequest
+from server.http import json_body
 from server.http.endpoint import ErrorReplyBody
 from server.http.json_body import parse_object
 from tests.server.conftest import Settings, connect
@@ -464,3 +467,30 @@ async def test_no_body_whatsoever_makes_the_server_fail(path, body, raw):
         check(response)
     elif response.headers["content-type"] == "application/json":
         orjson.loads(response.content)
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", "0", '""', '{"a":[]}'])
+def test_a_body_of_very_many_items_is_refused_before_any_is_built(item: str, monkeypatch) -> None:
+    monkeypatch.setattr(json_body.orjson, "loads", None)
+    body = '{"other":[' + ",".join([item] * (json_body.MAX_ITEMS + 1)) + "]}"
+    with pytest.raises(RequestRejected, match="more than 262144 items"):
+        parse_object(body.encode())
+
+
+@pytest.mark.parametrize("text", [",[{" * 300_000, '\\"' * 300_000, "\\\\" * 300_000])
+def test_a_text_may_have_as_many_commas_and_brackets_as_it_likes(text: str) -> None:
+    assert parse_object(('{"prompt":"' + text + '"}').encode())["prompt"]
+
+
+def test_as_many_items_as_are_allowed_are_read() -> None:
+    body = '{"other":[' + ",".join(["0"] * (json_body.MAX_ITEMS - 2)) + "]}"
+    assert len(parse_object(body.encode())["other"]) == json_body.MAX_ITEMS - 2
+
+
+async def test_of_many_large_bodies_some_are_sent_away_and_small_ones_are_read(monkeypatch) -> None:
+    gate = threading.Event()
+    waiting = [asyncio.create_task(json_body._in_large_lane(gate.wait)) for _ in range(20)]
+    await asyncio.sleep(0.05)
+    gate.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(result) for result in results] == [bool] * 16 + [Overloaded] * 4

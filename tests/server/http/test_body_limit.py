@@ -1,12 +1,14 @@
 """How much may be sent. Over real sockets, since Content-Length may lie there."""
 
 import asyncio
+import contextlib
 import json
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from engine.errors import Overloaded
 from server.error_replies import BodyTimeout
 from server.http.body_limit import BodyLimit
 
@@ -52,6 +54,59 @@ async def test_a_large_promise_is_refused_before_anything_is_sent(url):
     reply = await raw(url, head)
     assert reply.startswith(b"HTTP/1.1 413")
     assert b"connection: close" in reply.lower()
+
+
+class Held:
+    """Bodies in pieces, and an application that reads them and answers when it is let."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.answer = asyncio.Event()
+        self.is_read = False
+        self._pieces = [num_bytes // 4] * 4
+
+    async def receive(self) -> dict:
+        size = self._pieces.pop()
+        return {"type": "http.request", "body": b"x" * size, "more_body": bool(self._pieces)}
+
+    async def app(self, scope, receive, send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        self.is_read = True
+        await self.answer.wait()
+
+
+def limited(*held: Held, budget_bytes: int) -> list[asyncio.Task]:
+    async def app(scope, receive, send) -> None:
+        await scope["held"].app(scope, receive, send)
+
+    limit = BodyLimit(app, max_body_bytes=1 << 30)
+    limit._budget_bytes = budget_bytes
+    scopes = [{"type": "http", "headers": [], "held": each} for each in held]
+    return [asyncio.create_task(limit(scope, scope["held"].receive, None)) for scope in scopes]
+
+
+async def test_the_bodies_of_all_have_one_budget_until_their_replies_and_small_ones_pass() -> None:
+    first, second, small = Held(8 << 20), Held(8 << 20), Held(1 << 10)
+    working = limited(first, second, small, budget_bytes=10 << 20)
+    await asyncio.sleep(0.01)
+    assert (first.is_read or second.is_read, small.is_read) == (True, True)
+    refused = [each for each in working if each.done()]
+    assert [type(each.exception()) for each in refused] == [Overloaded]
+    for each in (first, second, small):
+        each.answer.set()
+    await asyncio.gather(*working, return_exceptions=True)
+
+
+async def test_a_body_that_was_answered_or_refused_is_counted_no_more() -> None:
+    limit = BodyLimit(Held(4).app, max_body_bytes=1 << 30)
+    limit._budget_bytes = 8 << 20
+    for size in (4 << 20, 12 << 20):
+        held = Held(size)
+        held.answer.set()
+        limit._app = held.app
+        with contextlib.suppress(Overloaded):
+            await limit({"type": "http", "headers": []}, held.receive, None)
+        assert limit._held_bytes == 0
 
 
 async def test_two_opinions_on_the_length_of_a_body_are_refused_and_end_the_connection(url, engine):

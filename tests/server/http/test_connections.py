@@ -12,9 +12,10 @@ import pytest
 
 from engine.types import EngineState
 from server.generate.sse import KEEP_ALIVE, EventStream
-from server.http.connections import RESERVED_PLACES, ClientConnection
+from server.http.connections import ClientConnection
 from server.http.endpoint import ErrorReplyBody
 from server.http.listening import listen, num_connections_allowed
+from server.sockets.places import RESERVED_PLACES
 from tests.server.conftest import eventually, impatient, serving
 from tests.server.fake_engine import READY
 
@@ -256,13 +257,56 @@ async def test_while_the_server_leaves_every_reply_ends_its_connection(engine, p
         writer.close()
 
 
-async def test_beyond_the_reserve_a_connection_is_refused_at_once_and_counted(engine):
+def num_refused(engine) -> float:
+    return engine.metrics.registry.get_sample_value("tokenyard:refused_connections_total")
+
+
+async def test_a_crowd_of_silent_connections_gives_way_to_one_that_asks(engine, caplog):
     async with serving(impatient(engine, max_connections=1)) as url:
-        silent = [await connected(url) for _ in range(1 + RESERVED_PLACES)]
-        assert parsed(await said(url))[2] == "too_many_connections"
+        silent = [await connected(url) for _ in range(2 * RESERVED_PLACES)]
+        assert (await said(url, HEALTH)).startswith(b"HTTP/1.1 200")
+        assert num_refused(engine) >= RESERVED_PLACES
         for _, writer in silent:
             writer.close()
-        assert engine.metrics.registry.get_sample_value("tokenyard:refused_connections_total") == 1
+    assert len(caplog.records) <= 1
+
+
+async def test_beyond_the_reserve_requests_under_way_keep_their_places(engine, caplog):
+    body = b'{"prompt": "x", "max_tokens": 2}'
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving(impatient(engine, max_connections=1 + RESERVED_PLACES)) as url:
+        asking = [await connected(url) for _ in range(1 + RESERVED_PLACES)]
+        for _, writer in asking:
+            writer.write(post)
+        await asyncio.sleep(0.2)
+        for _ in range(RESERVED_PLACES):
+            asking.append(await connected(url))
+            asking[-1][1].write(b"GET /health HTTP/1.1\r\n")
+        # The newcomers gave way to each other, not those.
+        assert (await said(url, HEALTH)).startswith(b"HTTP/1.1 200")
+        for _, writer in asking[: 1 + RESERVED_PLACES]:
+            writer.write(body)
+        for reader, _ in asking[: 1 + RESERVED_PLACES]:
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in asking:
+            writer.close()
+
+
+async def test_when_all_are_busy_a_newcomer_is_refused_with_a_reason_and_holds_no_descriptor(
+    engine, monkeypatch
+):
+    monkeypatch.setattr("server.sockets.places.RESERVED_PLACES", 0)
+    body = b'{"prompt": "x", "max_tokens": 2}'
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving(impatient(engine, max_connections=1)) as url:
+        reader, writer = await connected(url)
+        writer.write(post)
+        await asyncio.sleep(0.1)
+        assert parsed(await said(url))[2] == "too_many_connections"
+        assert num_refused(engine) == 1
+        writer.write(body)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
 
 
 async def test_the_reserve_is_not_held_by_the_silent(engine, monkeypatch):
@@ -302,7 +346,7 @@ def test_accepted_sockets_inherit_the_end_of_peers_that_do_not_read() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
-@pytest.mark.parametrize(("soft", "allowed"), [(200, 72), (100, 1), (1_000_000, 4096), (-1, 4096)])
+@pytest.mark.parametrize(("soft", "allowed"), [(300, 108), (100, 1), (1_000_000, 4096), (-1, 4096)])
 def test_connections_leave_descriptors_for_the_rest(monkeypatch, soft, allowed) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
     assert num_connections_allowed() == allowed
@@ -311,9 +355,9 @@ def test_connections_leave_descriptors_for_the_rest(monkeypatch, soft, allowed) 
 @pytest.mark.parametrize(
     ("limits", "raised"),
     [
-        ((1024, 524_288), [(4224, 524_288)]),
+        ((1024, 524_288), [(4288, 524_288)]),
         ((1024, 2048), [(2048, 2048)]),
-        ((1024, -1), [(4224, -1)]),
+        ((1024, -1), [(4288, -1)]),
         ((5000, 524_288), []),
         ((-1, -1), []),
     ],

@@ -2,7 +2,9 @@
 
 import pytest
 
-from server.operations.tokenization import Detokenization, Tokenization
+from server.app import build_app
+from server.operations.tokenization import MAX_DECODED_TOKENS, Detokenization, Tokenization
+from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import EOS
 
 
@@ -90,3 +92,12 @@ async def test_a_served_name_with_a_slash_can_be_retrieved_and_others_are_not_fo
         response = await client.get(f"/v1/models/{unknown}")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
         assert response.json()["error"]["param"] == "model"
+
+
+async def test_more_tokens_than_are_decoded_at_a_time_are_refused(engine):
+    app = build_app(engine, Settings(max_body_bytes=1 << 20))
+    async with connect(app) as client:
+        reply = await client.post("/detokenize", json={"tokens": [104] * MAX_DECODED_TOKENS})
+        assert len(reply.json()["prompt"]) == MAX_DECODED_TOKENS
+        reply = await client.post("/detokenize", json={"tokens": [104] * (MAX_DECODED_TOKENS + 1)})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")

@@ -119,3 +119,50 @@ def test_quantization_without_kernels_is_foreseen_as_a_refusal(cache):
 def test_a_library_that_is_no_library_is_foreseen(cache, compiler):
     build_library()
     assert foresee().verdict is Verdict.WARNING
+
+
+def test_a_folder_that_others_can_write_is_neither_compiled_into_nor_loaded_from(cache, compiler):
+    folder = build_library().parent
+    folder.chmod(0o777)
+    assert find_library() is None
+    with pytest.raises(CannotBuild, match="others may write there"):
+        build_library()
+    assert [found.suffix for found in folder.iterdir()] == [".so"], "nothing was compiled"
+    folder.chmod(0o700)
+    assert find_library() is not None
+
+
+def test_a_folder_of_another_user_or_a_link_is_not_taken_over(cache, compiler, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (cache / "tokenyard").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CannotBuild, match="is no folder"):
+        build_library()
+    (cache / "tokenyard").unlink()
+    build_library()
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    if os.stat(cache).st_uid != 0:
+        assert find_library() is None
+        with pytest.raises(CannotBuild, match="belongs to another user"):
+            build_library()
+
+
+@pytest.mark.parametrize(("mode", "is_safe"), [(0o777, False), (0o1777, True), (0o755, True)])
+def test_the_folder_above_may_be_shared_only_where_nobody_renames_what_is_anothers(
+    cache, compiler, mode, is_safe
+):
+    cache.chmod(mode)
+    if is_safe:
+        assert build_library() == find_library()
+    else:
+        with pytest.raises(CannotBuild, match="others may write there"):
+            build_library()
+
+
+def test_the_folders_that_it_makes_are_private(tmp_path, compiler, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        path = build_library()
+    finally:
+        os.umask(before)
+    assert {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)} == {0o700}

@@ -12,6 +12,7 @@ from transformers.models.helium import modeling_helium
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.models.olmo2 import modeling_olmo2
 
+from tests.checkpoints import make_checkpoint
 from tests.families import Family
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.family_trial import tiny_config
@@ -223,9 +224,19 @@ def test_with_and_without_kernels_the_tokens_agree(kernels, checkpoints, family)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantized_layers_answer_nearly_the_same_in_steps_of_every_size(kernels, checkpoints, dtype):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "int4", "quantize_head": "int8", "activations": "int8"},
+    ],
+    ids=str,
+)
+def test_quantized_layers_answer_nearly_the_same_in_steps_of_every_size(kernels, tmp_path, dtype, options):
     """Nearly: that the load did not refuse it. Exactly: however its steps are cut."""
-    worker, _ = load_worker(checkpoints("llama"), dtype=dtype, quantization="int8")
+    calm = make_checkpoint("llama", tmp_path / "calm", initializer_range=0.1)  # 0.3 makes much of rounding
+    worker, _ = load_worker(calm, dtype=dtype, **options)
     prompt = [(7 * index + 3) % 300 for index in range(29)]
     generated = []
     for cut in ((29,), (20, 8, 1), (1, 28)):

@@ -1,17 +1,19 @@
 """Products by weights with scales of groups, against float64 of the dequantized weights."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from tests.worker.quantized.random_weights import KINDS, random_weight
+from worker.cpu.cpu_proof import prove_product
 from worker.cpu.grouped_packing import CannotPack, Inputs, pack_grouped, pack_grouped_gate_up
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.worker_errors import StartupError
 
 # Rounding of a sum of some hundred products, and of the result to its dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -157,3 +159,19 @@ def test_what_the_kernels_have_no_form_for_is_refused_with_the_reason():
         pack_grouped_gate_up(
             random_weight("signed", 24, 64, 32), random_weight("signed", 24, 64, 32), GateActivation.SILU
         )
+
+
+class _MisreadWeight(GroupedWeight):
+    """A weight that its definition makes other numbers of than the kernels."""
+
+    def dequantized(self, dtype=torch.float32):
+        return super().dequantized(dtype) * 1.01
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+def test_a_product_that_is_not_exact_is_refused_with_the_name_of_its_module(kernels, inputs):
+    weight = random_weight("unsigned", 64, 128, 32)
+    prove_product("layers.0.q_proj", weight, kernels, inputs)
+    parts = {each.name: getattr(weight, each.name) for each in fields(weight)}
+    with pytest.raises(StartupError, match=r"not multiply exactly by layers\.0\.q_proj \(4 bits by 32"):
+        prove_product("layers.0.q_proj", _MisreadWeight(**parts), kernels, inputs)

@@ -1,7 +1,9 @@
 """Whatever the logits say, the text matches the grammar; and nobody else notices."""
 
 import json
+import os
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,9 @@ from tests.checkpoints import write_tokenizer
 from tests.engine import small_tokenizers
 from tests.worker.plan_driver import PlanDriver
 from worker.devices.device import CpuDevice
+from worker.sampling import grammar_rows
 from worker.sampling.grammar_library import GrammarRefused, as_lark, new_matcher, open_tokenizer
-from worker.sampling.grammar_rows import Grammars
+from worker.sampling.grammar_rows import Grammars, RowGrammar
 from worker.sampling.sampler import Sampler
 from worker.worker_config import WorkerConfig
 
@@ -148,7 +151,7 @@ def test_a_row_that_was_preempted_goes_on_as_if_nothing_had_happened(
 
 
 def test_an_object_may_have_hundreds_of_optional_properties(demo: World) -> None:
-    properties = {f"p{number}": {"type": "boolean"} for number in range(700)}
+    properties = {f"p{number}": {"type": "boolean"} for number in range(500)}
     grammar = schema({"type": "object", "properties": properties, "additionalProperties": False})
     begun = [demo.tokenizer.token_to_id("{")]
     tokens = demo.generate(replace(demo.base, grammar=grammar), max_tokens=60, before=begun)  # and none fails
@@ -303,3 +306,134 @@ def test_the_worker_takes_its_tokens_from_the_model_folder_and_replays_after_a_p
     llama.generate([staying, leaving, free], 12)
     assert llama.generated(staying) == llama.generated(leaving)
     assert set(bytes(llama.generated(staying)).decode()) == {"a", "b"}  # its first tokens are the bytes
+
+
+# Cheap at first: each further letter has more readings, and the masks of later tokens take hundreds of times
+# what the first one takes.
+AMBIGUOUS = "start: s\ns: /[a-z ]/ | s s | s s s | s s s s"
+
+
+def test_a_row_whose_masks_grow_dear_ends_soon_and_its_neighbour_goes_on(demo: World) -> None:
+    sampler = demo.sampler()
+    sampler.add_row(0, replace(demo.base, grammar=lark(AMBIGUOUS), min_tokens=300), [5], 1)
+    sampler.add_row(1, replace(demo.base, grammar=regex("[ab]{300}")), [5], 1)
+    for step in range(300):
+        result = sampler.sample(demo.logits(1, step, 2), [0, 1])
+        assert 1 not in result.failed
+        if result.failed:
+            break
+    assert result.unfit == {0}
+    assert "the grammar failed" in result.failed[0]
+
+
+def test_a_grammar_that_fails_is_told_from_a_model_that_does(demo: World) -> None:
+    sampler = demo.sampler()
+    sampler.add_row(0, replace(demo.base, grammar=lark('start: "yes"')), [5, 70, 71], 1)
+    sampler.add_row(1, demo.base, [5], 1)
+    logits = demo.logits(1, 0, 2)
+    logits[1] = torch.nan
+    result = sampler.sample(logits, [0, 1])
+    assert set(result.failed) == {0, 1}
+    assert result.unfit == {0}
+
+
+class _Matcher:
+    """A mask whose cost is what the test says; the library's own depends on the machine."""
+
+    def __init__(self, clock: "_Clock", cost_s: float) -> None:
+        self._clock = clock
+        self._cost_s = cost_s
+        self.num_masks = 0
+
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        self.num_masks += 1
+        self._clock.spend(self._cost_s)
+
+    def is_error(self) -> bool:
+        return False
+
+
+class _Clock:
+    """Stands in for the module `time`: each thread's processor time is what its masks have cost."""
+
+    def __init__(self) -> None:
+        self._spent = threading.local()
+
+    def spend(self, cost_s: float) -> None:
+        self._spent.s = self.thread_time() + cost_s
+
+    def thread_time(self) -> float:
+        return getattr(self._spent, "s", 0.0)
+
+    monotonic = thread_time
+
+
+def _rows(clock: _Clock, costs_s: Sequence[float], *, name: int = 1) -> list[RowGrammar]:
+    return [RowGrammar(_Matcher(clock, cost_s), None, name=name) for cost_s in costs_s]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(grammar_rows, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def grammars(demo: World) -> Grammars:
+    return Grammars(demo.folder, vocab_size=demo.vocab_size, eos_token_ids=(demo.eos,))
+
+
+def num_masks(rows: Sequence[RowGrammar]) -> int:
+    return sum(row._matcher.num_masks for row in rows)
+
+
+def test_of_many_choices_that_grow_dear_at_one_token_a_few_are_computed_and_no_neighbour_ends(
+    clock: _Clock, grammars: Grammars
+) -> None:
+    dear, modest = _rows(clock, [0.03] * 128, name=1), _rows(clock, [0.0005] * 100, name=2)
+    grammars.begin_step()
+    grammars.bitmasks([*dear, *modest])
+    budget = 0.03 * min(8, os.cpu_count() or 1)
+    assert num_masks(dear) <= budget / 0.03 + 10  # and one more for each thread
+    assert sum(bool(row.failure) for row in dear) == 128 - num_masks(dear)
+    assert num_masks(modest) == 100
+    assert not any(row.failure for row in modest)
+
+
+def test_many_modest_rows_all_get_their_masks(clock: _Clock, grammars: Grammars) -> None:
+    rows = _rows(clock, [0.0009] * 1000)
+    for _ in range(20):
+        grammars.begin_step()
+        grammars.bitmasks(rows)
+    assert num_masks(rows) == 20_000
+    assert not any(row.failure for row in rows)
+
+
+@pytest.mark.parametrize(("cost_s", "num_tokens"), [(0.051, 1), (0.015, 5), (0.0051, 500)])
+def test_a_row_may_spend_so_much_and_no_more(
+    clock: _Clock, grammars: Grammars, cost_s: float, num_tokens: int
+) -> None:
+    (row,) = _rows(clock, [cost_s])
+    num_computed = 0
+    while not row.failure and num_computed < 2 * num_tokens:
+        grammars.begin_step()
+        grammars.bitmasks([row])
+        num_computed += 1
+    assert num_tokens <= num_computed <= num_tokens + 5
+
+
+def test_the_masks_of_a_step_have_one_budget_in_however_many_parts_they_are_computed(
+    clock: _Clock, grammars: Grammars
+) -> None:
+    rows = _rows(clock, [0.03] * 64)
+    grammars.begin_step()
+    for part in range(0, 64, 4):
+        grammars.bitmasks(rows[part : part + 4])
+    assert num_masks(rows) <= 0.03 * min(8, os.cpu_count() or 1) / 0.03 + 12
+
+
+def test_masks_count_as_progress(clock: _Clock, grammars: Grammars) -> None:
+    before = grammar_rows.num_masks_begun()
+    grammars.bitmasks(_rows(clock, [0.0001] * 3))
+    assert grammar_rows.num_masks_begun() == before + 3

@@ -128,6 +128,12 @@ def test_a_header_that_is_no_json(folder: Path) -> None:
     assert "not a whole safetensors file" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../b.safetensors"])
+def test_an_index_that_leads_out_of_its_folder(folder: Path, name: str) -> None:
+    edit_json(folder / "model.safetensors.index.json", weight_map={"a": name})
+    assert "outside of its folder" in refusal(folder)
+
+
 def test_a_missing_shard(folder: Path) -> None:
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     edit_json(folder / "model.safetensors.index.json", weight_map=weight_map)

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "layer.h"
+#include "ranks.h"
 
 using namespace tokenyard;
 
@@ -39,6 +40,25 @@ Engine* tokenyard_open(const char* name, int num_threads) {
 void tokenyard_close(Engine* engine) { delete engine; }
 
 const char* tokenyard_name(const Engine* engine) { return engine->name(); }
+
+// Shards of layers are summed by `reduce` from now on.
+void tokenyard_divide(Engine* engine, Reduce reduce, void* context) { engine->divide(reduce, context); }
+
+// Null if memory ran out. The page must outlive the ranks.
+Ranks* tokenyard_ranks_open(void* page, int64_t page_bytes, int rank, int size) {
+  return new (std::nothrow) Ranks(page, page_bytes, rank, size);
+}
+
+void tokenyard_ranks_close(Ranks* ranks) { delete ranks; }
+
+// A Reduce.
+void tokenyard_ranks_reduce(void* ranks, float* sums, int64_t count) {
+  static_cast<Ranks*>(ranks)->reduce(sums, count);
+}
+
+void tokenyard_ranks_gather(Ranks* ranks, const char* own, int64_t num_bytes, char* all) {
+  ranks->gather(own, num_bytes, all);
+}
 
 #define TOKENYARD_API(suffix, T)                                                                              \
   int tokenyard_multiply_##suffix(Engine* engine, const Product<T>* product) {                                \

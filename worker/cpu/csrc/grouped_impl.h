@@ -13,7 +13,12 @@ struct FloatColumns {
   using Input = T;
   using Vector = Floats;
   static constexpr int kSteps = 4;
+  // One where there are products of bf16: models in float32 are for trials there, and each row takes long to compile.
+#if defined(TOKENYARD_BF16_DOT)
+  static constexpr int kDirectRows = 1;
+#else
   static constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
+#endif
   static void add(Floats& total, const T* x, int step, Vector columns) { total += splat(load_one(x + step)) * columns; }
 };
 

@@ -205,6 +205,8 @@ struct Kernels {
   void (*normalize)(const T* x, T* out, const Norm&, int64_t size, int64_t begin, int64_t end);
   // residual += norm(x), for x [T, H] float32.
   void (*add_normalized)(const float* x, T* residual, const Norm&, int64_t size, int64_t begin, int64_t end);
+  // residual += x * multiplier, for x [T, H] float32.
+  void (*add)(const float* x, T* residual, float multiplier, int64_t size, int64_t begin, int64_t end);
   // Norms that take all heads of a token as one; one without a weight does nothing. Items [begin, end) of 2 T:
   // a token's queries, then its keys.
   void (*normalize_all_heads)(float* rows, const HeadShape&, const Norm& queries, const Norm& keys, int64_t begin,

@@ -94,7 +94,7 @@ template <typename T>
 Product<T> Engine::adding(const Layer<T>& layer, const PackedWeight<T>& weight, const Norm& after_norm,
                           const T* input, int64_t num_tokens, T* hidden) {
   Product<T> product = {input, num_tokens, weight, nullptr, nullptr, nullptr, nullptr, nullptr};
-  if (after_norm.weight != nullptr) {
+  if (after_norm.weight != nullptr || layer.is_shard) {
     product.float_output = added_.of<float>(num_tokens * layer.hidden_size);
   } else {
     product.residual = product.output = hidden;
@@ -134,10 +134,20 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
   phases.reserve(Team::kMostPhases);
   // What is between two products: the sums of the one, unless it added them itself, and the input of the other.
   const auto add_norms = [&](const Norm& after, const float* added, const Norm& before, T* out) {
-    if (after.weight == nullptr && before.weight == nullptr) return;
-    phases.push_back({num_tokens, [&kernel, &after, added, &before, hidden, out, size](int64_t begin, int64_t end, int) {
-                        if (after.weight != nullptr) kernel.add_normalized(added, hidden, after, size, begin, end);
+    if (added == nullptr && before.weight == nullptr) return;
+    phases.push_back({num_tokens, [&kernel, &layer, &after, added, &before, hidden, out, size](int64_t begin, int64_t end, int) {
+                        if (after.weight != nullptr) {
+                          kernel.add_normalized(added, hidden, after, size, begin, end);
+                        } else if (added != nullptr) {
+                          kernel.add(added, hidden, layer.residual_multiplier, size, begin, end);
+                        }
                         if (before.weight != nullptr) kernel.normalize(hidden, out, before, size, begin, end);
+                      }});
+  };
+  const auto add_reduce = [&](float* added) {
+    if (!layer.is_shard) return;
+    phases.push_back({1, [this, added, num_tokens, size](int64_t, int64_t, int) {
+                        reduce_(context_, added, num_tokens * size);
                       }});
   };
   const Norm none = {};
@@ -153,10 +163,12 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
                     }});
   phases.push_back(attending(attention));
   add_product(phases, from_attention);
+  add_reduce(from_attention.float_output);
   add_norms(layer.after_attention_norm, from_attention.float_output, layer.mlp_norm, mlp_input);
   if (layer.has_mlp()) {
     add_product(phases, to_mlp);
     add_product(phases, from_mlp);
+    add_reduce(from_mlp.float_output);
     add_norms(layer.after_mlp_norm, from_mlp.float_output, none, nullptr);
   }
   team_.run(phases);

@@ -31,6 +31,7 @@ struct Layer {
   Norm after_mlp_norm;        // as after_attention_norm
   float residual_multiplier;  // of what is added to the residual and not normed
   bool mlp_is_parallel;       // it is given what attention is given
+  bool is_shard;              // what it adds to the residual is a part of the sum over all ranks
 
   bool has_mlp() const { return gate_up.num_outputs != 0; }
 };
@@ -60,11 +61,20 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// Replaces sums by those over all ranks.
+using Reduce = void (*)(void* context, float* sums, int64_t count);
+
 class Engine {
  public:
   Engine(const AllKernels& kernels, int num_threads) : kernels_(kernels), team_(num_threads) {}
 
   const char* name() const { return kernels_.name; }
+
+  // Shards of layers are summed by `reduce` from now on.
+  void divide(Reduce reduce, void* context) {
+    reduce_ = reduce;
+    context_ = context;
+  }
 
   template <typename T>
   void multiply(Product<T> product);
@@ -97,13 +107,15 @@ class Engine {
   template <typename T>
   Phase attending(const Attention<T>& attention);
 
-  // A product whose sums are added to `hidden`, by itself where nothing norms them before.
+  // A product whose sums are added to `hidden`, by itself where nothing norms or reduces them before.
   template <typename T>
   Product<T> adding(const Layer<T>& layer, const PackedWeight<T>& weight, const Norm& after_norm, const T* input,
                     int64_t num_tokens, T* hidden);
 
   const AllKernels& kernels_;
   Team team_;
+  Reduce reduce_ = nullptr;
+  void* context_ = nullptr;
   std::vector<AttentionTile> tiles_;
   Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_;
 };

@@ -48,6 +48,13 @@ void add_normalized(const float* x, T* residual, const Norm& norm, int64_t size,
   }
 }
 
+template <typename T>
+void add(const float* x, T* residual, float multiplier, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t i = begin * size; i < end * size; i += kV) {
+    store(residual + i, load(residual + i) + load(x + i) * multiplier);
+  }
+}
+
 // The queries of a token as one row, and its keys as another, in place: items [begin, end) of 2 T.
 inline void normalize_all_heads(float* rows, const HeadShape& heads, const Norm& queries, const Norm& keys,
                                 int64_t begin, int64_t end) {

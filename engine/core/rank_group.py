@@ -1,0 +1,133 @@
+"""The ranks of one model as one executor: rank 0 is in this process, the others are its children.
+
+Owns: the processes of the other ranks, and that all ranks end together: at once, whichever ends first, with
+the stacks of the others in the log. No part is recovered: the engine process is replaced as a whole.
+Never: plans, or samples. The engine's loop meets an Executor like any other.
+"""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from engine.core.loop import Executor, Launched
+from engine.core.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
+from engine.core.rank_plans import PlansOut
+from engine.processes import child_process
+from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
+from scheduler.messages import SchedulerOutput
+
+log = logging.getLogger(__name__)
+
+_STACKS_S = 0.1
+"""Time for the other ranks to write their stacks."""
+_GOODBYE_S = 1.0
+
+
+class RankGroup:
+    """The other ranks, from `start` to `close`. `launch` comes after `lead`."""
+
+    def __init__(self, children: list[subprocess.Popen[bytes]], plans: PlansOut) -> None:
+        self._children = children
+        self._plans = plans
+        self._worker: Executor
+        self._is_closing = threading.Event()
+        self._signals = report_signals_for_stacks()
+        self._watch = threading.Thread(target=self._watch_all, name="ranks", daemon=True)
+        self._watch.start()
+
+    @classmethod
+    def start(cls, directory: Path, *, num_ranks: int, page: int) -> "RankGroup":
+        """Start all ranks but rank 0, in the main thread: children end with the thread that starts them."""
+        plans = PlansOut(directory, num_ranks=num_ranks)
+        level = str(log.getEffectiveLevel())
+        children = [
+            subprocess.Popen(
+                [
+                    *child_process.INTERPRETER,
+                    *("-m", "engine.core.rank_process"),
+                    *(str(directory), str(os.getpid()), level, str(rank), str(page)),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(page,),
+            )
+            for rank in range(1, num_ranks)
+        ]
+        return cls(children, plans)
+
+    def lead(self, worker: Executor) -> None:
+        """Carry out plans with `worker` as rank 0."""
+        self._worker = worker
+
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        """Begin a step on all ranks. An error ends the process: the others wait within their step."""
+        try:
+            self._plans.send(plan)
+            return self._worker.launch(plan)
+        except Exception:
+            log.critical("rank 0 failed in step %d, and ends with all others", plan.step, exc_info=True)
+            self._end(EXIT_WORKER_BROKEN)
+
+    def close(self) -> None:
+        """Let the ranks end; kill those that do not."""
+        self._is_closing.set()
+        self._plans.say_goodbye()
+        deadline_s = time.monotonic() + _GOODBYE_S
+        for child in self._children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline_s - time.monotonic()))
+        self._kill()
+        self._plans.close()
+
+    def _watch_all(self) -> None:
+        """Wait until a rank ends; pass signals for stacks on meanwhile."""
+        ranks_of = {os.pidfd_open(child.pid): rank for rank, child in enumerate(self._children, start=1)}
+        poll = select.poll()
+        for descriptor in (*ranks_of, self._signals):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            if self._is_closing.is_set():
+                return
+            ended = [ranks_of[descriptor] for descriptor in ready if descriptor in ranks_of]
+            if ended:
+                self._mourn(ended[0])
+            with suppress(BlockingIOError):
+                os.read(self._signals, 64)
+            self._ask_for_stacks()
+
+    def _mourn(self, rank: int) -> None:
+        child = self._children[rank - 1]
+        exit_code = child.wait()
+        if exit_code == EXIT_START_FAILED:
+            self._end(exit_code)  # it has reported why
+        how = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
+        log.critical(
+            "rank %d (pid %d) ended by %s, and all ranks end with it; their stacks are beside this line",
+            *(rank, child.pid, how),
+        )
+        os.kill(os.getpid(), SIGNAL_FOR_STACKS)
+        self._ask_for_stacks()
+        time.sleep(_STACKS_S)
+        self._end(EXIT_WORKER_BROKEN)
+
+    def _ask_for_stacks(self) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                child.send_signal(SIGNAL_FOR_STACKS)
+
+    def _end(self, exit_code: int) -> NoReturn:
+        self._is_closing.set()
+        self._kill()
+        leave(exit_code)
+
+    def _kill(self) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                child.kill()

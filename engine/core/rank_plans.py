@@ -1,0 +1,78 @@
+"""The plans of steps on their way to ranks.
+
+Owns: their encoding, and a one-way channel for each rank in the directory of the engine process.
+Never: decides what is sent (rank_group.py).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import zmq
+
+from scheduler.messages import SchedulerOutput
+
+_GOODBYE = b""
+
+
+def _plain(value: Any) -> Mapping[Any, Any]:
+    """Encode the empty mappings of a plan, which cannot be changed."""
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise NotImplementedError(f"a plan with a {type(value).__name__}")
+
+
+encode_plan = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+decode_plan = msgspec.msgpack.Decoder(SchedulerOutput).decode
+
+
+def _address(directory: Path, rank: int) -> str:
+    return f"ipc://{directory / f'rank-{rank}'}"
+
+
+class PlansOut:
+    """The end of rank 0, which binds all channels before the other ranks exist."""
+
+    def __init__(self, directory: Path, *, num_ranks: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._sockets = [self._context.socket(zmq.PUSH) for _ in range(1, num_ranks)]
+        for rank, socket in enumerate(self._sockets, start=1):
+            # Unlimited: the plans in flight bound what is under way.
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(_address(directory, rank))
+
+    def send(self, plan: SchedulerOutput) -> None:
+        """Post to all ranks without waiting for any."""
+        self._send(encode_plan(plan))
+
+    def say_goodbye(self) -> None:
+        """Let all ranks end once they have carried out what was posted."""
+        self._send(_GOODBYE)
+
+    def close(self) -> None:
+        self._context.destroy()
+
+    def _send(self, message: bytes) -> None:
+        for socket in self._sockets:
+            socket.send(message)
+
+
+class PlansIn:
+    """The end of one of the other ranks. It sleeps in the system while there is no plan."""
+
+    def __init__(self, directory: Path, *, rank: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.connect(_address(directory, rank))
+
+    def receive(self) -> SchedulerOutput | None:
+        """Wait for the next plan; None at the end."""
+        message = self._socket.recv()
+        return None if message == _GOODBYE else decode_plan(message)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

@@ -1,0 +1,129 @@
+"""The options of the model: the checkpoint, the device, the numbers that it is computed in.
+
+Owns: names, defaults, bounds and descriptions of those options.
+Never: reads them (option_sources.py), or resolves None (engine_config.py).
+"""
+
+from dataclasses import dataclass
+
+from engine.options.edge_options import EdgeOptions
+from engine.options.option_declaration import Arity, Group
+from engine.options.option_declaration import declared as _option
+from engine.options.option_values import Choice, Count, Pattern, Switch, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(EdgeOptions):
+    """Options for the model. One chain of classes declares all options, since their objects have slots."""
+
+    model: str | None = _option(
+        Group.MODEL,
+        Text(metavar="MODEL"),
+        "Checkpoint folder, or the hub name (org/name) of one that is in the local hub cache already. "
+        "Nothing is downloaded.",
+        open_default="a tiny built-in model, for trying the server out",
+        default=None,
+    )
+    checksums: str | None = _option(
+        Group.MODEL,
+        Text(metavar="FILE"),
+        "List of the SHA-256 of the model's files, as sha256sum writes it in their folder. Weights, "
+        "configuration, tokenizer and templates are compared with it at every start.",
+        open_default="nothing is compared",
+        default=None,
+    )
+    served_model_name: tuple[str, ...] = _option(
+        Group.MODEL,
+        Text(metavar="NAME"),
+        "Name that requests use. Repeat it for several; replies report the first.",
+        arity=Arity.MANY,
+        open_default="the hub name, or the folder's name",
+        default=(),
+    )
+    task: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "generate", "embed", "score")),
+        "Task of the model: text, embeddings, or scores of pairs of texts. auto follows the checkpoint; "
+        "embed also makes vectors with a model that generates.",
+        default="auto",
+    )
+    dtype: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "float32", "bfloat16", "float16")),
+        "Number format of weights and KV cache. auto takes the checkpoint's own; 16 bits halve the memory, "
+        "and on CPUs without support for them cost speed.",
+        default="auto",
+    )
+    device: str = _option(
+        Group.MODEL,
+        Pattern(pattern=r"auto|cpu|cuda(:\d{1,3})?", form="auto, cpu, cuda or cuda:1", metavar="DEVICE"),
+        "Where the model runs. auto takes the first GPU if there is one.",
+        default="auto",
+    )
+    max_model_len: int | None = _option(
+        Group.MODEL,
+        Count(low=1, high=2**24, metavar="TOKENS"),
+        "Longest prompt and answer together, in tokens. Longer needs more KV cache for one request.",
+        open_default="the model's own context window, as far as it fits the KV cache",
+        default=None,
+    )
+    num_threads: int | None = _option(
+        Group.MODEL,
+        Count(low=1, high=1024),
+        "Compute threads, on CPU only, of each rank. More than there are cores makes every step slower.",
+        open_default="one for each physical core this process may use, divided among ranks",
+        default=None,
+    )
+    tensor_parallel_size: int = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="RANKS"),
+        "Processes that compute the model together, each with a part of every layer and of the KV cache, on "
+        "CPUs only. For machines with several memory nodes: a rank uses --num-threads threads, and ranks "
+        "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
+        default=1,
+    )
+    cpu_kernels: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "off")),
+        "Tokenyard's own CPU kernels, compiled once with the machine's C++ compiler: several times faster "
+        "than torch alone. auto uses torch alone if there is no compiler.",
+        default="auto",
+    )
+    gpu_kernels: str = _option(
+        Group.MODEL,
+        Choice(words=("auto", "off")),
+        "Tokenyard's own GPU kernels, compiled by Triton at start: several times faster than torch alone. "
+        "Turn them off to see whether a wrong answer comes from them.",
+        default="auto",
+    )
+    enforce_eager: bool = _option(
+        Group.MODEL,
+        Switch(),
+        "Launch the kernels of a step one by one on a GPU, instead of capturing steps as CUDA graphs: starts "
+        "sooner and leaves more memory to the KV cache, but small steps take several times as long.",
+        default=False,
+    )
+    quantization: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8", "int4")),
+        "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
+        "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. int4 "
+        "keeps them as 4-bit numbers with a scale for each 32: a third of the memory, at more loss. Weights "
+        "that the checkpoint holds quantized stay as they are. Needs the CPU kernels.",
+        default="none",
+    )
+    quantize_head: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 keeps the output layer as 8-bit numbers too, which reads half of its bytes for each step: a "
+        "gain for small models, whose output layer is large. An embedding that is tied to it is kept "
+        "beside it. Needs the CPU kernels.",
+        default="none",
+    )
+    activations: str = _option(
+        Group.MODEL,
+        Choice(words=("none", "int8")),
+        "int8 rounds what 4-bit and 8-bit weights in groups multiply to 8 bits, token by token: faster with "
+        "several sequences on CPU, at some loss of accuracy. Needs the CPU kernels.",
+        default="none",
+    )

@@ -1,0 +1,87 @@
+"""A rank of a divided model dies, or stands still, while requests are in flight."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.faults.test_engine_death import error_of, is_ready
+
+RANKS = ("--tensor-parallel-size", "2", "--num-threads", "1", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with running_server(
+        folder, str(tiny_model), *RANKS, "--heartbeat-timeout", "3", ready_within_s=300
+    ) as server:
+        yield server
+        pids = pids_of(server)
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def rank_pid(server: RunningServer) -> int:
+    engine_pid = server.engine_pid
+    (child,) = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
+    assert b"engine.core.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return int(child)
+
+
+def pids_of(server: RunningServer) -> list[int]:
+    assert server.engine_pid is not None
+    return [server.engine_pid, rank_pid(server)]
+
+
+async def until_begun(server: RunningServer, num: int) -> None:
+    while server.metric("tokenyard:num_requests_running") < num:
+        await asyncio.sleep(0.02)
+
+
+async def test_the_death_of_a_rank_fails_what_has_begun_at_once_and_a_new_group_takes_over(
+    server: RunningServer,
+) -> None:
+    wait_for(lambda: is_ready(server), within_s=300)
+    pids = pids_of(server)
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(8)]
+        await until_begun(server, 8)
+        killed_s = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        for ended_s, error in await asyncio.gather(*waiting):
+            assert ended_s - killed_s < 3.0  # one on a machine with a core for each
+            assert "engine stopped" in str(error)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=2)
+        wait_for(lambda: is_ready(server), within_s=300)
+        answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
+    assert answer.usage
+    server.wait_until_idle(within_s=2)
+    assert "rank 1 (pid" in server.text()
+    assert "most recent call first" in server.text(), "the stacks of rank 0"
+
+
+async def test_a_rank_that_stands_still_is_found_and_the_stacks_of_the_others_are_in_the_log(
+    server: RunningServer,
+) -> None:
+    wait_for(lambda: is_ready(server), within_s=300)
+    pids = pids_of(server)
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        waiting = [asyncio.create_task(error_of(client, stream=True))]
+        await until_begun(server, 1)
+        os.kill(pids[1], signal.SIGSTOP)
+        _, error = (await asyncio.gather(*waiting))[0]
+    assert "engine stopped" in str(error)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=2)
+    found = server.text().split("has not moved")[1]
+    assert "run_layer" in found, "rank 0 waits within a layer"
+    wait_for(lambda: is_ready(server), within_s=300)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"}).status_code == 200

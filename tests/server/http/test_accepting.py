@@ -1,0 +1,132 @@
+"""Places of connections, and an accept loop that stays calm when there are no descriptors."""
+
+import asyncio
+import errno
+import logging
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from server.sockets.accepting import Acceptor
+from server.sockets.places import QUIET_S, RESERVED_PLACES, Place, Places
+from server.sockets.rare_log import RareLog
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def taken(places: Places) -> tuple[Place, list[str]]:
+    """A place, and where its end will be noted."""
+    place = places.take()
+    assert place is not None
+    ended: list[str] = []
+    place.give_way = lambda: ended.append("gave way")
+    return place, ended
+
+
+def test_a_quiet_connection_keeps_its_place_for_a_while_and_then_gives_it_to_a_newcomer() -> None:
+    clock = Clock()
+    places = Places(1, clock=clock)
+    _, ended = taken(places)
+    newcomer, _ = taken(places)
+    assert newcomer.is_reserved
+    newcomer.leave()
+    assert not ended
+    clock.now_s += QUIET_S
+    newcomer, _ = taken(places)
+    assert not newcomer.is_reserved
+    assert ended
+    assert places.num_taken == 1
+
+
+def test_the_one_that_has_been_quiet_for_longest_goes_first_and_one_that_asks_does_not() -> None:
+    clock = Clock()
+    places = Places(3, clock=clock)
+    all_taken = []
+    for _ in range(3):
+        clock.now_s += 1.0
+        all_taken.append(taken(places))
+    (asking, _), (_, second), (_, third) = all_taken
+    asking.busy()
+    clock.now_s += QUIET_S
+    taken(places)
+    assert (bool(second), bool(third)) == (True, False)
+    asking.quiet()  # only now: the third has been quiet for longer
+    taken(places)
+    assert third
+
+
+def test_beyond_the_reserve_there_is_a_place_as_long_as_anybody_is_quiet() -> None:
+    places = Places(2, clock=Clock())
+    all_taken = [taken(places) for _ in range(2 + RESERVED_PLACES)]
+    taken(places)
+    assert places.num_taken == 2 + RESERVED_PLACES
+    assert [bool(ended) for _, ended in all_taken].count(True) == 1
+    busy = Places(0, clock=Clock())
+    for _ in range(RESERVED_PLACES):
+        taken(busy)[0].busy()
+    assert busy.take() is None
+
+
+def test_a_place_is_given_back_once() -> None:
+    places = Places(5)
+    place, _ = taken(places)
+    place.leave()
+    place.leave()
+    place.quiet()
+    assert places.num_taken == 0
+    assert not places.shed()
+
+
+class FullSystem:
+    """A listening socket on a system without descriptors."""
+
+    def __init__(self) -> None:
+        self.own = socket.socket()
+        self.num_asked = 0
+
+    def fileno(self) -> int:
+        return self.own.fileno()
+
+    def setblocking(self, flag: bool) -> None:
+        pass
+
+    def accept(self) -> None:
+        self.num_asked += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+
+async def test_without_descriptors_it_tries_once_and_waits_and_a_silent_client_is_ended(caplog) -> None:
+    places = Places(10)
+    _, ended = taken(places)
+    listener = FullSystem()
+    acceptor = Acceptor(SimpleNamespace(context=None, places=places), listener)  # type: ignore[arg-type]
+    acceptor.start()
+    acceptor.accept_some()
+    assert listener.num_asked == 1
+    assert ended
+    assert not asyncio.get_running_loop().remove_reader(listener.fileno())  # it does not listen meanwhile
+    for _ in range(100):
+        acceptor.accept_some()
+    assert len(caplog.records) == 1
+    acceptor.close()
+    listener.own.close()
+
+
+def test_what_happens_thousands_of_times_is_a_line_with_a_number(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    rare = RareLog(logging.getLogger("rare"), logging.WARNING, "it happened %d times", clock=clock)
+    for _ in range(1000):
+        rare.note()
+    clock.now_s += 10.0
+    rare.note()
+    assert [record.getMessage() for record in caplog.records] == [
+        "it happened 1 times",
+        "it happened 1000 times",
+    ]

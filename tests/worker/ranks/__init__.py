@@ -1,0 +1,1 @@
+"""Ranks: one model on several processes computes what it computes on one."""

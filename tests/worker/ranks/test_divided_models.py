@@ -1,0 +1,136 @@
+"""A model on two processes samples the tokens that it samples on one, whatever happens to its sequences."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scheduler.messages import SamplingParams, TokenLogprobs
+from tests.checkpoints import make_checkpoint
+from tests.worker.conftest import BLOCK_SIZE
+from tests.worker.plan_driver import GREEDY, PlanDriver
+from tests.worker.ranks.divided import DividedWorker
+from worker.worker import Worker
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
+
+PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110]
+SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, presence_penalty=0.5)
+SCORED = replace(GREEDY, num_prompt_logprobs=2, num_logprobs=2)
+KV_HEADS = {"one KV head": 1, "a KV head for each query head": 4}
+FAMILIES = (
+    *("llama", "llama3_rope", "dynamic_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text"),
+    *("phi3", "phi3_longrope"),
+)
+NUM_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[DividedWorker]:
+    worker = DividedWorker(2)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("divided")
+
+
+def config_of(checkpoint: Path, num_ranks: int) -> WorkerConfig:
+    return WorkerConfig(
+        model_path=str(checkpoint),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        block_size=BLOCK_SIZE,
+        num_blocks=200,
+        max_num_seqs=8,
+        swap_space_bytes=1 << 20,
+        num_ranks=num_ranks,
+    )
+
+
+def a_busy_hour(driver: PlanDriver) -> tuple[list[list[int]], list[TokenLogprobs]]:
+    """Chunks of a prompt, three seeds over one prefix, both kinds of preemption, and a scored prompt."""
+    greedy = driver.add([*PROMPT, 5, 6, 7])
+    driver.step({greedy: 6})
+    driver.step({greedy: 5})
+    driver.generate([greedy], 3)
+    others = [driver.add([*PROMPT, 9], replace(SEEDED, seed=seed), shares_with=greedy) for seed in range(3)]
+    everyone = [greedy, *others]
+    driver.generate(everyone, 6)
+    driver.preempt(others[0])
+    driver.swap_out(others[1])
+    driver.generate([greedy, others[2]], 9)
+    driver.generate(everyone, NUM_TOKENS)
+    scored = driver.add(PROMPT[::-1], SCORED)
+    first, second = driver.step({scored: 4}), driver.step({scored: None})
+    logprobs = [entry for part in (first, second) for each in part.prompt_logprobs.values() for entry in each]
+    return [driver.generated(each) for each in (*everyone, scored)], logprobs
+
+
+def compare(two_ranks: DividedWorker, checkpoint: Path) -> None:
+    alone = Worker(config_of(checkpoint, 1))
+    alone.load(lambda _progress: None)
+    expected, expected_logprobs = a_busy_hour(PlanDriver(alone, BLOCK_SIZE))
+    two_ranks.load(config_of(checkpoint, 2))
+    found, found_logprobs = a_busy_hour(PlanDriver(two_ranks, BLOCK_SIZE))  # type: ignore[arg-type]
+    assert found == expected
+    assert all(len(token_ids) >= 1 for token_ids in expected)
+    assert len(expected_logprobs) == len(PROMPT) - 1
+    for ours, theirs in zip(found_logprobs, expected_logprobs, strict=True):
+        assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_sample_the_tokens_of_one(two_ranks: DividedWorker, folder: Path, family: str) -> None:
+    compare(two_ranks, make_checkpoint(family, folder / family))
+
+
+@pytest.mark.parametrize("num_heads", KV_HEADS.values(), ids=KV_HEADS)
+def test_ranks_share_kv_heads_or_divide_them(two_ranks: DividedWorker, folder: Path, num_heads: int) -> None:
+    checkpoint = make_checkpoint("llama", folder / f"heads-{num_heads}", num_key_value_heads=num_heads)
+    compare(two_ranks, checkpoint)
+
+
+def test_a_bias_is_added_once(two_ranks: DividedWorker, folder: Path) -> None:
+    compare(two_ranks, make_checkpoint("llama", folder / "bias", attention_bias=True))
+
+
+def test_a_tied_embedding_is_divided_too(two_ranks: DividedWorker, folder: Path) -> None:
+    compare(two_ranks, make_checkpoint("llama", folder / "tied", tie_word_embeddings=True))
+
+
+def test_each_rank_keeps_its_part_of_the_cache(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint("llama", folder / "llama")
+    alone = Worker(config_of(checkpoint, 1)).load(lambda _progress: None)
+    facts = two_ranks.load(config_of(checkpoint, 2))
+    assert facts.num_blocks == alone.num_blocks
+    assert facts.kv_cache_bytes * 2 == alone.kv_cache_bytes
+    assert facts.num_host_blocks == alone.num_host_blocks
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mixtral", "its MLP cannot be divided among ranks"),
+        ("gpt2", "0 of 0 layers fused"),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused_with_the_reason(
+    two_ranks: DividedWorker, folder: Path, family: str, reason: str
+) -> None:
+    checkpoint = make_checkpoint(family, folder / family)
+    with pytest.raises(StartupError, match=reason):
+        two_ranks.load(config_of(checkpoint, 2))
+
+
+def test_heads_that_do_not_divide_are_refused(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint(
+        "llama", folder / "three", num_attention_heads=3, num_key_value_heads=3, hidden_size=48
+    )
+    with pytest.raises(StartupError, match="its 3 KV heads cannot be divided by 2"):
+        two_ranks.load(config_of(checkpoint, 2))

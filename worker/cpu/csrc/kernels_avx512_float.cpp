@@ -1,0 +1,10 @@
+// The kernels of kernels_avx512.cpp for models in float32: a file of their own, so that both compile at once.
+#include "kernels.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include "avx512_impl.h"
+
+namespace tokenyard {
+Kernels<float> avx512_float_kernels() { return avx512::kernels_of<float>(); }
+}  // namespace tokenyard
+#endif

@@ -1,0 +1,118 @@
+// Processes that compute one model together, over memory that they share.
+//
+// Owns: the sums and the parts that ranks exchange, and the wait of one for the others.
+// Never: gives up waiting. A rank that ends or hangs is noticed by the processes above, which end all others.
+//
+// Each exchange is a turn. A rank writes its part, says so, waits until all others have, and reads theirs. Parts
+// have two places each, by turns: a rank that has said so for one turn has read all parts of the turn before.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace tokenyard {
+
+class Ranks {
+ public:
+  // `page` is zeroed memory, the same for all ranks.
+  Ranks(void* page, int64_t page_bytes, int rank, int size)
+      : page_(static_cast<char*>(page)),
+        rank_(rank),
+        size_(size),
+        part_bytes_((page_bytes - size * kMarkBytes) / (2 * size) / kMarkBytes * kMarkBytes) {}
+
+  // Replaces `sums` by their sum over all ranks, added in the order of ranks: the same bits on each of them.
+  void reduce(float* sums, int64_t count) {
+    const int64_t most = part_bytes_ / static_cast<int64_t>(sizeof(float));
+    for (int64_t done = 0; done < count; done += most) {
+      float* part = sums + done;
+      const int64_t length = count - done < most ? count - done : most;
+      exchange(part, length * static_cast<int64_t>(sizeof(float)));
+      for (int rank = 0; rank < size_; ++rank) {
+        const float* other = reinterpret_cast<const float*>(part_of(rank));
+        if (rank == 0) {
+          std::memcpy(part, other, static_cast<size_t>(length) * sizeof(float));
+        } else {
+          for (int64_t i = 0; i < length; ++i) part[i] += other[i];
+        }
+      }
+    }
+  }
+
+  // Copies the bytes of each rank to `all`, in the order of ranks. Null: they are for others alone.
+  void gather(const char* own, int64_t num_bytes, char* all) {
+    for (int64_t done = 0; done < num_bytes; done += part_bytes_) {
+      const int64_t length = num_bytes - done < part_bytes_ ? num_bytes - done : part_bytes_;
+      exchange(own + done, length);
+      if (all == nullptr) continue;
+      for (int rank = 0; rank < size_; ++rank) {
+        std::memcpy(all + rank * num_bytes + done, part_of(rank), static_cast<size_t>(length));
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kMarkBytes = 128;  // two cache lines: processors fetch them in pairs
+  // Some microseconds, then some turns of other programs; a rank that is that late has lost its core.
+  static constexpr int kSpins = 4000, kYields = 400;
+  static constexpr long kShortestSleepNs = 20'000, kLongestSleepNs = 1'000'000;
+
+  struct Mark {
+    std::atomic<uint64_t> turn;
+    int64_t num_bytes[2];
+  };
+  static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Mark) <= kMarkBytes);
+
+  Mark& mark_of(int rank) { return *reinterpret_cast<Mark*>(page_ + rank * kMarkBytes); }
+
+  char* part_of(int rank) {
+    return page_ + size_ * kMarkBytes + (2 * rank + static_cast<int64_t>(turn_ & 1)) * part_bytes_;
+  }
+
+  void exchange(const void* own, int64_t num_bytes) {
+    ++turn_;
+    std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
+    Mark& mark = mark_of(rank_);
+    mark.num_bytes[turn_ & 1] = num_bytes;
+    mark.turn.store(turn_, std::memory_order_release);
+    for (int rank = 0; rank < size_; ++rank) {
+      const Mark& other = mark_of(rank);
+      wait_for(other);
+      if (other.num_bytes[turn_ & 1] != num_bytes) {
+        std::fprintf(stderr, "rank %d exchanges %lld bytes and rank %d %lld: they do not compute the same\n", rank_,
+                     static_cast<long long>(num_bytes), rank, static_cast<long long>(other.num_bytes[turn_ & 1]));
+        std::abort();  // any other end would be wrong tokens
+      }
+    }
+  }
+
+  void wait_for(const Mark& mark) const {
+    long sleep_ns = kShortestSleepNs;
+    for (int spins = 0; mark.turn.load(std::memory_order_acquire) < turn_; ++spins) {
+      if (spins < kSpins) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+      } else if (spins < kSpins + kYields) {
+        sched_yield();
+      } else {
+        const timespec time = {0, sleep_ns};
+        nanosleep(&time, nullptr);
+        sleep_ns = sleep_ns * 2 < kLongestSleepNs ? sleep_ns * 2 : kLongestSleepNs;
+      }
+    }
+  }
+
+  char* const page_;
+  const int rank_, size_;
+  const int64_t part_bytes_;
+  uint64_t turn_ = 0;
+};
+
+}  // namespace tokenyard

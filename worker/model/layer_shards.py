@@ -1,0 +1,85 @@
+"""The shard of a decoder layer that one rank computes.
+
+Owns: the cut. Of attention a rank has whole heads, of the MLP gates with their ups; the sums of both are
+those of the layer once they are reduced over all ranks.
+Never: cuts a layer that was not recognised (model/surgery.py refuses it), or reduces (csrc/layer.cpp).
+Source: column and row parallel layers, arXiv:1909.08053.
+"""
+
+from dataclasses import replace
+
+from worker.attention.kv_cache import BlockLayout, LayerShape
+from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
+from worker.model.layer_parts import GatedMlp, LayerParts, Unrecognised
+from worker.model.linear import Axis, Segment
+from worker.ranks.ranks import Ranks
+from worker.worker_errors import StartupError
+
+
+def shard_layer(
+    parts: LayerParts, call: LayerCall, ranks: Ranks, *, size_multiple: int
+) -> tuple[LayerParts, LayerCall]:
+    """Cut a layer; its products keep a multiple of `size_multiple` inputs. Raises Unrecognised."""
+    if ranks.size == 1:
+        return parts, call
+    heads = head_shape(parts, call)
+    if norms_all_heads(parts.query_norm, heads) or norms_all_heads(parts.key_norm, heads):
+        raise Unrecognised("it norms the queries or the keys of all heads as one, which are on several ranks")
+    if heads.num_query_heads % ranks.size:
+        raise Unrecognised(f"its {heads.num_query_heads} query heads cannot be divided by {ranks.size}")
+    mlp = parts.mlp
+    if not isinstance(mlp, GatedMlp):
+        raise Unrecognised("its MLP cannot be divided among ranks")
+    num_gates = mlp.gate_up.num_outputs // 2
+    if num_gates % (ranks.size * size_multiple):
+        raise Unrecognised(
+            f"its MLP has {num_gates} gates, no multiple of {ranks.size} ranks times {size_multiple}"
+        )
+    gates = Segment(num_gates, size_multiple)
+    place = (ranks.rank, ranks.size)
+    query_key_value = parts.query_key_value.in_segments(heads.segments)
+    try:
+        parts = replace(
+            parts,
+            query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
+            attention_output=parts.attention_output.shard(*place, Axis.INPUTS),
+            mlp=mlp._replace(
+                gate_up=mlp.gate_up.in_segments([gates, gates]).shard(*place, Axis.OUTPUTS),
+                down=mlp.down.shard(*place, Axis.INPUTS),
+            ),
+        )
+    except ValueError as uneven:
+        raise Unrecognised(f"it cannot be divided by {ranks.size}: {uneven}") from uneven
+    if parts.attention_output.num_inputs % size_multiple:
+        raise Unrecognised(f"a rank would have {parts.attention_output.num_inputs} numbers of attention")
+    return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
+
+
+def shard_shape(shape: LayerShape, num_ranks: int) -> LayerShape:
+    """Count the KV heads of one rank; several ranks share one where there are fewer heads than ranks."""
+    if shape.num_heads % num_ranks and num_ranks % shape.num_heads:
+        raise Unrecognised(f"its {shape.num_heads} KV heads cannot be divided by {num_ranks}")
+    return replace(shape, num_heads=max(1, shape.num_heads // num_ranks))
+
+
+def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
+    """Divide the KV heads of all layers. Raises Unrecognised."""
+    return replace(
+        layout, layers={key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
+    )
+
+
+def refuse_division(num_ranks: int, reason: str) -> StartupError:
+    """Make the error for a model that cannot be divided."""
+    return StartupError(
+        f"--tensor-parallel-size {num_ranks} does not fit this model: {reason}",
+        fix="ask for a number that divides its heads, or leave it out (docs/models.md)",
+    )
+
+
+def _shard_call(call: LayerCall, num_query_heads: int, ranks: Ranks) -> LayerCall:
+    options = call.options
+    if options.sinks is not None:
+        first = ranks.rank * num_query_heads
+        options = options._replace(sinks=options.sinks[first : first + num_query_heads])
+    return replace(call, shape=shard_shape(call.shape, ranks.size), options=options, is_shard=True)

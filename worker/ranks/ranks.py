@@ -1,0 +1,82 @@
+"""Ranks of a model: the interface, and a model that one process computes alone.
+
+Owns: the operations that ranks carry out together. Each rank calls the same ones in the same order, which
+follows from the plans alone.
+Never: exchanges anything itself (shared_ranks.py).
+Source: tensor parallelism, arXiv:1909.08053.
+
+Shapes: T tokens, P numbers of one rank.
+"""
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Reducer(NamedTuple):
+    """A C function that replaces sums by those over all ranks: void (void* context, float* sums, int64_t)."""
+
+    function: int
+    """Its address."""
+    context: int | None
+
+
+class Ranks(Protocol):
+    """The ranks of one model, as one of them sees them."""
+
+    rank: int
+    size: int
+
+    def join(self, library: Path) -> None:
+        """Open the exchange, with functions of the compiled kernels."""
+
+    @property
+    def reducer(self) -> Reducer:
+        """The sum within a step."""
+
+    def reduce(self, sums: Tensor) -> None:
+        """Replace float32 sums by those over all ranks, in place; each rank gets the same bits."""
+
+    def gather(self, part_TP: Tensor) -> Tensor | None:
+        """Put the parts of all ranks side by side, [T, size * P]; None on all ranks but rank 0."""
+
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of rank 0; each rank brings as many."""
+
+    def agree_min(self, number: int) -> int:
+        """Return the smallest number of all ranks."""
+
+    def check_same(self, what: str, text: str) -> None:
+        """Raise StartupError if `text`, which describes `what`, is another one on some rank."""
+
+
+class Alone:
+    """A model that is not divided: see Ranks."""
+
+    rank, size = 0, 1
+
+    def join(self, library: Path) -> None:
+        """Do nothing."""
+
+    @property
+    def reducer(self) -> Reducer:
+        raise NotImplementedError("one process has nothing to sum")
+
+    def reduce(self, sums: Tensor) -> None:
+        """Do nothing: the sums are whole."""
+
+    def gather(self, part_TP: Tensor) -> Tensor | None:
+        return part_TP
+
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        return numbers
+
+    def agree_min(self, number: int) -> int:
+        return number
+
+    def check_same(self, what: str, text: str) -> None:
+        """Do nothing."""
+
+
+ALONE = Alone()

@@ -1,0 +1,97 @@
+"""Ranks on one machine, over memory that their processes share.
+
+Owns: the mapping of the memory, and the C functions that exchange over it.
+Never: gives up waiting for a rank (csrc/ranks.h); the engine process sees one end, and ends all.
+
+Shapes: T tokens, P numbers of one rank.
+"""
+
+import ctypes
+import hashlib
+import mmap
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.ranks.ranks import Reducer
+from worker.ranks.shared_page import PAGE_BYTES
+from worker.worker_errors import StartupError
+
+
+class SharedRanks:
+    """See Ranks. Not for several threads at once."""
+
+    def __init__(self, page: int, *, rank: int, size: int) -> None:
+        """Map the memory behind a file descriptor, which may be closed afterwards."""
+        self.rank, self.size = rank, size
+        self._page = mmap.mmap(page, PAGE_BYTES)
+        self._library: Any = None
+        self._ranks: int | None = None
+
+    def join(self, library: Path) -> None:
+        """See Ranks. Later calls do nothing: turns are counted from the first."""
+        if self._ranks is not None:
+            return
+        functions: Any = ctypes.CDLL(str(library))
+        functions.tokenyard_ranks_open.argtypes = (c_void_p, c_int64, c_int, c_int)
+        functions.tokenyard_ranks_open.restype = c_void_p
+        functions.tokenyard_ranks_reduce.argtypes = (c_void_p, c_void_p, c_int64)
+        functions.tokenyard_ranks_reduce.restype = None
+        functions.tokenyard_ranks_gather.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
+        functions.tokenyard_ranks_gather.restype = None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+        self._library = functions
+        self._ranks = functions.tokenyard_ranks_open(address, PAGE_BYTES, self.rank, self.size)
+        if self._ranks is None:
+            raise MemoryError("no memory for the ranks")
+
+    @property
+    def reducer(self) -> Reducer:
+        function = ctypes.cast(self._library.tokenyard_ranks_reduce, c_void_p).value
+        assert function is not None
+        return Reducer(function, self._ranks)
+
+    def reduce(self, sums: Tensor) -> None:
+        """See Ranks."""
+        assert sums.dtype is torch.float32
+        assert sums.is_contiguous()
+        self._library.tokenyard_ranks_reduce(self._ranks, sums.data_ptr(), sums.numel())
+
+    def gather(self, part_TP: Tensor) -> Tensor | None:
+        """See Ranks."""
+        parts_STP = self._gather(part_TP.contiguous(), is_wanted=self.rank == 0)
+        num_rows, num_own = part_TP.shape
+        return None if parts_STP is None else parts_STP.transpose(0, 1).reshape(num_rows, self.size * num_own)
+
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """See Ranks."""
+        return [int(number) for number in self._of_all(numbers)[0]]
+
+    def agree_min(self, number: int) -> int:
+        """See Ranks."""
+        return int(self._of_all([number]).min())
+
+    def check_same(self, what: str, text: str) -> None:
+        """See Ranks."""
+        digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
+        numbers_S = self._of_all([int.from_bytes(digest, "big")]).reshape(-1)
+        others = [rank for rank in range(self.size) if numbers_S[rank] != numbers_S[0]]
+        if others:
+            raise StartupError(
+                f"ranks 0 and {others[0]} differ in {what}; on rank {self.rank} it is: {text}",
+                fix="start again, with nothing changed meanwhile: all ranks must have the same",
+            )
+
+    def _of_all(self, numbers: list[int]) -> Tensor:
+        found = self._gather(torch.tensor([numbers], dtype=torch.int64), is_wanted=True)
+        assert found is not None
+        return found[:, 0]
+
+    def _gather(self, own: Tensor, *, is_wanted: bool) -> Tensor | None:
+        parts = own.new_empty((self.size, *own.shape)) if is_wanted else None
+        to = None if parts is None else parts.data_ptr()
+        self._library.tokenyard_ranks_gather(self._ranks, own.data_ptr(), own.nbytes, to)
+        return parts
