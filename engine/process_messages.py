@@ -31,6 +31,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     terms: ServiceTerms
     pooling: PoolingParams | None = None
     """Set for a pooling request; `params` is not read then."""
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects, as tokens."""
     request_id: str = ""
     """The HTTP request's id, for the log; empty if there is none."""
     trace_id: str = ""

@@ -82,6 +82,8 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that are shown all the same: marks of tool calls and of reasoning."""
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects, as tokens; a hint that changes no output."""
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     max_tenant_tokens: int | None = None
     """Limit on the tenant's waiting prompt tokens, these included; None: only the queue's own limit."""
@@ -187,6 +189,10 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; the same in every output of a choice."""
+    num_accepted_prediction: int = 0
+    """Tokens of the request's prediction that this output has."""
+    num_rejected_prediction: int = 0
+    """Tokens of it that were verified in vain."""
     prompt_logprobs: Sequence[TokenLogprob] = ()
     """One for each prompt token from the second on, in the first output of a choice, if asked for."""
 
@@ -263,6 +269,8 @@ class ModelInfo:
     """Blocks that sequences can use."""
     kv_cache_bytes: int
     eos_token_ids: tuple[int, ...]
+    max_drafts: int = 0
+    """Most drafts of a sequence that a step can verify; 0: predictions of requests cannot be used."""
     is_paged: bool = True
     """Whether the KV cache is paged. If not, sequences are computed one by one and share no prefixes."""
     default_sampling: dict[str, float] = field(default_factory=dict)

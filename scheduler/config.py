@@ -66,6 +66,13 @@ class Displacement(StrEnum):
     OFF = "off"
 
 
+class DraftAdmission(StrEnum):
+    """Choice among the drafts that are offered to a step."""
+
+    ALL = "all"  # as many as have room
+    PAYING = "paying"  # those that are expected to raise the tokens of a second; see draft_choice.py
+
+
 class Fairness(StrEnum):
     """Equal service for tenants that wait at the same time; see fairness.py."""
 
@@ -126,6 +133,7 @@ class SchedulerOptions:
     compiles."""
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
+    draft_admission: DraftAdmission = DraftAdmission.ALL
     max_encoder_tokens: int = 0
     """Most encoder tokens of a step, for inputs of prompts; 0: no prompt has any."""
     encoder_cache_tokens: int = 0
@@ -172,13 +180,15 @@ class SchedulerConfig(SchedulerOptions):
     """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
     num_host_blocks: int = 0
     """Blocks of the swap space, ids 1 to num_host_blocks."""
+    max_drafts: int = 0
+    """Most drafts of a sequence that the worker verifies in a step; 0: unknown, and no limit."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no such class: slots=True makes it anew
         _check_least(self, 1, ("num_blocks", "block_size", "max_model_len"))
-        _check_least(self, 0, ("num_host_blocks",))
+        _check_least(self, 0, ("num_host_blocks", "max_drafts"))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
 

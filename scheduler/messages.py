@@ -145,6 +145,8 @@ class SequenceInputs:
     """Name of the adapter (LoRA, say) that the model is run with; empty: none."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Inputs in order of their positions, which do not overlap; the prompt's last token is behind them."""
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects to be generated, as tokens."""
 
 
 NO_INPUTS = SequenceInputs()
@@ -204,6 +206,8 @@ class NewSequence:
     """If set, no token is sampled; the share that samples returns the pooled vector."""
     adapter: str = ""
     """Adapter to run the model with; empty: none."""
+    prediction: tuple[int, ...] = ()
+    """Text that the client expects, as tokens: a source of drafts, without any effect on what is sampled."""
 
 
 class PreemptionCause(StrEnum):
@@ -247,6 +251,26 @@ class ScheduledSequence(NamedTuple):
     samples: bool
     """Whether the share reaches the end of the known tokens, so that the next one is sampled from its
     logits."""
+
+
+class DraftReason(StrEnum):
+    """Reason why a step verifies so many of the drafts that were offered."""
+
+    ALL = "all"  # each was expected to pay
+    COST = "cost"  # one more was expected to cost more time than it saves
+    PREFILL = "prefill"  # prompts fill the step
+
+
+class DraftChoice(NamedTuple):
+    """Choice among the drafts that were offered to a step, for the trace."""
+
+    num_offered: int
+    num_chosen: int
+    """Before the limits of the step and of sequences: the plan's drafts may be fewer."""
+    reason: DraftReason
+    expected_tokens: float
+    """Sampled tokens of the step, drafts that hold included."""
+    expected_s: float
 
 
 _NOTHING: Mapping[SequenceId, tuple[Any, ...]] = MappingProxyType({})
@@ -295,6 +319,8 @@ class SchedulerOutput(NamedTuple):
     encoder_inputs: Mapping[SequenceId, tuple[EncoderInput, ...]] = _NOTHING
     """Inputs to encode before this step computes. An output is kept until the last of its positions was
     computed, or its sequence was released."""
+    draft_choice: DraftChoice | None = None
+    """For the trace; None if no drafts were offered, or all that have room are verified."""
 
     @property
     def is_empty(self) -> bool:
@@ -322,6 +348,8 @@ class ModelRunnerOutput:
     asked."""
     pooled: Mapping[SequenceId, bytes] = field(default_factory=dict)
     """Float32, little-endian; for each pooling sequence whose share reaches the end of its prompt."""
+    draft_token_ids: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
+    """Guesses at the tokens after those in `token_ids`, for a next plan to verify."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +360,13 @@ class SequenceStart:
     """Time from add_request to the first step that it was part of."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache at first admission."""
+
+
+class PredictionUse(NamedTuple):
+    """Drafts from a sequence's prediction that a step verified."""
+
+    num_accepted: int
+    num_rejected: int
 
 
 class SequenceOutput(NamedTuple):
@@ -353,6 +388,8 @@ class SequenceOutput(NamedTuple):
     """Float32, little-endian; with the one output of a pooling sequence."""
     num_preemptions: int = 0
     """Preemptions of the sequence so far."""
+    prediction: PredictionUse | None = None
+    """Only for a sequence with a prediction, and a step that verified some of it."""
 
 
 class WaitReason(StrEnum):
@@ -451,3 +488,7 @@ class SchedulerStats:
     """Guessed tokens that were verified."""
     num_accepted_tokens: int = 0
     """Tokens among these that the model would have sampled too."""
+    num_verified_shares: int = 0
+    """Shares with drafts."""
+    num_accepted_by_place: tuple[int, ...] = ()
+    """Accepted tokens by their place among the drafts of their share."""

@@ -31,6 +31,7 @@ from scheduler.queues.fairness import GENERATED_TOKEN_COST
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
+from scheduler.step.draft_choice import prediction_use
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
 from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
@@ -281,6 +282,8 @@ class Scheduler:
             num_recomputed_tokens=self._counters.num_recomputed_tokens,
             num_draft_tokens=self._counters.num_draft_tokens,
             num_accepted_tokens=self._counters.num_accepted_tokens,
+            num_verified_shares=self._counters.num_verified_shares,
+            num_accepted_by_place=tuple(self._counters.num_accepted_by_place),
         )
 
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
@@ -375,6 +378,8 @@ class Scheduler:
         output = SequenceOutput(
             seq.sequence_id, token_ids, reason, logprobs, start, "", prompt_logprobs, b"", num_preemptions
         )
+        if plan.draft_token_ids and seq.prediction:
+            output = output._replace(prediction=prediction_use(seq, token_ids, plan, result))
         if reason is None:
             self._post(seq, output)
         else:
@@ -386,8 +391,7 @@ class Scheduler:
         if not 1 <= len(token_ids) <= 1 + num_drafts:
             self._fail(seq, f"the model returned {len(token_ids)} tokens for {num_drafts} drafts")
             return False
-        self._counters.num_draft_tokens += num_drafts
-        self._counters.num_accepted_tokens += len(token_ids) - 1
+        self._counters.note_drafts(num_drafts, len(token_ids) - 1)
         return True
 
     def _settle(self, seq: Sequence, num_accepted: int) -> None:

@@ -81,6 +81,7 @@ class Sequence:
         "params",
         "pending_start",
         "pooling",
+        "prediction",
         "priority",
         "prompt_computation",
         "protected_until",
@@ -114,6 +115,7 @@ class Sequence:
         self.pooling = inputs.pooling
         self.adapter = inputs.adapter
         self.encoder_inputs = inputs.encoder_inputs
+        self.prediction = inputs.prediction
         self.prompt_computation = _prompt_computation(params, inputs)
         self.priority = terms.priority
         self.tenant = terms.tenant
@@ -238,6 +240,7 @@ class Sequence:
             block_ids=tuple(self.block_ids),
             pooling=self.pooling,
             adapter=self.adapter,
+            prediction=self.prediction,
         )
 
     def __repr__(self) -> str:

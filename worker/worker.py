@@ -13,6 +13,7 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
 from worker.ranks.ranks import ALONE, Ranks
+from worker.speculation.unsupported import refuse_speculation
 from worker.startup.loader import find_kind, refuse_ranks
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
@@ -56,6 +57,7 @@ class Worker:
         kind = find_kind(self._config)
         refuse_ranks(self._config, kind, device)
         if kind.task is not Task.GENERATE:
+            refuse_speculation(self._config, "a model that pools generates no tokens to draft")
             return start_pooling(self._config, kind, device, stage)
         try:
             return start_generating(self._config, kind, device, stage, self._ranks)
@@ -63,6 +65,9 @@ class Worker:
             if self._ranks.size > 1:
                 raise
             refused = error.what  # not the error: its traceback keeps the model's memory alive
+        refuse_speculation(
+            self._config, f"{refused}, and a state that has taken in a draft cannot be taken back"
+        )
         return start_with_own_caches(self._config, kind, device, stage, refused)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:

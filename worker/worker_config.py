@@ -5,8 +5,33 @@ Never: defaults that depend on the machine.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from scheduler.messages import PoolingTask, PromptComputation
+
+MAX_DRAFTS = 16
+"""Most drafts of one sequence in a step that can be asked for."""
+
+
+class DraftMethod(StrEnum):
+    """Source of drafts for sequences without a prediction of their own."""
+
+    PREDICTION = "prediction"  # none
+    NGRAM = "ngram"  # their own text
+    SUFFIX = "suffix"  # their own text, and replies that ended of late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Drafts that the worker proposes. How many of them are verified, the scheduler decides."""
+
+    method: DraftMethod = DraftMethod.PREDICTION
+    num_speculative_tokens: int = 8
+    """Most drafts of one sequence in a step."""
+    prompt_lookup_min: int = 2
+    """Tokens that must have gone the same way before."""
+    prompt_lookup_max: int = 5
+    """Tokens that are compared; of several places the one with the longest match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +76,7 @@ class WorkerConfig:
     """int8 keeps the output layer so. CPU kernels only."""
     activations: str = "none"
     """int8 rounds each row before it is multiplied by codes in groups. CPU kernels only."""
+    speculation: SpeculationConfig = SpeculationConfig()
     num_threads: int | None = None
     """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
     ranks."""
@@ -123,6 +149,8 @@ class ModelFacts:
     saturating_tokens: int = 0
     """Number of prompt tokens from which the time of a step is linear: more tokens are not computed faster.
     0 if unknown, or if there is no such number."""
+    max_drafts: int = 0
+    """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
     pooling: PoolingFacts | None = None

@@ -190,7 +190,7 @@ class EngineLoop:
                 request.prompt_token_ids,
                 _params_of(request.params, index),
                 request.terms,
-                inputs=SequenceInputs(pooling=request.pooling),
+                inputs=SequenceInputs(pooling=request.pooling, prediction=request.prediction),
             )
             try:
                 self._scheduler.add_request(seq, now_s=now_s)
@@ -248,6 +248,8 @@ class EngineLoop:
                 # the KV that failed sequences wrote is forgotten while they are still known.
                 self._take_messages(wait_s=0.0)
             self._update(step, lambda: self._scheduler.update_from_output(step.plan, result))
+            if result.draft_token_ids:
+                self._scheduler.update_draft_token_ids(result.draft_token_ids)
 
     def _observe(self, step: _StepUnderWay) -> None:
         """Measure the step on the device, which begins it when the step before is done."""

@@ -36,7 +36,7 @@ from engine.processes.child_process import (
 )
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
-from scheduler.config import PrefixCaching, SchedulerConfig, SchedulerOptions
+from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.scheduler import Scheduler
 from worker.worker_config import LoadProgress, ModelFacts
 
@@ -140,6 +140,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         "max_prefill_tokens": max_prefill_tokens,
         "max_chunk_tokens": _chunk_limit(options.max_chunk_tokens, max_prefill_tokens),
         "max_plans_in_flight": options.max_plans_in_flight if facts.runs_ahead else 1,
+        "draft_admission": DraftAdmission.PAYING,
         "prefix_caching": options.prefix_caching if facts.is_paged else PrefixCaching.OFF,
     }
     return SchedulerConfig(
@@ -150,6 +151,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         sliding_window=facts.sliding_window,
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
+        max_drafts=facts.max_drafts,
     )
 
 

@@ -77,5 +77,7 @@ class StepLines:
             "num_blocks": stats.num_blocks,
             "waiting": waiting,
         }
+        if plan.draft_choice is not None:
+            document["drafts"] = plan.draft_choice._asdict()
         self._arrived, self._requests, self._ended, self._last_times = [], [], [], times
         return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)

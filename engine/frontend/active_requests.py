@@ -338,6 +338,7 @@ class ActiveRequests:
             prompt_token_ids=request.prompt_token_ids,
             params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
+            prediction=() if isinstance(request, PoolingRequest) else request.prediction,
             terms=self._terms(active),
             request_id=request.journal.request_id,
             trace_id=request.journal.trace_id,

@@ -46,12 +46,16 @@ class TextChoice:
         self._waiting_ids: list[int] = []
         """The last of `_token_ids`, which are not detokenized yet."""
         self._logprobs: list[TokenLogprob] = []
+        self._num_accepted = self._num_rejected = 0
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         """Take in an output of the engine. Sets `finish_reason` if it was the last."""
         self.is_readable = True
         if output.start is not None:
             self._num_cached_tokens = output.start.num_cached_tokens
+        if output.prediction is not None:
+            self._num_accepted += output.prediction.num_accepted
+            self._num_rejected += output.prediction.num_rejected
         if self._may_wait and output.finish_reason is None:
             self.num_tokens += len(output.token_ids)
             self._token_ids += output.token_ids
@@ -89,7 +93,10 @@ class TextChoice:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             num_cached_tokens=self._num_cached_tokens,
+            num_accepted_prediction=self._num_accepted,
+            num_rejected_prediction=self._num_rejected,
         )
+        self._num_accepted = self._num_rejected = 0
         self._texts.clear()
         self._token_ids.clear()
         self._logprobs.clear()

@@ -28,6 +28,7 @@ from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
 from engine.types import EngineLoad, Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
+from worker.worker_config import MAX_DRAFTS
 
 # From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
 # buckets: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
@@ -157,6 +158,7 @@ class EngineMetrics:
         self._recomputed.inc(stats.num_recomputed_tokens - last.num_recomputed_tokens)
         self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
         self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+        self._take_drafts(stats, last)
 
     def load(self, num_requests: int) -> EngineLoad:
         """Report the work of this moment, as of the last heartbeat."""
@@ -166,6 +168,12 @@ class EngineMetrics:
             num_waiting=0 if stats is None else stats.num_waiting,
             kv_cache_usage=0.0 if stats is None else stats.num_used_blocks / stats.num_blocks,
         )
+
+    def _take_drafts(self, stats: SchedulerStats, last: SchedulerStats) -> None:
+        self._verified.inc(stats.num_verified_shares - last.num_verified_shares)
+        before = (*last.num_accepted_by_place, *[0] * len(stats.num_accepted_by_place))
+        for place, num in enumerate(stats.num_accepted_by_place):
+            self._accepted_by_place[str(place)].inc(num - before[place])
 
     def _take_dropped_lines(self, num_of_engine: int) -> None:
         """Count dropped lines of both processes; each counts from its own start."""
@@ -292,6 +300,13 @@ class EngineMetrics:
         self._recomputed = self._counter("recomputed_tokens", "Tokens computed again after a preemption")
         self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
         self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
+        self._verified = self._counter("verified_shares", "Sequences in steps, with guesses for them")
+        self._accepted_by_place = self._counters(
+            "accepted_draft_tokens_per_pos",
+            "Those that held, by place",
+            "position",
+            map(str, range(MAX_DRAFTS)),
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated")
 
@@ -358,6 +373,8 @@ class EngineMetrics:
         def preempted() -> float:
             return sum(map(value_of, self._preemptions.values()))
 
+        by_place = by_word(self._accepted_by_place)
+
         def waiting() -> dict[str, float]:
             return {"capacity": value_of(self._waiting), "deferred": 0.0}
 
@@ -367,6 +384,9 @@ class EngineMetrics:
         def accepted() -> float:
             return value_of(self._accepted)
 
+        def verified() -> float:
+            return value_of(self._verified)
+
         success, refused = by_word(self._finished), by_word(self._refused)
         return (
             *self._derived_of_cache(),
@@ -375,6 +395,14 @@ class EngineMetrics:
             Derived("admission_rejections", "Requests refused", counter, refused, "reason"),
             Derived("spec_decode_num_draft_tokens", "Guessed tokens, verified", counter, drafts),
             Derived("spec_decode_num_accepted_tokens", "Of these, those that held", counter, accepted),
+            Derived("spec_decode_num_drafts", "Sequences in steps, with guesses", counter, verified),
+            Derived(
+                "spec_decode_num_accepted_tokens_per_pos",
+                "By place",
+                counter,
+                by_place,
+                "position",
+            ),
             Derived("num_requests_waiting_by_reason", "Waiting sequences", gauge, waiting, "reason"),
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.options import OptionError, Options
+from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
 from scheduler.config import (
     Batching,
@@ -174,6 +175,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             gpu_kernels=options.gpu_kernels,
             enforce_eager=options.enforce_eager,
             quantization=options.quantization,
+            speculation=speculation_config(options.speculative_config),
             quantize_head=options.quantize_head,
             activations=options.activations,
             num_threads=options.num_threads,

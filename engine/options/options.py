@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.options.model_options import ModelOptions
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
@@ -19,13 +18,14 @@ from engine.options.parser_options import (
     TOOL_CALL_HELP,
     TOOL_CALL_PARSERS,
 )
+from engine.options.speculation_option import SpeculationOptions
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(ModelOptions):
+class Options(SpeculationOptions):
     """The operator's options. None leaves the decision to the server."""
 
     block_size: int | None = _option(

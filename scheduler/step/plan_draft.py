@@ -7,6 +7,7 @@ Never: decides.
 from scheduler.messages import (
     BlockCopy,
     BlockId,
+    DraftChoice,
     EncoderInput,
     NewSequence,
     Preemption,
@@ -25,6 +26,7 @@ class PlanDraft:
         "chunks",
         "copies",
         "decodes",
+        "draft_choice",
         "draft_token_ids",
         "encoder_inputs",
         "new_blocks",
@@ -48,6 +50,7 @@ class PlanDraft:
         self.new_sequences: list[NewSequence] = []
         self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
         self.draft_token_ids: dict[SequenceId, tuple[int, ...]] = {}
+        self.draft_choice: DraftChoice | None = None
         self.encoder_inputs: dict[SequenceId, tuple[EncoderInput, ...]] = {}
         self.preemptions: list[Preemption] = []
         self.released: list[SequenceId] = []
@@ -74,6 +77,7 @@ class PlanDraft:
             tuple(self.preemptions),
             self.draft_token_ids,
             self.encoder_inputs,
+            self.draft_choice,
         )
 
 

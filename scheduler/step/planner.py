@@ -103,6 +103,7 @@ class Planner:
         plan = PlanDraft(budget, now_s)
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
+        self._shares.choose_drafts(plan)
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._may_give_turns:
@@ -133,9 +134,10 @@ class Planner:
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """Learn how long a plan took."""
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
-        self._step_time.observe(
-            plan.num_scheduled_tokens, seconds, has_prefill=plan.num_scheduled_tokens > num_decoded
-        )
+        has_prefill = plan.num_scheduled_tokens > num_decoded
+        self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill)
+        if not has_prefill:
+            self._shares.observe_step(plan, seconds)
 
     def note_memory_sufficed(self) -> None:
         """Learn that a step found enough memory."""

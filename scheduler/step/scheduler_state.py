@@ -74,10 +74,22 @@ class Counters:
     num_out_of_memory: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_verified_shares: int = 0
+    num_accepted_by_place: list[int] = field(default_factory=list)
     num_swap_space_full: int = 0
     num_preemptions: dict[tuple[PreemptionCause, bool], int] = field(
         default_factory=lambda: {(cause, swap): 0 for cause in PreemptionCause for swap in (False, True)}
     )
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a share whose first `num_accepted` drafts were right."""
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        self.num_verified_shares += num_drafts > 0
+        by_place = self.num_accepted_by_place
+        by_place += [0] * (num_accepted - len(by_place))
+        for place in range(num_accepted):
+            by_place[place] += 1
 
     def note_preemption(self, preemption: Preemption) -> None:
         self.num_preemptions[preemption.cause, preemption.was_swapped] += 1

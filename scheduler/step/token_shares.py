@@ -15,9 +15,11 @@ fit.
 from collections.abc import Callable
 from functools import partial
 
-from scheduler.messages import ScheduledSequence, SequenceId
+from scheduler.config import DraftAdmission
+from scheduler.messages import ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SchedulingBudget
+from scheduler.step.draft_choice import DraftRule
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
@@ -37,6 +39,9 @@ class TokenShares:
         self._kv = state.kv
         self._block_size = state.config.block_size
         self._drafts: dict[SequenceId, tuple[int, ...]] = {}
+        self._rule: DraftRule | None = None
+        if state.config.draft_admission is DraftAdmission.PAYING and state.config.max_drafts:
+            self._rule = DraftRule(state.config.max_drafts)
         self.encoder_cache = EncoderCache(state.config)
 
     def decode(self, seq: Sequence, plan: PlanDraft) -> None:
@@ -120,13 +125,33 @@ class TokenShares:
         if seq.status is not Status.RUNNING or not token_ids:
             return
         fits = seq.num_uncomputed_tokens == 1 and seq.num_tokens == len(seq.token_ids)
+        if self._rule is not None and fits:
+            self._rule.note_offer(seq.sequence_id, seq.token_ids, token_ids)
         self._drafts[seq.sequence_id] = token_ids if fits else _EXPECTED
 
     def forget_extras(self, seq: Sequence) -> None:
         """Drop drafts and encoder outputs of a sequence that leaves the running queue."""
         self._drafts.pop(seq.sequence_id, None)
+        if self._rule is not None:
+            self._rule.forget(seq.sequence_id)
         if seq.encoder_inputs:
             self.encoder_cache.release(seq)
+
+    def choose_drafts(self, plan: PlanDraft) -> None:
+        """Keep those of the drafts that are expected to pay, before any share is given."""
+        if not self._drafts or self._rule is None:
+            return
+        running = self._state.queues.running
+        num_decodes = plan.budget.num_decodes_ahead
+        chosen, plan.draft_choice = self._rule.choose(
+            self._drafts, num_decodes=num_decodes, has_prefill=num_decodes < len(running)
+        )
+        self._drafts = {each: self._drafts[each][:num] for each, num in chosen.items()}
+
+    def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a step without prompts took, while drafts are about."""
+        if self._rule is not None and not self._rule.is_idle:
+            self._rule.costs.observe(plan.num_scheduled_tokens, seconds)
 
     def _decode_with_drafts(
         self, seq: Sequence, start: int, drafts: tuple[int, ...], plan: PlanDraft

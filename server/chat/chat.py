@@ -46,6 +46,7 @@ async def create_chat_completion(request: Request) -> Response:
         usage=usage_report(body),
         token_names=token_names(body),
         prompts=(turn.prompt_ids,) if body.return_token_ids else (),
+        has_prediction=body.prediction is not None,
         num_prompt_logprobs=body.prompt_logprobs,
     )
     outputs = edge.engine.generate_all([turn.request])

@@ -4,7 +4,7 @@ Owns: the type and the bounds of each field that has an effect, and the fields t
 Never: checks that need the model (chat_turn.py, engine_requests.py).
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
@@ -30,7 +30,6 @@ _CHAT_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "function_call": _NO_TOOL_CHOICE,
     "functions": EMPTY,
     "modalities": (["text"],),
-    "prediction": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -88,6 +87,17 @@ class ChatMessage(WireModel):
     audio: dict[str, Any] | None = None
 
 
+class Prediction(WireModel):
+    """Text that the client expects: a hint for speed, without an effect on what is generated."""
+
+    type: Literal["content"]
+    content: Annotated[
+        list[ContentPart],
+        Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
+        BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
+    ]
+
+
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -97,6 +107,8 @@ class ChatCompletionRequest(GenerationFields):
     messages: Messages
     max_completion_tokens: NumTokens | None = None
     """The newer name of max_tokens; one of the two, or both alike."""
+    prediction: Prediction | None = None
+    """Verified several tokens at a time as far as the reply goes the same way; usage counts both kinds."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None

@@ -23,6 +23,7 @@ from server.generate.engine_requests import (
     FieldNames,
     TokenIds,
     Wanted,
+    check_num_chars,
     check_num_prompt_logprobs,
     engine_requests,
     kept_prompt,
@@ -68,9 +69,10 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
         body, grammar, _shown_special_ids(tool_use, info, style if start is not ReasoningStart.NONE else None)
     )
     (request,) = await engine_requests(engine, body, {origin.reply_id: prompt_ids}, wanted, origin)
+    prediction = await _prediction(engine, body, max_tokens=request.params.max_tokens)
     return ChatTurn(
         prompt_ids=prompt_ids,
-        request=request,
+        request=replace(request, prediction=prediction) if prediction else request,
         reading=Reading(
             reasoning=start,
             shown_reasoning=ShownReasoning.COUNT if body.include_reasoning is False else ShownReasoning.ALL,
@@ -94,6 +96,25 @@ async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> TokenIds:
         chat = chat.model_copy(update={"tool_choice": ToolChoiceObject(type="required")})
     messages, options = template_input(chat, info, tool_use_of(chat, dialect))
     return await edge.engine.encode_chat(messages, options)
+
+
+async def _prediction(engine: Engine, body: ChatCompletionRequest, *, max_tokens: int) -> TokenIds:
+    """Encode the text that the client expects, as far as the reply may be long. Raises RequestRejected."""
+    if body.prediction is None:
+        return ()
+    if not engine.info.max_drafts:
+        raise RequestRejected(
+            "prediction is not supported by this server: its steps verify no drafts (on GPUs, and for models"
+            " without a paged KV cache); leave it out",
+            param="prediction",
+            code="unsupported_parameter",
+        )
+    for part in body.prediction.content:
+        if part.type != "text" or part.text is None:
+            raise RequestRejected("the parts of prediction.content must be text", param="prediction.content")
+    text = "".join(part.text or "" for part in body.prediction.content)
+    check_num_chars(len(text), engine.info, param="prediction.content")
+    return (await engine.encode_plain(text))[:max_tokens] if text else ()
 
 
 def _wanted(

@@ -65,6 +65,8 @@ class ReplyPlan:
     token_names: TokenNames = TokenNames.TEXT
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids of each prompt; empty if token ids are not returned."""
+    has_prediction: bool = False
+    """Whether the request came with a text that the client expects."""
     num_prompt_logprobs: int | None = None
     """Alternatives returned for each token of the prompt; None: no log-probabilities."""
 
@@ -104,6 +106,8 @@ class Tally:
         self._num_open = plan.num_choices
         self.num_reasoning_tokens: int | None = None
         """Reasoning tokens of all choices; None: reasoning is not separated."""
+        self._has_prediction = plan.has_prediction
+        self._num_accepted = self._num_rejected = 0
 
     def add(self, prompt_index: int, output: TokenOutput) -> tuple[int, str | None]:
         """Count an output; return the number of its choice and its finish reason in OpenAI's words.
@@ -111,6 +115,8 @@ class Tally:
         Raises ReplyAborted if the engine gave the choice up.
         """
         self._num_output_tokens += len(output.token_ids)
+        self._num_accepted += output.num_accepted_prediction
+        self._num_rejected += output.num_rejected_prediction
         if output.index == 0:  # the others share the prompt blocks of the first: theirs are no cache hits
             self._num_cached_tokens[prompt_index] = output.num_cached_tokens
         number = prompt_index * self._n + output.index
@@ -133,9 +139,13 @@ class Tally:
             "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
         }
+        details = {}
         if self.num_reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
-        return usage
+            details["reasoning_tokens"] = self.num_reasoning_tokens
+        if self._has_prediction:
+            details["accepted_prediction_tokens"] = self._num_accepted
+            details["rejected_prediction_tokens"] = self._num_rejected
+        return {**usage, "completion_tokens_details": details} if details else usage
 
 
 @dataclass(slots=True)

@@ -17,7 +17,11 @@ class PromptTokensDetails(ReplyModel):
 
 
 class CompletionTokensDetails(ReplyModel):
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    """Present if the server separates the model's reasoning from its answer."""
+    accepted_prediction_tokens: int | None = None
+    """Present if the request has a prediction, as is the next."""
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(ReplyModel):
@@ -26,7 +30,7 @@ class Usage(ReplyModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Present if the server separates the model's reasoning from its answer."""
+    """Present if one of its fields is."""
 
 
 class PromptLogprob(ReplyModel):

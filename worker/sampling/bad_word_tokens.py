@@ -6,6 +6,7 @@ Never: logits (logits.py), or how a word becomes tokens (the engine's tokenizer)
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,13 @@ class BadWords:
         self._lengths = sorted({len(before) for before in self._last_of})
         longest = self._lengths[-1] if self._lengths else 0
         self._tail = deque(generated[-longest:] if longest else (), maxlen=longest)
+
+    def after(self, token_id: int) -> "BadWords":
+        """Copy the words with one more token generated."""
+        words = copy(self)
+        words._tail = self._tail.copy()
+        words.record(token_id)
+        return words
 
     def record(self, token_id: int) -> None:
         self._tail.append(token_id)

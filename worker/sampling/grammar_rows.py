@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -49,6 +50,9 @@ class RowGrammar:
         self.is_active = begins_after is None
         self.failure = failure
         """The reason why no token can be sampled any more; empty if there is none."""
+        self.mask: Bitmask | None = None
+        """Mask that was computed already, as of a copy that `Grammars.along` made."""
+        self._is_complete = False  # of such a copy, which has no matcher
 
     @property
     def matcher(self) -> LLMatcher | None:
@@ -58,7 +62,9 @@ class RowGrammar:
     @property
     def is_complete(self) -> bool:
         """Whether only the end of the sequence can follow. Known once the mask of the step is computed."""
-        return self.is_active and self._matcher is not None and self._matcher.is_stopped()
+        if self._matcher is None:
+            return self._is_complete
+        return self.is_active and self._matcher.is_stopped()
 
     def record(self, token_id: int) -> None:
         """Advance by a generated token."""
@@ -69,6 +75,39 @@ class RowGrammar:
                 self.account.advance_s = time.thread_time() - began_s
         else:
             self.is_active = token_id == self._begins_after
+
+    def as_now(self, mask: Bitmask | None) -> "RowGrammar":
+        """Copy the position, to sample from later: the matcher will be elsewhere by then."""
+        now = RowGrammar(None, self._begins_after, failure=self.failure)
+        now.is_active, now.mask, now._is_complete = self.is_active, mask, self.is_complete
+        return now
+
+    def allows(self, token_id: int) -> bool:
+        """Whether a token, which does not end the sequence, may be the next one."""
+        if not self.is_active or self._matcher is None:
+            return not self.failure
+        return not self._matcher.is_stopped() and self._matcher.validate_tokens([token_id]) == 1
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Count the leading tokens that the grammar allows; none of them ends the sequence."""
+        if self.failure:
+            return 0
+        num_free = 0
+        if not self.is_active and self._begins_after is not None:
+            if self._begins_after not in token_ids:
+                return len(token_ids)
+            num_free = list(token_ids).index(self._begins_after) + 1
+        if self._matcher is None or not token_ids[num_free:]:
+            return len(token_ids)
+        if self._matcher.is_stopped():
+            return num_free
+        return num_free + self._matcher.validate_tokens(list(token_ids[num_free:]))
+
+    def go_back(self, num_consumed: int, *, to: "RowGrammar") -> None:
+        """Undo the last tokens that the matcher consumed; `to` is a copy that was made before them."""
+        if self._matcher is not None and num_consumed:
+            self._matcher.rollback(num_consumed)
+        self.is_active, self.failure = to.is_active, to.failure
 
     def check(self) -> None:
         """Take over an error of the matcher, which never raises, and end a row that costs too much."""
@@ -117,6 +156,30 @@ class Grammars:
         row.account = RowAccount()  # a preemption is not the row's fault
         return row
 
+    def along(self, row: RowGrammar, drafts: Sequence[int]) -> list[RowGrammar]:
+        """Copy the position of `row` now, and after each of `drafts` as far as the grammar allows them.
+
+        None of the drafts ends the sequence. The row itself is afterwards where it was.
+        """
+        copies, num_consumed = [self._as_now(row)], 0
+        account = copy(row.account)  # drafts that are wrong are not the row's fault
+        for draft in drafts:
+            if not row.allows(draft):
+                break
+            num_consumed += row.is_active
+            row.record(draft)
+            after = self._as_now(row)
+            if after.failure:  # beyond a draft: it counts once the draft has turned out to be right
+                break
+            copies.append(after)
+        row.account = account
+        row.go_back(num_consumed, to=copies[0])
+        return copies
+
+    def _as_now(self, row: RowGrammar) -> RowGrammar:
+        mask = self.bitmasks([row])[0] if row.is_active else None
+        return row.as_now(mask)
+
     def mask(self, logits_NW: torch.Tensor, rows: Sequence[RowGrammar | None]) -> None:
         """Set the logits of tokens that cannot come next to -inf, in place; for a failed row, all logits.
 
@@ -157,6 +220,8 @@ class Grammars:
             self._share_out(rows, [beyond, *left], masks)
         for place, row in enumerate(rows):
             row.check()
+            if row.mask is not None:
+                masks[place] = row.mask
             if row.failure:
                 masks[place] = 0
         return masks

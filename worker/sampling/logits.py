@@ -82,8 +82,11 @@ def report_logprobs(
     id; the chosen one is never cut off by its equals.
     """
     chosen_N = torch.tensor(token_ids, device=logits_NW.device)
+    if len(token_ids) == 1:
+        # torch adds up a single long row in parts, and so rounds otherwise than among others.
+        logits_NW, chosen_N = logits_NW.expand(2, -1), chosen_N.expand(2)
     measures_NF = measure_logprobs(logits_NW, chosen_N, max(num_top))
-    return write_reports(measures_NF.cpu().numpy(), token_ids, num_top)
+    return write_reports(measures_NF[: len(token_ids)].cpu().numpy(), token_ids, num_top)
 
 
 def measure_logprobs(logits_NW: torch.Tensor, chosen_N: torch.Tensor, num_top: int) -> torch.Tensor:

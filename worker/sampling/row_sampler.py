@@ -11,7 +11,9 @@ that does not depend on it may begin:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +80,18 @@ class PendingSample:
         return self._result
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedRow:
+    """Tokens that one row sampled in a step with drafts."""
+
+    token_ids: tuple[int, ...]
+    """The drafts that were sampled too, and one token more; none if the row failed."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """Reports aligned with `token_ids`, for a row that asked."""
+    failure: str = ""
+    """Reason why no token could be sampled, for the log."""
+
+
 class RowSampler(ABC):
     """Sampler of rows, with the parameters, the counts and the progress of each."""
 
@@ -140,6 +154,64 @@ class RowSampler(ABC):
         """Call `begin` and wait for the result."""
         return self.begin(logits_NV, rows).result()
 
+    def possible_drafts(self, row: int, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cut drafts before the first that cannot be sampled, or that would end the sequence anyway."""
+        if not drafts:
+            return drafts
+        state = self._rows[row]
+        drafts = _before_stop(drafts, state)
+        if state.grammar is not None:
+            drafts = drafts[: state.grammar.num_allowed(drafts)]
+        return drafts
+
+    @torch.inference_mode()
+    def verify(
+        self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[VerifiedRow]:
+        """Sample a token behind each draft, as `begin` would, and keep drafts while they equal the sample.
+
+        The logits have 1 + k lines for a row with k drafts: that of its last token, then one for each draft.
+        Tokens are recorded as after `begin`. Only for samplers that keep all state on the host.
+        """
+        if self._grammars is not None:
+            self._grammars.begin_step()
+        views: list[SamplingRow] = []
+        lines: list[int] = []
+        firsts: list[int] = []
+        line = 0
+        for row, guesses in zip(rows, drafts, strict=True):
+            of_row = self._views(self._rows[row], guesses)
+            firsts.append(len(views))
+            views += of_row
+            lines += range(line, line + len(of_row))
+            line += 1 + len(guesses)
+        if len(lines) < line:
+            logits_NV = logits_NV[torch.tensor(lines, device=logits_NV.device)]
+        result = self._launch(logits_NV, (), views).collect()
+        firsts.append(len(views))
+        verified = []
+        for row, guesses, first, end in zip(rows, drafts, firsts, firsts[1:], strict=False):
+            found = _longest_right(result, range(first, end), guesses)
+            for token_id in found.token_ids:
+                self._rows[row].advance()
+                self._rows[row].record(token_id)
+            verified.append(found)
+        return verified
+
+    def _views(self, state: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
+        """List the state of a row now and after each of `drafts`, up to one that is impossible or ends it."""
+        drafts = _before_stop(drafts, state)
+        views = [state]
+        for draft in drafts:
+            views.append(views[-1].after(draft))
+        if state.grammar is None or not drafts or self._grammars is None:
+            return views
+        grammars = self._grammars.along(state.grammar, drafts)
+        views[0] = copy(state)  # not the row itself: its matcher goes on
+        for view, grammar in zip(views, grammars, strict=False):
+            view.grammar = grammar
+        return views[: len(grammars)]
+
     def _begin_counting(
         self,
         row: int,  # noqa: ARG002 - for samplers that count elsewhere
@@ -156,3 +228,26 @@ class RowSampler(ABC):
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
         """Sample on the device, for a PendingSample."""
+
+
+def _before_stop(drafts: Sequence[int], state: SamplingRow) -> tuple[int, ...]:
+    return tuple(takewhile(lambda each: each not in state.params.stop_token_ids, drafts))
+
+
+def _longest_right(result: SampleResult, positions: range, drafts: Sequence[int]) -> VerifiedRow:
+    """Keep samples up to the first that differs from its draft; one that failed behind others is left out.
+
+    The next step computes such a position again, and fails there.
+    """
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for place, position in enumerate(positions):
+        if position in result.failed:
+            break
+        token_ids.append(result.token_ids[position])
+        if position in result.logprobs:
+            logprobs.append(result.logprobs[position])
+        if place < len(drafts) and drafts[place] != token_ids[-1]:
+            break
+    failure = "" if token_ids else result.failed[positions[0]]
+    return VerifiedRow(token_ids=tuple(token_ids), logprobs=tuple(logprobs), failure=failure)

@@ -8,6 +8,7 @@ Generators", OOPSLA 2014.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 
 import numpy as np
@@ -73,6 +74,14 @@ class RowTokenCounts:
         """Occurrences in the output, aligned with `ids`; 0 for a token of the prompt alone."""
         return self._counts[: self._size]
 
+    def after(self, token_id: int) -> "RowTokenCounts":
+        """Copy the counts, with one more generated token in them."""
+        counts = copy(self)
+        counts._ids, counts._counts = self._ids.copy(), self._counts.copy()
+        counts._place = self._place.copy()
+        counts.add(token_id)
+        return counts
+
     def add(self, token_id: int) -> None:
         place = self._place.get(token_id)
         if place is None:
@@ -119,6 +128,19 @@ class SamplingRow:
         )
         # top_k=1 leaves one candidate for every draw: the maximum is the same token.
         self.is_greedy = params.temperature == 0.0 or params.top_k == 1
+
+    def after(self, token_id: int) -> "SamplingRow":
+        """Copy the state as it would be if `token_id` had been sampled; for a row without a grammar.
+
+        The copy is only for sampling the token that follows: it is not recorded to.
+        """
+        row = copy(self)
+        row.num_generated += 1
+        if self.counts is not None:
+            row.counts = self.counts.after(token_id)
+        if self.bad_words is not None:
+            row.bad_words = self.bad_words.after(token_id)
+        return row
 
     @cached_property
     def allowed_bits(self) -> NDArray[np.int32]:

@@ -14,6 +14,8 @@ from worker.sampling.grammar_rows import Grammars
 from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
+from worker.speculation.drafter import Drafter
+from worker.speculation.unsupported import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
@@ -49,6 +51,12 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
+    if facts.runs_ahead or device.torch_device.type != "cpu":
+        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
+    elif ranks.size > 1:
+        refuse_speculation(config, "ranks verify no drafts yet")
+    else:
+        facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
     generation = GenerationSteps(
         device=device,
         facts=facts,
@@ -57,6 +65,8 @@ def start_generating(
         steps=steps,
         sampler=sampler,
     )
+    if facts.max_drafts:
+        generation.speculate(Drafter(config.speculation))
     return facts, generation
 
 

@@ -27,6 +27,8 @@ from scheduler.messages import (
 )
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
+from worker.speculation.drafter import Drafter
+from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
 from worker.steps.model_runner import StepRunner
 from worker.steps.prompt_logprobs import PromptReport, PromptScorer
@@ -55,10 +57,16 @@ class GenerationSteps:
         self._host_pool = host_pool
         self._steps = steps
         self._sampler = sampler
+        self._drafter: Drafter | None = None
         self._vocab_size = facts.vocab_size
         self._prompt_logprobs = PromptScorer(facts.vocab_size)
         self._works_ahead = facts.runs_ahead
         self._pending: deque[_PendingStep] = deque()
+
+    def speculate(self, drafter: Drafter) -> None:
+        """Propose drafts after each step from now on; only where a launch computes at once."""
+        assert not self._works_ahead
+        self._drafter = drafter
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         """See SequenceTable."""
@@ -70,18 +78,25 @@ class GenerationSteps:
         row = self.rows.add(new)
         self._prompt_logprobs.add(new)
         self._sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
+        if self._drafter is not None:
+            self._drafter.add(row, new)
 
     def release(self, sequence_id: SequenceId) -> None:
         """See SequenceTable."""
         self._prompt_logprobs.remove(sequence_id)
-        row = self.rows.release(sequence_id)
+        row = self.rows.row_of(sequence_id)
         if row is not None:
+            if self._drafter is not None:
+                self._drafter.remove(row, self.rows.tokens_of(row))
+            self.rows.release(sequence_id)
             self._sampler.remove_row(row)
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Steps. On a device that does not work ahead, the step is computed when this returns."""
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self, failures)
+        if plan.draft_token_ids:
+            return ComputedStep(self._with_next_drafts(self._verify(plan, failures)))
         inputs = build_inputs(plan, self.rows, failures)
         if inputs is None:
             return ComputedStep(ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures))
@@ -102,9 +117,12 @@ class GenerationSteps:
             self._steps.remember(sample.token_ids_N)
         step = _PendingStep(inputs, sample, known, self)
         self._pending.append(step)
-        if not self._works_ahead:
-            step.result()
-        return step
+        if self._works_ahead:
+            return step
+        output = step.result()
+        if self._drafter is None or self._drafter.is_idle:
+            return step
+        return ComputedStep(self._with_next_drafts(output))
 
     def learn(self, step: "_PendingStep", token_ids: list[int]) -> None:
         """Record the tokens of a step in their rows."""
@@ -118,6 +136,45 @@ class GenerationSteps:
     def describe(self) -> str:
         """See Steps."""
         return self._steps.describe()
+
+    def _verify(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> ModelRunnerOutput:
+        """Compute and sample a step some of whose shares have drafts. Waits for the device."""
+        held = hold_drafts(plan, self.rows, self._vocab_size, failures)
+        try:
+            inputs = build_inputs(plan, self.rows, failures)
+            if inputs is None:
+                return ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures)
+            with self._host_pool.step(inputs.metadata):
+                logits_NV, prompts = self._compute(inputs)
+        finally:
+            for row, drafts in held.items():
+                self.rows.drop_drafts(row, len(drafts))
+        failures.update(prompts.failures)
+        verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
+        token_ids: dict[SequenceId, tuple[int, ...]] = {}
+        logprobs = {}
+        for sequence_id, row, found in zip(inputs.sequence_ids, inputs.rows, verified, strict=True):
+            self.rows.extend(row, found.token_ids)
+            if found.failure:
+                failures[sequence_id] = found.failure
+            elif sequence_id not in failures:
+                token_ids[sequence_id] = found.token_ids
+                if found.logprobs:
+                    logprobs[sequence_id] = found.logprobs
+        return ModelRunnerOutput(
+            token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompts.logprobs
+        )
+
+    def _with_next_drafts(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        if self._drafter is None:
+            return output
+        drafts = {}
+        for sequence_id in output.token_ids:
+            row = self.rows.row_of(sequence_id)
+            guess = () if row is None else self._drafter.propose(row, self.rows.tokens_of(row))
+            if row is not None and (possible := self._sampler.possible_drafts(row, guess)):
+                drafts[sequence_id] = possible
+        return replace(output, draft_token_ids=drafts)
 
     def _compute(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         """Compute the logits of the tokens that sample, and log-probabilities of prompts if asked."""

@@ -112,6 +112,35 @@ class RowTable:
         self.token_ids_CL[rows, self.num_tokens_C[rows]] = token_ids
         self.num_tokens_C[rows] += 1
 
+    def tokens_of(self, row: int) -> NDArray[np.int32]:
+        """Return the tokens of a row so far, without a copy."""
+        return self.token_ids_CL[row, : self.num_tokens_C[row]]
+
+    def hold_drafts(self, sequence_id: SequenceId, draft_ids: Sequence[int]) -> int:
+        """Append drafts to a row, for one step, and return the row. Raises SequenceRefused.
+
+        `num_tokens_C` counts them until `drop_drafts`.
+        """
+        row = self._row_of.get(sequence_id)
+        if row is None:
+            raise SequenceRefused("drafts for a sequence that the worker does not know")
+        start = int(self.num_tokens_C[row])
+        if start + len(draft_ids) >= self._capacity_tokens:
+            raise SequenceRefused(f"{len(draft_ids)} drafts after {start} tokens, beyond max_model_len")
+        self.token_ids_CL[row, start : start + len(draft_ids)] = draft_ids
+        self.num_tokens_C[row] += len(draft_ids)
+        return row
+
+    def drop_drafts(self, row: int, num_drafts: int) -> None:
+        """Cut the drafts of a step off again, the right ones too: `extend` appends what was sampled."""
+        self.num_tokens_C[row] -= num_drafts
+
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append sampled tokens to a row."""
+        start = int(self.num_tokens_C[row])
+        self.token_ids_CL[row, start : start + len(token_ids)] = token_ids
+        self.num_tokens_C[row] += len(token_ids)
+
     def expect_tokens(self, rows: list[int]) -> ExpectedTokens:
         """Append an unknown token to each row, which is longer from now on; the rows are distinct."""
         rows_N = np.array(rows, dtype=np.int64)

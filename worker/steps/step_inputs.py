@@ -31,12 +31,13 @@ class StepInputs:
     rows_T: NDArray[np.int64]
     """The row of each token."""
     logits_indices_N: NDArray[np.int64]
-    """Tokens whose logits are wanted: the last one of each share that samples."""
+    """Tokens whose logits are wanted: the last one of each share that samples; of one with k drafts the last
+    1 + k."""
     metadata: AttentionMetadata
     sequence_ids: list[SequenceId]
-    """Sequences that sample [N], aligned with logits_indices_N."""
+    """Sequences that sample. Without drafts there are N, aligned with logits_indices_N."""
     rows: list[int]
-    """Rows that sample [N], aligned with logits_indices_N."""
+    """Rows that sample, aligned with sequence_ids."""
     shares: list[ScheduledSequence]
     """Shares in the order of the batch: the first num_tokens of T belong to the first share, and so on."""
 
@@ -82,7 +83,7 @@ class _Shares(NamedTuple):
 
 
 def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceId, str]) -> StepInputs | None:
-    """Build the step; None if no share is left.
+    """Build the step; None if no share is left. Rows hold the plan's drafts already.
 
     A share that does not fit its row is left out and explained in `failures`; the others are computed.
     """
@@ -122,7 +123,9 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),
         position_ids_T=positions_T,
         rows_T=rows_T,
-        logits_indices_N=ends_R[wanted_N] - 1,
+        logits_indices_N=_wanted_logits(plan, shares, ends_R)
+        if plan.draft_token_ids
+        else ends_R[wanted_N] - 1,
         metadata=metadata,
         sequence_ids=[share.sequence_id for share in shares if share.samples],
         rows=row_of_R[wanted_N].tolist(),
@@ -152,6 +155,18 @@ def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId
         return True
     failures.setdefault(share.sequence_id, reason)
     return False
+
+
+def _wanted_logits(
+    plan: SchedulerOutput, shares: Sequence[ScheduledSequence], ends_R: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """List the last token of each share that samples, and before it as many as the share has drafts."""
+    wanted = [
+        np.arange(end - 1 - len(plan.draft_token_ids.get(share.sequence_id, ())), end)
+        for share, end in zip(shares, ends_R.tolist(), strict=True)
+        if share.samples
+    ]
+    return np.concatenate(wanted) if wanted else np.empty(0, np.int64)
 
 
 def _block_tables(

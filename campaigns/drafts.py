@@ -1,0 +1,112 @@
+"""Tokens a second with and without drafts, side by side in one process: scheduler and worker, without HTTP.
+
+    python -m campaigns.drafts --model FOLDER [--clients 1,8,32] [--tokens 96]
+
+The text that repeats is an edit: the prediction is the reply itself with a part of its tokens replaced, as a
+file that is edited. Random text has no prediction; its drafts are n-grams of noise. Runs take turns, so that
+what else the machine does falls on all of them.
+
+Owns: the worlds that are compared, and the table.
+Never: is a test: a time proves nothing about another machine.
+"""
+
+import argparse
+import time
+from random import Random
+
+from campaigns.gpu.driving import scheduler_config
+from scheduler.config import DraftAdmission
+from scheduler.messages import ModelRunnerOutput, SamplingParams, SequenceId, SequenceInputs
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
+from worker.worker import Worker
+from worker.worker_config import DraftMethod, ModelFacts, SpeculationConfig, WorkerConfig
+
+_PROMPT_TOKENS = 64
+_REPLACED = 0.08  # of the tokens of a reply, in the prediction of the same request
+_RUNS = 3
+
+
+class World:
+    """One loaded model, asked for the same requests in several ways."""
+
+    def __init__(self, folder: str) -> None:
+        speculation = SpeculationConfig(method=DraftMethod.NGRAM)
+        self._worker = Worker(WorkerConfig(model_path=folder, max_model_len=1024, speculation=speculation))
+        self._facts: ModelFacts = self._worker.load(lambda _: None)
+        self._next_id = 1
+
+    def run(
+        self, predictions: list[tuple[int, ...]], *, num_tokens: int, fixed: int | None
+    ) -> tuple[float, list[list[int]]]:
+        """Return tokens a second of decoding, and the replies. `fixed` drafts; None: as the rule has it."""
+        admission = DraftAdmission.PAYING if fixed is None else DraftAdmission.ALL
+        limits = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+        scheduler = Scheduler(
+            scheduler_config(
+                self._facts, draft_admission=admission, max_drafts=self._facts.max_drafts, **limits
+            )
+        )
+        texts: dict[SequenceId, list[int]] = {}
+        for number, prediction in enumerate(predictions):
+            random = Random(number)
+            prompt = tuple(random.randrange(1000, 100_000) for _ in range(_PROMPT_TOKENS))
+            sequence_id = SequenceId(self._next_id + number)
+            params = SamplingParams(temperature=1.0, seed=number, max_tokens=num_tokens)
+            inputs = SequenceInputs(prediction=prediction)
+            scheduler.add_request(Sequence(sequence_id, prompt, params, inputs=inputs), now_s=0.0)
+            texts[sequence_id] = []
+        self._next_id += len(predictions)
+        seconds, num_decoded = 0.0, 0
+        while scheduler.has_unfinished_requests:
+            started_s = time.perf_counter()
+            plan = scheduler.schedule(now_s=0.0)
+            result = self._worker.execute(plan)
+            took_s = time.perf_counter() - started_s
+            scheduler.observe_step(plan, took_s)
+            for output in scheduler.update_from_output(plan, result).get(0, []):
+                texts[output.sequence_id] += output.token_ids
+            scheduler.update_draft_token_ids(_cut(result, fixed))
+            if not plan.new_sequences:
+                seconds += time.perf_counter() - started_s
+                num_decoded += sum(map(len, result.token_ids.values()))
+        self._worker.execute(scheduler.schedule(now_s=0.0)._replace(released=tuple(texts)))
+        return num_decoded / seconds, list(texts.values())
+
+
+def _cut(result: ModelRunnerOutput, fixed: int | None) -> dict[SequenceId, tuple[int, ...]]:
+    drafts = result.draft_token_ids
+    return {each: ids if fixed is None else ids[:fixed] for each, ids in drafts.items()}
+
+
+def _edited(reply: list[int], seed: int) -> tuple[int, ...]:
+    random = Random(seed)
+    return tuple(random.randrange(1000) if random.random() < _REPLACED else token for token in reply)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--clients", default="1,8,32")
+    parser.add_argument("--tokens", type=int, default=96)
+    asked = parser.parse_args()
+    world = World(asked.model)
+    ways: dict[str, int | None] = {"none": 0, "rule": None, "2": 2, "4": 4, "8": 8}
+    for num_clients in map(int, asked.clients.split(",")):
+        plain: list[tuple[int, ...]] = [()] * num_clients
+        _, replies = world.run(plain, num_tokens=asked.tokens, fixed=0)
+        edits = [_edited(reply, seed) for seed, reply in enumerate(replies)]
+        for kind, predictions in (("edit", edits), ("random", plain)):
+            speeds: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(_RUNS):
+                for way, fixed in ways.items():
+                    speed, found = world.run(predictions, num_tokens=asked.tokens, fixed=fixed)
+                    assert found == replies, "drafts changed a token"
+                    speeds[way].append(speed)
+            best = {way: sorted(each)[len(each) // 2] for way, each in speeds.items()}
+            shown = "  ".join(f"{way} {speed / best['none']:.2f}" for way, speed in best.items())
+            print(f"{kind:6} {num_clients:3} clients: {best['none']:6.1f} tok/s without; {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Drafts seen from outside: the same text in fewer steps, and usage that counts a prediction."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.serving import RunningServer, running_server, wait_for
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}'
+REPEATING = "one two three four one two three four one two three four one two"
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("plain")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "steps.jsonl"
+
+
+@pytest.fixture(scope="module")
+def ngram_server(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    options = ("--speculative-config", NGRAM, "--trace-steps", str(trace_file))
+    with running_server(tmp_path_factory.mktemp("ngram"), *options) as server:
+        yield server
+
+
+def post(server: RunningServer, path: str, **body: object) -> dict:
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 3, "logprobs": 3},
+        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.3, "n": 3},
+        {"temperature": 0, "stop": ["three"], "include_stop_str_in_output": True},
+    ],
+)
+def test_completions_are_those_of_a_server_without_drafts(
+    plain_server: RunningServer, ngram_server: RunningServer, fields: dict[str, object]
+) -> None:
+    asked = {"prompt": REPEATING, "max_tokens": 60, "ignore_eos": True, **fields}
+    expected = post(plain_server, "/v1/completions", **asked)
+    found = post(ngram_server, "/v1/completions", **asked)
+    assert found["choices"] == expected["choices"]
+    assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+
+
+def test_drafts_are_counted_under_both_names_and_the_trace_says_why(
+    ngram_server: RunningServer, trace_file: Path
+) -> None:
+    post(ngram_server, "/v1/completions", prompt=REPEATING, max_tokens=150, temperature=0, ignore_eos=True)
+    wait_for(lambda: ngram_server.metric("tokenyard:draft_tokens_total") > 0, within_s=5.0)
+    twin = 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tokenyard-demo"}'
+    assert ngram_server.metrics()[twin] == ngram_server.metric("tokenyard:draft_tokens_total")
+    wait_for(lambda: '"drafts":' in trace_file.read_text(), within_s=5.0)
+    lines = [json.loads(line) for line in trace_file.read_text().splitlines()]
+    said = [line["drafts"] for line in lines if "drafts" in line]
+    assert {each["reason"] for each in said} <= {"all", "cost", "prefill"}
+    assert any(each["num_chosen"] for each in said)
+
+
+def test_a_prediction_changes_no_text_and_usage_says_how_much_of_it_held(plain_server: RunningServer) -> None:
+    asked = {
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": 100,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    expected = post(plain_server, "/v1/chat/completions", **asked)
+    text = expected["choices"][0]["message"]["content"]
+    prediction = {"type": "content", "content": text}
+    found = post(plain_server, "/v1/chat/completions", **asked, prediction=prediction)
+    assert found["choices"] == expected["choices"]
+    assert "completion_tokens_details" not in expected["usage"]
+    details = found["usage"]["completion_tokens_details"]
+    assert 0 < details["accepted_prediction_tokens"] <= 100
+    assert details["rejected_prediction_tokens"] >= 0
+    wrong = {"type": "content", "content": [{"type": "text", "text": "Nothing of the kind. " * 20}]}
+    found = post(plain_server, "/v1/chat/completions", **asked, prediction=wrong)
+    assert found["choices"] == expected["choices"]

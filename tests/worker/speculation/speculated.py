@@ -1,0 +1,116 @@
+"""A scheduler over a real worker, with drafts that a test makes up in place of the worker's own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from scheduler.config import SchedulerConfig
+from scheduler.invariants import check_invariants
+from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, TokenLogprobs
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence as TokenSequence
+from worker.worker import Worker
+from worker.worker_config import ModelFacts
+
+Answer = tuple[list[int], list[TokenLogprobs], FinishReason | None]
+"""Tokens, log-probabilities, end of one sequence."""
+
+Guess = Callable[[int, list[int]], tuple[int, ...]]
+"""Drafts for a sequence, given its number and the tokens generated so far."""
+
+NO_GUESS: Guess = lambda number, generated: ()  # noqa: E731
+
+
+@dataclass
+class Speculated:
+    """Requests to one worker. Sequence ids go on from one run to the next: a worker knows no runs."""
+
+    worker: Worker
+    facts: ModelFacts
+    changes: dict[str, Any] = field(default_factory=dict)
+    next_id: int = 1
+    num_accepted: int = 0
+    num_preemptions: int = 0
+
+    def answers(
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        guess: Guess = NO_GUESS,
+        *,
+        aborted: frozenset[int] = frozenset(),
+    ) -> list[Answer]:
+        """Run requests to their end; numbers in `aborted` are ended after their third token."""
+        scheduler = Scheduler(SchedulerConfig(**(self._settings() | self.changes)))
+        first, self.next_id = self.next_id, self.next_id + len(requests)
+        for offset, (prompt, params) in enumerate(requests):
+            seq = TokenSequence(SequenceId(first + offset), tuple(prompt), params)
+            scheduler.add_request(seq, now_s=0.0)
+        answers: list[Answer] = [([], [], None) for _ in requests]
+        while scheduler.has_unfinished_requests:
+            plan = scheduler.schedule(now_s=0.0)
+            outputs = (
+                scheduler.take_outputs()
+                if plan.is_empty
+                else scheduler.update_from_output(plan, self.worker.execute(plan))
+            )
+            self._take(outputs.get(0, []), first, answers)
+            for number in aborted:
+                if len(answers[number][0]) >= 3 and answers[number][2] is None:
+                    scheduler.finish_requests([SequenceId(first + number)], FinishReason.ABORTED)
+                    self._take(scheduler.take_outputs().get(0, []), first, answers)
+            scheduler.update_draft_token_ids(
+                {
+                    seq.sequence_id: guess(seq.sequence_id - first, answers[seq.sequence_id - first][0])
+                    for seq in scheduler.running_sequences()
+                }
+            )
+            check_invariants(scheduler)
+        released = tuple(SequenceId(first + offset) for offset in range(len(requests)))
+        self.worker.execute(scheduler.schedule(now_s=0.0)._replace(released=released))
+        stats = scheduler.stats()
+        self.num_accepted += stats.num_accepted_tokens
+        self.num_preemptions += sum(count.num for count in stats.preemptions)
+        return answers
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "num_blocks": self.facts.num_blocks,
+            "block_size": self.facts.block_size,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 128,
+            "max_model_len": self.facts.max_model_len,
+            "watermark": 0.0,
+            "num_host_blocks": self.facts.num_host_blocks,
+        }
+
+    @staticmethod
+    def _take(outputs: Sequence[SequenceOutput], first: int, answers: list[Answer]) -> None:
+        for output in outputs:
+            number = output.sequence_id - first
+            tokens, logprobs, _ = answers[number]
+            tokens += output.token_ids
+            logprobs += output.logprobs
+            answers[number] = (tokens, logprobs, output.finish_reason)
+
+
+def oracle(expected: Sequence[Answer], num: int) -> Guess:
+    """Guess what comes indeed, beyond the end too."""
+    return lambda number, generated: tuple((*expected[number][0], 7, 8, 9)[len(generated) :][:num])
+
+
+def half_right(expected: Sequence[Answer], random: Random, vocab_size: int) -> Guess:
+    """Guess some tokens rightly and then perhaps one wrongly, and then rightly again."""
+
+    def guess(number: int, generated: list[int]) -> tuple[int, ...]:
+        drafts = [*expected[number][0], 1, 2][len(generated) :][: random.randint(0, 6)]
+        if drafts and random.random() < 0.6:
+            drafts[random.randrange(len(drafts))] = random.randrange(vocab_size)
+        return tuple(drafts)
+
+    return guess
+
+
+def nonsense(random: Random, vocab_size: int) -> Guess:
+    """Guess at random."""
+    return lambda number, generated: tuple(random.randrange(vocab_size) for _ in range(random.randint(0, 5)))

@@ -1,0 +1,84 @@
+"""Guesses from texts: what comes next where the same tokens stood before."""
+
+import numpy as np
+import pytest
+
+from scheduler.messages import NewSequence, SamplingParams, SequenceId
+from worker.speculation.drafter import Drafter
+from worker.speculation.matching import find_continuations
+from worker.speculation.proposers import OwnText, Prediction, RecentReplies
+from worker.worker_config import DraftMethod, SpeculationConfig
+
+
+def ids(*token_ids: int) -> np.ndarray:
+    return np.array(token_ids, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("text", "tail", "least", "most", "places"),
+    [
+        ([1, 2, 3, 1, 2, 4], [1, 2], 2, 4, [2, 5]),
+        ([1, 2, 3, 9, 2, 4], [1, 2], 1, 4, [2]),
+        ([1, 2, 3, 9, 2, 4], [1, 2], 1, 1, [2, 5]),
+        ([1, 2, 3], [7, 3], 1, 4, [3]),
+        ([1, 2, 3], [7, 3], 2, 4, []),
+        ([], [1], 1, 4, []),
+        ([1], [], 1, 4, []),
+    ],
+)
+def test_the_longest_match_decides(text, tail, least, most, places) -> None:
+    found = find_continuations(ids(*text), ids(*tail), least=least, most=most)
+    assert found.tolist() == places
+
+
+def test_the_own_text_goes_on_as_it_last_did_and_a_loop_goes_on_beyond_its_end() -> None:
+    proposer = OwnText(least=2, most=4)
+    assert proposer.propose(ids(1, 2, 3, 4, 9, 1, 2), 3).tolist() == [3, 4, 9]
+    assert proposer.propose(ids(8, 5, 6, 5, 6), 5).tolist() == [5, 6, 5, 6, 5]
+    assert proposer.propose(ids(1, 2, 3), 3).tolist() == []
+
+
+def test_a_prediction_is_followed_past_tokens_that_differ() -> None:
+    expected = ids(*range(10, 40))
+    proposer = Prediction(expected, num_prompt_tokens=2)
+    text = [1, 2]
+    assert proposer.propose(ids(*text), 3).tolist() == [10, 11, 12]
+    text += [10, 11]
+    assert proposer.propose(ids(*text), 2).tolist() == [12, 13]
+    text += [99]  # in place of 12
+    assert proposer.propose(ids(*text), 2).tolist() == [13, 14]
+    text += [25, 26]  # something was left out
+    assert proposer.propose(ids(*text), 2).tolist() == [27, 28]
+    text += [38, 39]
+    assert proposer.propose(ids(*text), 2).tolist() == []
+
+
+def test_replies_are_found_again_until_the_ring_has_overwritten_them() -> None:
+    replies = RecentReplies(capacity_tokens=16, least=2, most=4)
+    replies.add(ids(1, 2, 3, 4))
+    replies.add(ids(5, 6, 7))
+    assert replies.propose(ids(0, 1, 2), 8).tolist() == [3, 4], "not into the next reply"
+    replies.add(ids(*range(20, 30)))
+    assert replies.propose(ids(0, 1, 2), 8).tolist() == []
+    assert replies.propose(ids(20, 21), 2).tolist() == [22, 23]
+    replies.add(ids(*range(40, 80)))
+    assert replies.propose(ids(77, 78), 2).tolist() == [79]
+
+
+def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
+    drafter = Drafter(SpeculationConfig())
+    new = NewSequence(
+        sequence_id=SequenceId(1),
+        token_ids=(1, 2),
+        num_prompt_tokens=2,
+        params=SamplingParams(),
+        block_ids=(),
+    )
+    drafter.add(0, new)
+    assert drafter.is_idle
+    drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=2))
+    drafter.add(0, new)
+    assert drafter.propose(0, ids(1, 2, 3, 1, 2)) == (3, 1)
+    drafter.remove(0, ids(1, 2, 3, 1, 2))
+    assert drafter.is_idle
+    assert drafter.propose(0, ids(1, 2, 3, 1, 2)) == ()

@@ -1,0 +1,61 @@
+"""Drafts for each row: who guesses for it, and what is left of the guess.
+
+Owns: the proposers of each row.
+Never: limits of a step or of a sequence (the scheduler's), or grammars and stop tokens (row_sampler.py).
+"""
+
+import numpy as np
+
+from scheduler.messages import NewSequence
+from worker.speculation.matching import TokenIds
+from worker.speculation.proposers import OwnText, Prediction, Proposer, RecentReplies
+from worker.worker_config import DraftMethod, SpeculationConfig
+
+_RING_TOKENS = 1 << 16
+"""Searched for each token that is sampled: some 20 µs."""
+
+
+class Drafter:
+    """Drafts of all rows. A row without a source of guesses costs nothing."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._most = config.num_speculative_tokens
+        self._method = config.method
+        bounds = {"least": config.prompt_lookup_min, "most": config.prompt_lookup_max}
+        self._own_text = OwnText(**bounds)
+        self._replies: RecentReplies | None = None
+        if config.method is DraftMethod.SUFFIX:
+            self._replies = RecentReplies(capacity_tokens=_RING_TOKENS, **bounds)
+        self._proposers: dict[int, tuple[Proposer, ...]] = {}
+        self._num_prompt_tokens: dict[int, int] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row has a source of guesses."""
+        return not self._proposers
+
+    def add(self, row: int, new: NewSequence) -> None:
+        """Take a row into use. A prediction is its only source, since its tokens are reported."""
+        if new.prediction:
+            expected = np.array(new.prediction, np.int32)
+            self._proposers[row] = (Prediction(expected, num_prompt_tokens=new.num_prompt_tokens),)
+        elif self._replies is not None:
+            self._proposers[row] = (self._own_text, self._replies)
+        elif self._method is DraftMethod.NGRAM:
+            self._proposers[row] = (self._own_text,)
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+
+    def remove(self, row: int, tokens: TokenIds) -> None:
+        """Forget a row, whose tokens were these; an unknown one is ignored."""
+        self._proposers.pop(row, None)
+        num_prompt_tokens = self._num_prompt_tokens.pop(row, len(tokens))
+        if self._replies is not None and len(tokens) > num_prompt_tokens:
+            self._replies.add(tokens[num_prompt_tokens:])
+
+    def propose(self, row: int, tokens: TokenIds) -> tuple[int, ...]:
+        """Guess the tokens after those of a row; none where nothing is known of the kind."""
+        for proposer in self._proposers.get(row, ()):
+            found = proposer.propose(tokens, self._most)
+            if len(found):
+                return tuple(found.tolist())
+        return ()
