@@ -133,7 +133,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
             Middleware(LastReplies, health=edge.engine.health),
             Middleware(ErrorBoundary, count=edge.metrics.count_error, shapes=ERROR_SHAPES),
             Middleware(ReservedPlaces, open_paths=OPEN_PATHS),
-            Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins),
+            Middleware(PageOrigins, keys=keys, origins=settings.edge.cors_origins, hosts=settings.edge.hosts),
             Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),
             Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),

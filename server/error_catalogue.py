@@ -81,6 +81,9 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "origin_not_allowed": Entry(
         403, "permission_error", Retry.NEVER, "a web page of another origin asks a server without keys"
     ),
+    "host_not_allowed": Entry(
+        403, "permission_error", Retry.NEVER, "a server without keys is called by a name that is not its own"
+    ),
     "model_not_found": Entry(404, _CALLER, Retry.NEVER, "no model of this name"),
     "object_not_found": Entry(404, _CALLER, Retry.NEVER, "no file or batch of this id, for this key"),
     "response_not_found": Entry(404, _CALLER, Retry.NEVER, "no stored response of this id, for this key"),

@@ -132,6 +132,16 @@ class ForeignPage(EdgeError):
         )
 
 
+class ForeignHost(EdgeError):
+    """A server without keys is addressed by a name that anyone may have let point to it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server needs no key, and so answers to no name but localhost and addresses; allow the name"
+            " with --allowed-host, or set an API key"
+        )
+
+
 class TooManyOfOneKey(EdgeError):
     """The key has as many requests under way as it may."""
 
@@ -149,6 +159,7 @@ _CODES: dict[type[Exception], str | None] = {
     InvalidApiKey: "invalid_api_key",
     NotPermitted: "not_permitted",
     ForeignPage: "origin_not_allowed",
+    ForeignHost: "host_not_allowed",
     TooManyOfOneKey: "rate_limit_exceeded",
     HeadTooLarge: "head_too_large",
     LowMemory: "low_memory",

@@ -83,6 +83,8 @@ class EdgeConfig:
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
+    hosts: frozenset[str] | None
+    """Names in `Host` that a server without keys answers to, in lower case; None: every name."""
     state_folder: str | None
     """Folder of files and batches; None: there are none."""
     state_max_bytes: int
@@ -112,6 +114,7 @@ def edge_config(options: Options) -> EdgeConfig:
         admin_host=options.admin_host,
         tls=tls,
         cors_origins=options.cors_origin,
+        hosts=_hosts(options),
         state_folder=options.state_folder,
         state_max_bytes=options.state_max_size,
         page=_page(options),
@@ -150,6 +153,13 @@ def _page(options: Options) -> Page:
         return Page.OFF
     # With a port for administration, the live view is served there.
     return Page.YARD if is_private and options.admin_port is None else Page.CHAT
+
+
+def _hosts(options: Options) -> frozenset[str] | None:
+    """Elsewhere than on a loopback address nobody but the operator knows the names of this machine."""
+    if not options.allowed_host and not _is_loopback(options.host):
+        return None
+    return frozenset(name.lower() for name in options.allowed_host)
 
 
 def _tls(options: Options) -> TlsFiles | None:

@@ -7,7 +7,7 @@ Never: checks them against each other (edge_config.py).
 from dataclasses import dataclass
 
 from engine.options.option_declaration import Arity, Group, declared
-from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
+from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,16 @@ class EdgeOptions:
         "for several. Cookies are never allowed.",
         arity=Arity.MANY,
         open_default="none",
+        default=(),
+    )
+    allowed_host: tuple[str, ...] = declared(
+        Group.EDGE,
+        Pattern(pattern=r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", form="gpu-box", metavar="NAME"),
+        "Name under which clients may reach a server without keys, beside localhost and addresses: a page of "
+        "a foreign name that points to this machine would else read what the server shows. Repeat it for "
+        "several. Pages of the server itself may then be opened by that name.",
+        arity=Arity.MANY,
+        open_default="none on a loopback address; every name elsewhere",
         default=(),
     )
     state_folder: str | None = declared(

@@ -1,11 +1,12 @@
 """Origins of web pages that may use a server without keys, which any client on this machine may use.
 
-Owns: the check of the header `origin`.
+Owns: the checks of the headers `origin` and `host`.
 Never: the replies that pages of other origins may read: the browser decides that, by CORS (app.py).
 
 A page can make a browser send requests to this machine without asking first (a body without a type), and a
 name that its author lets point to 127.0.0.1 makes this server a part of that page's own origin. Programs send
-no `Origin`; browsers always do where it matters.
+no `Origin`; browsers do, except with a GET of what they take for the page's own server: there the name in
+`Host` tells such a page from ours.
 Source: RFC 6454; CVE-2024-28224, the same in another server.
 """
 
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.access.key_ring import KeyRing
-from server.error_replies import ForeignPage
+from server.error_replies import ForeignHost, ForeignPage
 
 _ANY = "*"
 
@@ -23,26 +24,59 @@ _ANY = "*"
 class PageOrigins:
     """ASGI middleware. With keys it does nothing: no page has one that it was not given."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, origins: tuple[str, ...]) -> None:
-        """`origins` come from --cors-origin."""
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, origins: tuple[str, ...], hosts: frozenset[str] | None
+    ) -> None:
+        """`origins` come from --cors-origin, `hosts` from --allowed-host; None: every name is ours."""
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._keys.is_locked:
             host = _header(scope, b"host")
+            if self._hosts is not None and not self._is_our_name(_name_in(host)):
+                raise ForeignHost
             for name, value in scope["headers"]:
                 if name == b"origin" and not self._may_ask(value.decode("latin-1"), host):
                     raise ForeignPage
         await self._app(scope, receive, send)
 
     def _may_ask(self, origin: str, host: str) -> bool:
-        return _ANY in self._origins or origin in self._origins or _is_ours(origin, host)
+        if _ANY in self._origins or origin in self._origins or _is_ours(origin, host):
+            return True
+        is_same = origin.partition("://")[2] == host
+        return is_same and self._hosts is not None and _name_in(host) in self._hosts
+
+    def _is_our_name(self, name: str) -> bool:
+        assert self._hosts is not None
+        # A request without the header came from no browser.
+        return not name or name in self._hosts or _is_local(name) or _is_address(name)
 
 
 def _header(scope: Scope, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def _name_in(host: str) -> str:
+    """The name or address in `host`, without its port, in lower case; the whole text if there is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return host
+
+
+def _is_local(name: str) -> bool:
+    return name == "localhost" or name.endswith(".localhost")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_ours(origin: str, host: str) -> bool:
@@ -56,7 +90,7 @@ def _is_ours(origin: str, host: str) -> bool:
         name = url.hostname or ""
     except ValueError:
         return False
-    if name == "localhost" or name.endswith(".localhost"):
+    if _is_local(name):
         return True
     try:
         is_loopback, is_address = ip_address(name).is_loopback, True

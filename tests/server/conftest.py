@@ -28,6 +28,7 @@ EDGE = EdgeConfig(
     admin_host="127.0.0.1",
     tls=None,
     cors_origins=(),
+    hosts=None,
     state_folder=None,
     state_max_bytes=2**24,
     page=Page.YARD,

@@ -108,6 +108,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "state_folder": ("/tmp/state", "/tmp/state"),
     "state_max_size": ("1MiB", 2**20),
     "page": ("off", "off"),
+    "allowed_host": ("gpu-box", ("gpu-box",)),
     "send_timeout": ("500ms", 0.5),
     "max_memory_use": ("90%", 0.9),
     "max_queued_requests": ("7", 7),

@@ -176,6 +176,20 @@ def test_a_file_of_keys_is_enough_for_an_address_that_others_reach(tmp_path) -> 
     assert server.edge.api_keys_file == str(file)
 
 
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        ({}, frozenset()),
+        ({"allowed_host": ("GPU-box",)}, {"gpu-box"}),
+        ({"host": "0.0.0.0", "allow_unauthenticated": True}, None),
+        ({"host": "0.0.0.0", "allow_unauthenticated": True, "allowed_host": ("a",)}, {"a"}),
+    ],
+)
+def test_names_are_looked_at_where_the_names_of_the_machine_are_known(options, hosts) -> None:
+    _, server = resolve(asked(**options))
+    assert server.edge.hosts == hosts
+
+
 async def test_a_ring_and_a_port_share_their_keys(engine):
     ring = KeyRing([key("op")])
     app = build_app(engine, Settings(), keys=ring)

@@ -77,3 +77,38 @@ async def test_with_a_key_the_key_decides(engine):
         headers = {"origin": "https://ui.example", "authorization": "Bearer sesame"}
         reply = await client.post("/v1/completions", content=BODY, headers=headers)
     assert reply.status_code == 200
+
+
+HOSTS = replace(EDGE, hosts=frozenset({"gpu-box"}))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "gpu-box.evil.example", "127.0.0.1.evil"]
+)
+async def test_a_name_that_anyone_may_lend_reads_nothing(engine, host):
+    """A page whose own name points here sends no origin with a GET."""
+    async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
+        reply = await client.get("/admin/requests", headers={"host": host})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:8000", "localhost", "[::1]:8000", "10.0.0.7:8000", "gpu-box:8000", "GPU-box.", "a.localhost"],
+)
+async def test_addresses_localhost_and_allowed_names_are_answered(engine, host):
+    async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
+        assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
+
+
+async def test_the_servers_own_page_may_ask_under_an_allowed_name(engine):
+    app = build_app(engine, Settings(edge=HOSTS))
+    assert await ask(app, "http://gpu-box:8000", "gpu-box:8000") == (200, "")
+    assert await ask(app, "http://gpu-box:9", "gpu-box:8000") == (403, "origin_not_allowed")
+
+
+async def test_with_a_key_no_name_is_refused(engine):
+    app = build_app(engine, Settings(api_keys=("sesame",), edge=HOSTS))
+    async with connect(app) as client:
+        headers = {"host": "evil.example", "authorization": "Bearer sesame"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
