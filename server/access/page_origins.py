@@ -25,18 +25,28 @@ class PageOrigins:
     """ASGI middleware. With keys it does nothing: no page has one that it was not given."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: KeyRing, origins: tuple[str, ...], hosts: frozenset[str] | None
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        origins: tuple[str, ...],
+        hosts: frozenset[str] | None,
+        open_paths: frozenset[str],
     ) -> None:
-        """`origins` come from --cors-origin, `hosts` from --allowed-host; None: every name is ours."""
+        """`origins` come from --cors-origin, `hosts` from --allowed-host; None: every name is ours.
+
+        `open_paths` say nothing about requests, and probes ask them by names of their own.
+        """
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
         self._hosts = hosts
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._keys.is_locked:
             host = _header(scope, b"host")
-            if self._hosts is not None and not self._is_our_name(_name_in(host)):
+            if scope["path"] not in self._open_paths and not self._is_our_name(_name_in(host)):
                 raise ForeignHost
             for name, value in scope["headers"]:
                 if name == b"origin" and not self._may_ask(value.decode("latin-1"), host):
@@ -50,9 +60,8 @@ class PageOrigins:
         return is_same and self._hosts is not None and _name_in(host) in self._hosts
 
     def _is_our_name(self, name: str) -> bool:
-        assert self._hosts is not None
         # A request without the header came from no browser.
-        return not name or name in self._hosts or _is_local(name) or _is_address(name)
+        return not name or self._hosts is None or name in self._hosts or _is_local(name) or _is_address(name)
 
 
 def _header(scope: Scope, name: bytes) -> str:

@@ -101,6 +101,11 @@ async def test_addresses_localhost_and_allowed_names_are_answered(engine, host):
         assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
 
 
+async def test_probes_may_call_the_server_by_any_name(engine):
+    async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
+        assert (await client.get("/health/live", headers={"host": "tokenyard"})).status_code == 200
+
+
 async def test_the_servers_own_page_may_ask_under_an_allowed_name(engine):
     app = build_app(engine, Settings(edge=HOSTS))
     assert await ask(app, "http://gpu-box:8000", "gpu-box:8000") == (200, "")
