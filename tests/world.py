@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
-from scheduler.invariants import check_invariants, check_plan
 from scheduler.messages import (
     FinishReason,
     PreemptionCause,
@@ -17,6 +16,7 @@ from scheduler.messages import (
 from scheduler.scheduler import Outputs, Scheduler
 from scheduler.sequence import Sequence
 from tests.fakes import FakeStep, FakeWorker, WorkerExploded, continuation
+from tests.invariants import check_invariants, check_plan
 from worker.worker_errors import StepOutOfMemory
 
 

@@ -15,10 +15,10 @@ from engine.core.loop import EngineLoop, WorkerBroken
 from engine.process_messages import AddRequest, EndSequences, Outputs, ResetPrefixCache, ToClient, ToEngine
 from scheduler import scheduler as scheduler_module
 from scheduler.config import Batching, PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy
-from scheduler.invariants import check_invariants
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, ServiceTerms
 from scheduler.scheduler import Scheduler
 from tests.fakes import FakeWorker, OutOfMemory, continuation
+from tests.invariants import check_invariants
 from tests.world import small_config
 
 HISTORIES = settings(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.invariants import check_invariants
 from scheduler.messages import BlockId, NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
+from tests.invariants import check_invariants
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY
 from tests.worker.transformers_generate import NUM_TOKENS, expected

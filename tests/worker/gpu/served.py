@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from scheduler.invariants import check_invariants
 from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
+from tests.invariants import check_invariants
 from worker.steps.step_protocol import LaunchedStep
 from worker.worker import Worker
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from scheduler.config import PreemptionMode, SchedulerConfig
-from scheduler.invariants import check_invariants
 from scheduler.messages import (
     FinishReason,
     Grammar,
@@ -24,6 +23,7 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from tests.invariants import check_invariants
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu

@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 from scheduler.config import SchedulerConfig
-from scheduler.invariants import check_invariants
 from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence as TokenSequence
+from tests.invariants import check_invariants
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 

@@ -1,6 +1,6 @@
 """Invariants that hold after every call to the scheduler; tests check them after each of millions of steps.
 
-Owns: nothing. Cheap enough to be switched on while hunting a fault on a live server.
+Owns: nothing. Reads what the scheduler holds, private state included.
 """
 
 from collections import Counter
