@@ -28,7 +28,6 @@ from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
 from engine.types import EngineLoad, Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
-from worker.worker_config import MAX_DRAFTS
 
 # From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
 # buckets: a page of over 300 lines is rendered slowly, and some routers read it every 50 ms.
@@ -173,7 +172,10 @@ class EngineMetrics:
         self._verified.inc(stats.num_verified_shares - last.num_verified_shares)
         before = (*last.num_accepted_by_place, *[0] * len(stats.num_accepted_by_place))
         for place, num in enumerate(stats.num_accepted_by_place):
-            self._accepted_by_place[str(place)].inc(num - before[place])
+            position = str(place)
+            if position not in self._accepted_by_place:  # made by the first drafts: most servers verify none
+                self._accepted_by_place[position] = self._accepted_places.labels(position)
+            self._accepted_by_place[position].inc(num - before[place])
 
     def _take_dropped_lines(self, num_of_engine: int) -> None:
         """Count dropped lines of both processes; each counts from its own start."""
@@ -301,12 +303,13 @@ class EngineMetrics:
         self._drafts = self._counter("draft_tokens", "Guessed tokens that were verified")
         self._accepted = self._counter("accepted_draft_tokens", "Of these, those that held")
         self._verified = self._counter("verified_shares", "Sequences in steps, with guesses for them")
-        self._accepted_by_place = self._counters(
-            "accepted_draft_tokens_per_pos",
+        self._accepted_places = Counter(
+            "tokenyard:accepted_draft_tokens_per_pos",
             "Those that held, by place",
-            "position",
-            map(str, range(MAX_DRAFTS)),
+            ["position"],
+            registry=self.registry,
         )
+        self._accepted_by_place: dict[str, Counter] = {}
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self._generated = self._counter("generation_tokens", "Tokens generated")
 

@@ -107,11 +107,11 @@ def busy_page() -> bytes:
     return generate_latest(metrics.registry)
 
 
-def test_the_page_stays_under_300_lines_under_each_name_and_a_scrape_costs_milliseconds() -> None:
+def test_the_page_has_300_lines_at_most_under_each_name_and_a_scrape_costs_milliseconds() -> None:
     lines = busy_page().splitlines()
     of_vllm = [line for line in lines if b"vllm:" in line]
-    assert len(lines) - len(of_vllm) < MAX_LINES
-    assert len(of_vllm) < MAX_LINES
+    assert len(lines) - len(of_vllm) <= MAX_LINES
+    assert len(of_vllm) <= MAX_LINES
     metrics = EngineMetrics("model")
     started_s = time.process_time()
     for _ in range(10):
