@@ -3,11 +3,11 @@
 Owns: the processes, for all models of a test module.
 """
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from engine.core.rank_plans import encode_plan
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
@@ -40,7 +40,7 @@ class DividedWorker:
     def load(self, config: WorkerConfig) -> ModelFacts:
         if self._worker is not None:
             self._send(b"")
-        self._send(json.dumps(asdict(config)).encode())
+        self._send(msgspec.json.encode(config))
         self._worker = None
         worker = Worker(config, ranks=self._ranks)
         facts = worker.load(lambda _progress: None)

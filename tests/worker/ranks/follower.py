@@ -4,10 +4,11 @@ Owns: one worker after another, with the plans of each, from standard input. An 
 Importing torch takes seconds, and is done once for all models of a module.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import BinaryIO
+
+import msgspec
 
 from engine.core.rank_plans import decode_plan
 from worker.ranks.shared_ranks import SharedRanks
@@ -32,7 +33,7 @@ def follow(page: int, rank: int, size: int) -> None:
     ranks = SharedRanks(page, rank=rank, size=size)
     messages = _messages(sys.stdin.buffer)
     for config in messages:
-        worker = Worker(WorkerConfig(**json.loads(config)), ranks=ranks)
+        worker = Worker(msgspec.json.decode(config, type=WorkerConfig), ranks=ranks)
         try:
             worker.load(lambda _progress: None)
         except StartupError:
