@@ -131,7 +131,7 @@ def test_memory_that_runs_out_on_the_way_to_the_device_is_a_refusal_with_numbers
     def run_out(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(worker.startup.loader, "_move", run_out)
+    monkeypatch.setattr(worker.startup.loader, "move_weights", run_out)
     with pytest.raises(StartupError, match=r"ran out while \d+\.\d\d GiB of weights"):
         load(folder)
 
