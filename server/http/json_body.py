@@ -27,9 +27,9 @@ MAX_DEPTH = 32
 """A chat message is four levels deep. Deep nesting costs recursion in everything that walks it."""
 _INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that the streams of others go on meanwhile."""
-MAX_ITEMS = 256 * 1024
-"""Items and members of all lists and objects of a body. To build so many takes about 0.1 s, in which the
-interpreter's lock is held."""
+MAX_ITEMS = 320 * 1024
+"""Items and members of all lists and objects of a body: the 300,000 tokens that one request for embeddings may
+have fit. To build so many takes about 0.1 s, in which the interpreter's lock is held."""
 _MAX_LARGE_UNDER_WAY = 16
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
