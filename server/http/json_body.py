@@ -28,8 +28,8 @@ MAX_DEPTH = 32
 _INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that the streams of others go on meanwhile."""
 MAX_ITEMS = 320 * 1024
-"""Items and members of all lists and objects of a body: the 300,000 tokens of a request for embeddings fit. To
-build so many takes about 0.1 s, in which the interpreter's lock is held."""
+"""Items and members of all lists and objects of a body: the 300,000 tokens of a request for embeddings fit.
+To build so many takes about 0.1 s, in which the interpreter's lock is held."""
 _MAX_LARGE_UNDER_WAY = 16
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
