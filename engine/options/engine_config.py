@@ -29,7 +29,9 @@ from scheduler.config import (
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
+from scheduler.prefix_keys import JournalContent
 from worker.checkpoint.checksums import Checksums
+from worker.machine import visible_gpus
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -68,6 +70,12 @@ class EngineConfig:
     heartbeat_timeout_s: float
     grammar_compile_timeout_s: float
     worker: WorkerConfig
+    num_engines: int = 1
+    """Engine processes behind one API process."""
+    engine: int = 0
+    """Number of this one, in the configuration that its process gets."""
+    prefix_journal: JournalContent | None = None
+    """Content of the reports on cached prefixes; None: nothing reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +123,7 @@ def resolve(
     check_traces_endpoint(options.otlp_traces_endpoint)
     _check_device(options)
     _check_ranks(options)
+    _check_engines(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
     _check_checksums(options.checksums)
@@ -162,7 +171,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
             task=options.task,
             dtype=options.dtype,
-            device=options.device,
+            device=_device(options),
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             num_blocks=options.num_gpu_blocks_override,
@@ -180,7 +189,10 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             activations=options.activations,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
+            num_engines=options.data_parallel_size,
         ),
+        num_engines=options.data_parallel_size,
+        prefix_journal=_prefix_journal(options),
     )
 
 
@@ -366,6 +378,39 @@ def _check_ranks(options: Options) -> None:
         )
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         raise OptionError(asked, "ranks need Linux", "leave it out")
+
+
+def _check_engines(options: Options) -> None:
+    """Refuse more engines than there are devices; each takes one GPU, in the order of their numbers."""
+    asked = f"--data-parallel-size {options.data_parallel_size}"
+    if options.data_parallel_size == 1:
+        return
+    if options.device.startswith("cuda:"):
+        raise OptionError(
+            f"{asked} with --device {options.device}",
+            "each engine has a GPU of its own",
+            "use --device cuda, and CUDA_VISIBLE_DEVICES to choose which GPUs",
+        )
+    num_gpus = len(visible_gpus())
+    if _device(options) == "cuda" and options.data_parallel_size > num_gpus:
+        raise OptionError(
+            asked,
+            f"each engine takes a GPU, and there are {num_gpus}",
+            "lower it, or use --device cpu, where engines share the cores",
+        )
+
+
+def _device(options: Options) -> str:
+    """Name the device. Several engines must not choose one each: the last would find no GPU left."""
+    if options.device == "auto" and options.data_parallel_size > 1:
+        return "cuda" if visible_gpus() else "cpu"
+    return options.device
+
+
+def _prefix_journal(options: Options) -> JournalContent | None:
+    """Reports that the choice between engines needs."""
+    is_read = options.enable_prefix_caching and options.data_parallel_size > 1
+    return JournalContent.KEYS if is_read else None
 
 
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:

@@ -82,6 +82,15 @@ class ModelOptions(EdgeOptions):
         "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
         default=1,
     )
+    data_parallel_size: int = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="ENGINES"),
+        "Engines behind this one server, each with the whole model, a KV cache and the other limits of this "
+        "page for itself; on GPUs each has one, on CPUs they share the cores. Requests wait in one line, and "
+        "one goes to an engine when that can begin it soon. More engines serve more requests at once, and "
+        "none of them faster; weights take memory once for each.",
+        default=1,
+    )
     cpu_kernels: str = _option(
         Group.MODEL,
         Choice(words=("auto", "off")),

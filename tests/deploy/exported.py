@@ -33,7 +33,7 @@ def series() -> dict[str, dict[str, set[str]]]:
     """By name, and by label, the values seen."""
     metrics = EngineMetrics("model")
     HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200").inc()
-    metrics.model_is_ready(_INFO)
+    metrics.model_is_ready(0, _INFO)
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for family in metrics.registry.collect():
         for sample in family.samples:
