@@ -109,7 +109,8 @@ class EngineMetrics:
         self._cache_info.clear()
         self._cache_info.labels(**labels).set(1)
         self._forget(engine)
-        self._engine_ready[engine].set(1)
+        if self._engine_ready:
+            self._engine_ready[engine].set(1)
 
     def watch_health(self, health: Callable[[], Health]) -> None:
         """Ask for the health at each scrape, so that the page agrees with the probes."""
@@ -119,8 +120,10 @@ class EngineMetrics:
     def engine_is_gone(self, engine: int) -> None:
         """Set the gauges of a dead process to zero."""
         self._forget(engine)
-        for gauge in (self._swapped, self._kv_usage, self._swap_usage, self._engine_ready):
+        for gauge in (self._swapped, self._kv_usage, self._swap_usage):
             gauge[engine].set(0)
+        if self._engine_ready:
+            self._engine_ready[engine].set(0)
 
     def _forget(self, engine: int) -> None:
         """Forget the counts of an engine's last process: a fresh one counts from zero."""
@@ -255,7 +258,9 @@ class EngineMetrics:
         self._kv_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
         )
-        self._engine_ready = self._gauge("engine_ready", "1 while this engine serves requests")
+        self._engine_ready: list[Gauge] = []
+        if self._num_engines > 1:  # of one, tokenyard:ready says it
+            self._engine_ready = self._gauge("engine_ready", "1 while this engine serves requests")
         self._swapped = self._gauge("num_requests_swapped", "Sequences whose KV waits in host memory")
         by_reason = Gauge(
             "tokenyard:num_requests_waiting_by_reason",
