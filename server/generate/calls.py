@@ -55,7 +55,7 @@ async def read_call(
     body = await read_request(request, model, refusals, from_headers=from_headers)
     # With keys, the key is the tenant: another name in a header brings no further share.
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
-    terms = _service_terms(body, key, tenant)
+    terms = service_terms(body, key, tenant)
     engine.require_room(terms.priority)
     if asks_for_forecast(request.headers):
         set_reply_headers(request.scope, forecast_headers(engine.forecast(terms)))
@@ -78,7 +78,7 @@ def _best_priority(from_headers: Mapping[str, Any], key: ApiKey | None) -> int |
     return key.most_urgent_priority if key else None
 
 
-def _service_terms(body: ServiceFields, key: ApiKey | None, tenant: str | None) -> ServiceTerms:
+def service_terms(body: ServiceFields, key: ApiKey | None, tenant: str | None) -> ServiceTerms:
     """Priority, tenant and time limits of a request. A null is no limit."""
     salt = body.cache_salt or ""
     return ServiceTerms(
@@ -97,13 +97,14 @@ def _service_terms(body: ServiceFields, key: ApiKey | None, tenant: str | None) 
 def _priority(body: ServiceFields, key: ApiKey | None) -> int:
     """The priority asked for, or the default. Raises NotPermitted for one that the key may not ask for."""
     ceiling = key.most_urgent_priority if key else None
+    asked = body.default_priority if body.priority is None else body.priority
     if ceiling is None:
-        return body.priority or 0
+        return asked
     if body.priority is not None and body.priority < ceiling:
         raise NotPermitted(
             f"priority: this key may ask for {ceiling} or more, which is less urgent", param="priority"
         )
-    return max(0, ceiling) if body.priority is None else body.priority
+    return max(asked, ceiling)
 
 
 def _or_no_limit(seconds: float | None) -> float:
