@@ -18,7 +18,7 @@ from typing import Any
 from engine.errors import DeadlineExceeded, EngineUnavailable, Overloaded
 from engine.logs.log_lines import fields
 from engine.types import GenerationRequest
-from server.error_replies import TooManyOfOneKey, describe, log_failure
+from server.error_replies import RateLimited, TooManyOfOneKey, describe, log_failure
 from server.http.edge import Edge
 from server.responses.event_log import EventLog
 from server.responses.response_making import Making
@@ -49,6 +49,8 @@ class Work:
     """The response object as it is now."""
     events: EventLog | None
     """Its events, if it was asked for as a stream."""
+    settle: Callable[[], None]
+    """Called at its end: counts its output against the limits of its key."""
     can_be_left: bool
     """True if the next start of the server makes it again, from the disk."""
     reply: ResponseStream | None = None
@@ -137,6 +139,7 @@ class BackgroundResponses:
         except Exception:
             log.exception("background response %s could not be kept", response_id)
         finally:
+            work.settle()
             del self._works[response_id]
             if work.events is not None:
                 work.events.close()
@@ -179,7 +182,7 @@ class BackgroundResponses:
                         self._add(work, reply.update(place, output))
                         work.response = reply.response
                 return reply.finish()
-            except (Overloaded, EngineUnavailable, DeadlineExceeded) as error:
+            except (Overloaded, EngineUnavailable, DeadlineExceeded, RateLimited) as error:
                 has_begun = work.reply is not None and work.reply.has_begun
                 is_late = time.monotonic() - work.began_s > _GIVE_UP_S
                 if has_begun or is_late or (isinstance(error, DeadlineExceeded) and _has_limits(request)):

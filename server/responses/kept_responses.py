@@ -14,6 +14,7 @@ import orjson
 from fastapi import FastAPI
 
 from server.access.key_ring import KeyRing
+from server.access.rate_limits import Caller
 from server.error_replies import InvalidApiKey
 from server.generate.calls import Origin, service_terms
 from server.http.edge import Edge, EdgeSettings
@@ -124,7 +125,15 @@ def _work(
     async def make() -> Making:
         return await begin_making(edge, task, on_end=lambda _: None)
 
-    return Work(owner=owner, make=make, save=save, response=response, events=None, can_be_left=True)
+    return Work(
+        owner=owner,
+        make=make,
+        save=save,
+        response=response,
+        events=None,
+        settle=task.origin.settle,
+        can_be_left=True,
+    )
 
 
 def _written(task: ResponseTask) -> bytes:
@@ -155,6 +164,7 @@ def _read(row: ResponseRow, keys: KeyRing) -> ResponseTask:
         reply_id=row.id,
         terms=service_terms(body, key, written["tenant"]),
         max_tenant_tokens=key.max_queued_tokens if key else None,
+        allowance=keys.rates.allowance(key, Caller.CLIENT),
     )
     return ResponseTask(
         body=body,

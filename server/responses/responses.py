@@ -146,6 +146,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
         save=kept.saver(owner, task),
         response=response,
         events=log,
+        settle=task.origin.settle,
         can_be_left=kept.is_on_disk and not is_stream,
     )
     background.begin(response["id"], work)
