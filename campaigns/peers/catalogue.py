@@ -16,15 +16,16 @@ from campaigns.servers.running import ROOT, Launch
 
 OURS = "tokenyard"
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""As our engine process sets for itself: threads that wait by spinning take processors from the client and
-from the server's own other threads, and are many times slower here where two processors are all there is."""
+"""Settings that our engine process makes for itself: threads that wait by spinning take processors from the
+client and from the server's own other threads, and are many times slower
+where two processors are all there is."""
 MAX_MODEL_LEN = 2048
-"""Of every server that wants to know: enough for all workloads, and little memory."""
+"""Context window of every server that wants to know: enough for all workloads, and little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where and on what a server is started."""
+    """Machine and folder in which a server is started."""
 
     python: Path
     """The interpreter of the peer's environment."""
@@ -51,7 +52,7 @@ class Peer:
     """Answered with 200 once requests are served."""
     needs_gguf: bool = False
     not_comparable: str = ""
-    """Why there is no `launch`."""
+    """Reason why there is no `launch`."""
 
 
 def _tokenyard(site: Site) -> Launch:
@@ -154,7 +155,7 @@ def _processors() -> list[int]:
 
 
 def num_processors() -> int:
-    """Those that this process may use."""
+    """Processors that this process may use."""
     return len(_processors())
 
 
