@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.options.engine_config import EngineConfig
-from engine.process_messages import ToClient, ToEngine
+from engine.process_messages import Ready, ToClient, ToEngine
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.engine_processes import Death, EngineProcesses, GaveUp
 
@@ -30,10 +30,12 @@ class EngineGroup:
         on_message: Callable[[int, ToClient], None],
         on_death: Callable[[int, Death], None],
     ) -> None:
+        self._on_message = on_message
+        self._have_been_ready: set[int] = set()
         self._engines = [
             EngineProcesses(
                 config_of(config, engine),
-                on_message=partial(on_message, engine),
+                on_message=partial(self._pass_on, engine),
                 on_death=partial(on_death, engine),
             )
             for engine in range(config.num_engines)
@@ -55,7 +57,7 @@ class EngineGroup:
     async def run(self) -> GaveUp | None:
         """Run all engines; return why the last one was given up, or None after `stop`.
 
-        A configuration with which one cannot start ends all: it is the operator's to correct.
+        A configuration with which one has never started ends all: it is the operator's to correct.
         """
         running = {asyncio.create_task(each.run()): number for number, each in enumerate(self._engines)}
         ends: list[GaveUp | None] = []
@@ -67,7 +69,8 @@ class EngineGroup:
                     end = task.result()
                     number = running.pop(task)
                     ends.append(end)
-                    if end is not None and end.exit_code == EXIT_START_FAILED:
+                    was_ready = number in self._have_been_ready
+                    if end is not None and end.exit_code == EXIT_START_FAILED and not was_ready:
                         return end
                     if end is not None and len(pending) > 1:
                         log.critical("engine %d is given up: %s; the others go on", number, end.fix)
@@ -83,6 +86,11 @@ class EngineGroup:
         """Let the present processes go on, but start no other after them."""
         for each in self._engines:
             each.stop_replacing()
+
+    def _pass_on(self, engine: int, message: ToClient) -> None:
+        if isinstance(message, Ready):
+            self._have_been_ready.add(engine)
+        self._on_message(engine, message)
 
     async def _end(self, running: "dict[asyncio.Task[GaveUp | None], int]") -> None:
         """End the engines that still run."""

@@ -48,7 +48,7 @@ class LiveLoad:
         return sum(map(self.num_waiting, self._engines))
 
     def num_waiting_for(self, reason: WaitReason) -> int:
-        """All that wait, if this is the reason."""
+        """Count all that wait, if this is the reason."""
         return self.num_waiting_in_all if reason is self.wait_reason else 0
 
     @property

@@ -132,7 +132,7 @@ async def test_killing_one_of_two_under_load_loses_no_request_that_had_not_begun
     alone = [await outcome(engine, request(f"r{i}", max_tokens=60)) for i in range(40)]
     asked = [asyncio.create_task(outcome(engine, request(f"r{i}", max_tokens=60))) for i in range(40)]
     async with asyncio.timeout(WAIT_S):
-        while (found := await live(engine)).count((1, "running")) < SEATS:
+        while (await live(engine)).count((1, "running")) < SEATS:
             await asyncio.sleep(0.005)
     num_before = samples(engine, "tokenyard:engine_ready")
     victim = engine.pids[1]

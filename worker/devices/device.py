@@ -223,11 +223,12 @@ class CpuDevice:
         return self.foreseen_budget_bytes(0)
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
-        return cpu_budget_bytes(
-            available_memory_bytes() // self._num_engines - num_weight_bytes,
+        budget_bytes = cpu_budget_bytes(
+            available_memory_bytes() - num_weight_bytes,
             asked_bytes=self._kv_cache_bytes,
             swap_bytes=self._swap_space_bytes,
         )
+        return budget_bytes // self._num_engines if self._kv_cache_bytes is None else budget_bytes
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         check_host_memory(available_memory_bytes(), cache_bytes=cache_bytes, swap_bytes=swap_bytes)
