@@ -12,7 +12,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import partial
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -134,6 +133,14 @@ class EngineMetrics:
     def watch_load(self, counts: Callable[[int], LiveCounts]) -> None:
         """Ask for the live sequences of each engine at each scrape."""
         self.live_load.counts = counts
+
+    def look(self) -> None:
+        """Set the gauges of what runs and waits now. Called by the event loop before a page is rendered."""
+        for engine in range(self._num_engines):
+            self._running[engine].set(self.live_load.num_running(engine))
+            self._waiting[engine].set(self.live_load.num_waiting(engine))
+        for reason, gauge in self._waiting_by_reason.items():
+            gauge.set(self.live_load.num_waiting_for(reason))
 
     @property
     def wait_reason(self) -> str:
@@ -268,12 +275,7 @@ class EngineMetrics:
             ["reason"],
             registry=self.registry,
         )
-        for reason in WaitReason:
-            gauge = by_reason.labels(reason=reason.value)
-            gauge.set_function(partial(self.live_load.num_waiting_for, reason))
-        for engine in range(self._num_engines):
-            self._running[engine].set_function(partial(self.live_load.num_running, engine))
-            self._waiting[engine].set_function(partial(self.live_load.num_waiting, engine))
+        self._waiting_by_reason = {reason: by_reason.labels(reason=reason.value) for reason in WaitReason}
         self._swap_usage = self._gauge("swap_space_usage_perc", "Share of the swap space in use, 0 to 1")
         labels = ["model_name", "block_size", "num_gpu_blocks"]
         text = "Always 1; the labels carry the values"

@@ -77,6 +77,7 @@ async def outcome(engine: AsyncEngine, asked: GenerationRequest) -> "list[int] |
 
 def samples(engine: AsyncEngine, name: str) -> dict[str, float]:
     """Values of a metric by the label `engine`."""
+    engine.metrics.look()
     page = generate_latest(engine.metrics.registry).decode()
     return {
         sample.labels["engine"]: sample.value
