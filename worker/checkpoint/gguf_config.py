@@ -293,7 +293,7 @@ def _divisor(rope: dict[str, Any], inverse_frequency: float) -> float:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     share = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)
     share = min(1.0, max(0.0, share))
-    return 1 / ((1 - share) / float(rope["factor"]) + share)
+    return float(1 / ((1 - share) / rope["factor"] + share))
 
 
 def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:

@@ -84,7 +84,7 @@ class QuantizedEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up [...] to [..., H]."""
-        ids_U, places = token_ids.unique(return_inverse=True)
+        ids_U, places = torch.unique(token_ids, return_inverse=True)
         if self._look_up is not None:
             numbers_UH = self._look_up(ids_U)
         else:
