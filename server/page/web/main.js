@@ -69,6 +69,7 @@ let watching = null;
 async function watch() {
   if (watching) watching.abort();
   const mine = watching = new AbortController();
+  pulse("", "");
   let pauseMs = 500;
   while (!mine.signal.aborted) {
     let reason = "The stream of views has ended; trying again.";
