@@ -49,7 +49,10 @@ class ModelOptions(EdgeOptions):
     )
     dtype: str = _option(
         Group.MODEL,
-        Choice(words=("auto", "float32", "bfloat16", "float16")),
+        Choice(
+            words=("auto", "float32", "bfloat16", "float16"),
+            synonyms=(("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32")),
+        ),
         "Number format of weights and KV cache. auto takes the checkpoint's own; 16 bits halve the memory, "
         "and on CPUs without support for them cost speed.",
         default="auto",
