@@ -113,6 +113,22 @@ class EdgeOptions:
         open_default="on at a loopback address or with API keys, else off",
         default=None,
     )
+    root_path: str | None = declared(
+        Group.ADDRESS,
+        Pattern(pattern=r"(/[A-Za-z0-9._~-]+){1,8}/?", form="a path such as /llm", metavar="PATH"),
+        "Prefix under which a proxy shows this server. Paths are served with it and without it, and the API "
+        "description names it.",
+        open_default="no prefix",
+        default=None,
+    )
+    uds: str | None = declared(
+        Group.ADDRESS,
+        Text(metavar="PATH"),
+        "Unix socket to listen on instead of --host and --port, for a proxy on this machine. Its owner and "
+        "group may connect; without keys they may do what any client may.",
+        open_default="none",
+        default=None,
+    )
     send_timeout: float = declared(
         Group.REQUESTS,
         Duration(low=0.1, high=3600.0),

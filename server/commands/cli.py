@@ -21,7 +21,7 @@ from engine.options.options import OptionError
 from server.commands.command_line import OptionParser
 from server.commands.config_command import rows_of
 from server.commands.manual import USAGE
-from server.http.listening import CannotListen, Listeners, PortInUse, listen
+from server.http.listening import CannotListen, Listeners, PortInUse, listen, listen_unix
 
 EXIT_USAGE = 2
 _TOOLS = {
@@ -90,12 +90,15 @@ def _serve(words: list[str]) -> int:
     engine_config, server_config = resolve(merge(sources))
     server_config = replace(server_config, shown_options=rows_of(sources))
     with ExitStack() as stack:
-        listener = stack.enter_context(listen(server_config.host, server_config.port))
+        edge = server_config.edge
+        if edge.uds is None:
+            listener = stack.enter_context(listen(server_config.host, server_config.port))
+        else:
+            listener = stack.enter_context(listen_unix(edge.uds))
         probes = admin = None
         if server_config.health_port is not None:
             port = server_config.health_port
             probes = stack.enter_context(listen(server_config.host, port, flag="--health-port"))
-        edge = server_config.edge
         if edge.admin_port is not None:
             admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
         listeners = Listeners(main=listener, probes=probes, admin=admin)

@@ -1,8 +1,8 @@
 // The chat: a conversation, its settings, and replies that are shown while they come.
 
-import { codeBlock, render } from "/page/markdown.js";
-import { Refused, ask, copy, download, element, eventsOf, savedKey } from "/page/net.js";
-import { snippet } from "/page/snippets.js";
+import { codeBlock, render } from "./markdown.js";
+import { Refused, ask, copy, download, element, eventsOf, savedKey } from "./net.js";
+import { snippet } from "./snippets.js";
 
 const byId = (id) => document.getElementById(id);
 const LIMITS = [0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 60, 120, 300];
@@ -156,7 +156,7 @@ function welcome() {
   });
   const name = state.model ? `Talk to ${state.model}` : state.needsKey ? "A key opens the chat" : "No model is ready yet";
   return element("div", { className: "welcome" },
-    element("img", { src: "/page/icon.svg", alt: "", width: 48, height: 48 }),
+    element("img", { src: "page/icon.svg", alt: "", width: 48, height: 48 }),
     element("h2", { textContent: name }),
     element("p", { className: "dim", textContent: "Served by this machine. Open the Yard beside it to watch each step of the scheduler." }),
     element("div", { className: "row" }, ...(state.model ? buttons : [])));
