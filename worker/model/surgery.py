@@ -21,7 +21,7 @@ from worker.attention.interface import AttentionBackend, AttentionMetadata, Atte
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
-from worker.model.layer_parts import LayerParts, TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
 from worker.model.mixture import ReplacedExperts
 from worker.model.toolkit import Toolkit
@@ -123,7 +123,8 @@ def put_kernels_under(
         assert call.options is not None
         own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
         try:
-            fused = toolkit.fuse(*_shard(find_parts(layer, toolkit.weights), own, toolkit, ranks))
+            parts = find_parts(layer, toolkit.weights)
+            fused = toolkit.fuse(*shard_layer(parts, own, ranks, toolkit.weights))
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue
@@ -132,12 +133,6 @@ def put_kernels_under(
         done.num_kept_mlps += find_mlp(fused) is not None
     done.experts = toolkit.replace_others(model)
     return done
-
-
-def _shard(
-    parts: LayerParts, call: LayerCall, toolkit: Toolkit, ranks: Ranks
-) -> tuple[LayerParts, LayerCall]:
-    return shard_layer(parts, call, ranks, size_multiple=toolkit.weights.size_multiple)
 
 
 def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:

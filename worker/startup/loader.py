@@ -226,11 +226,6 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
         raise StartupError(
             f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
         )
-    if kind.quantization is not None:
-        raise StartupError(
-            f"{asked} does not divide quantized checkpoints yet",
-            fix="leave it out, or take the same model in bfloat16",
-        )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(
             f"{asked} divides models that generate, and this one is made to {kind.task.value}",

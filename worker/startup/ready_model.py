@@ -199,7 +199,8 @@ def _refuse_undivided(check: SelfCheck, surgery: Surgery) -> None:
     """Raise StartupError if a layer with keys and values stayed whole."""
     ranks = check.loaded.ranks
     ranks.check_same("layers", surgery.describe())
-    if surgery.num_fused < len(check.cache.layout.layers):
+    is_whole = surgery.num_fused < len(check.cache.layout.layers)
+    if is_whole or surgery.experts.num_replaced < surgery.experts.num_found:
         raise refuse_division(ranks.size, surgery.describe())
 
 

@@ -11,9 +11,8 @@ import msgspec
 
 from engine.core.rank_plans import encode_plan
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
-from tests.worker.ranks.follower import send
+from tests.worker.ranks.follower import open_ranks, send
 from worker.ranks.shared_page import make_page
-from worker.ranks.shared_ranks import SharedRanks
 from worker.worker import Worker
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -23,18 +22,19 @@ ROOT = Path(__file__).resolve().parents[3]
 class DividedWorker:
     """As a Worker that can be loaded again and again."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, store: Path | None = None) -> None:
         page = make_page()
-        self._ranks = SharedRanks(page, rank=0, size=size)
+        place = [] if store is None else [str(store)]
         self._followers = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.worker.ranks.follower", *map(str, (page, rank, size))],
+                [sys.executable, "-m", "tests.worker.ranks.follower", *map(str, (rank, size, page)), *place],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 pass_fds=(page,),
             )
             for rank in range(1, size)
         ]
+        self._ranks = open_ranks(0, size, page, store)
         self._worker: Worker | None = None
 
     def load(self, config: WorkerConfig) -> ModelFacts:
