@@ -153,5 +153,7 @@ class ModelFacts:
     """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
+    num_ranks: int = 1
+    """Processes that compute the model together."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""

@@ -25,6 +25,7 @@ from scheduler.messages import SchedulerOutput
 
 log = logging.getLogger(__name__)
 
+RANK_MODULE = "engine.core.rank_process"
 _STACKS_S = 0.1
 """Time for the other ranks to write their stacks."""
 _GOODBYE_S = 1.0
@@ -51,7 +52,7 @@ class RankGroup:
             subprocess.Popen(
                 [
                     *child_process.INTERPRETER,
-                    *("-m", "engine.core.rank_process"),
+                    *("-m", RANK_MODULE),
                     *(str(directory), str(os.getpid()), level, str(rank), str(page)),
                 ],
                 stdin=subprocess.DEVNULL,

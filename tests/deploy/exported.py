@@ -22,6 +22,7 @@ _INFO = ModelInfo(
     num_blocks=8,
     kv_cache_bytes=1,
     eos_token_ids=(),
+    num_ranks=2,
 )
 TARGET_LABELS = frozenset({"job", "instance", "namespace", "pod"})
 """Prometheus itself adds these."""

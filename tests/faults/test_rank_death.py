@@ -51,6 +51,7 @@ async def test_the_death_of_a_rank_fails_what_has_begun_at_once_and_a_new_group_
     server: RunningServer,
 ) -> None:
     wait_for(lambda: is_ready(server), within_s=300)
+    assert server.metric("tokenyard:ranks") == 2
     pids = pids_of(server)
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(8)]

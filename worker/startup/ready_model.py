@@ -309,6 +309,7 @@ def _facts(
         saturating_tokens=0 if loaded.has_experts else kernels_of(device).saturating_tokens,
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
+        num_ranks=loaded.ranks.size,
     )
     log.info(
         "loaded %s: weights %s, KV cache %s in %s blocks of %s tokens, context %s tokens, %s",
