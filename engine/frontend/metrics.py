@@ -83,6 +83,7 @@ class EngineMetrics:
         self._last: SchedulerStats | None = None
         self._last_times = StepTimes()
         self._last_dropped: dict[Telemetry, int] = {}
+        self._ranks: Gauge | None = None
         self._make_gauges()
         self._make_counters()
         self._make_counters_of_ends()
@@ -253,7 +254,6 @@ class EngineMetrics:
     def _make_gauges(self) -> None:
         self._ready = Gauge("tokenyard:ready", "1 while requests are welcome", registry=self.registry)
         self._live = Gauge("tokenyard:live", "0 while the engine stands still", registry=self.registry)
-        self._ranks: Gauge | None = None
         self._running = self._gauge("num_requests_running", "Sequences that take part in the steps")
         self._waiting = self._gauge("num_requests_waiting", "Sequences that wait for a place or for memory")
         self._kv_usage = self._gauge(

@@ -55,9 +55,10 @@ def plant(directory: Path, rank: int) -> None:
 
 def main() -> int:
     directory, *numbers = Path(sys.argv[1]), *sys.argv[2:]
-    if len(numbers) > 3:
-        plant(directory, rank=int(numbers[2]))
-        return rank_process.main(directory, *map(int, numbers))
+    if numbers[2].startswith("{"):
+        place = rank_process.read_place(numbers[2])
+        plant(directory, place.rank)
+        return rank_process.main(directory, int(numbers[0]), int(numbers[1]), place)
     os.dup2(os.open(numbers[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     rank_group.RANK_MODULE = NAME
     plant(directory, rank=0)

@@ -84,11 +84,11 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     )
 
 
-def refuse_division(num_ranks: int, reason: str) -> StartupError:
-    """Make the error for a model that cannot be divided."""
+def refuse_division(asked: str, reason: str) -> StartupError:
+    """Make the error for a model that cannot be divided; `asked` are the options that ask for it."""
     return StartupError(
-        f"--tensor-parallel-size {num_ranks} does not fit this model: {reason}",
-        fix="ask for a number that divides its heads, or leave it out (docs/models.md)",
+        f"{asked} does not fit this model: {reason}",
+        fix="ask for a number that divides its heads or its layers, or leave it out (docs/models.md)",
     )
 
 

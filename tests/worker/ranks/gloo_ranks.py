@@ -14,6 +14,7 @@ from torch import Tensor
 
 from worker.ranks.ranks import Reducer
 from worker.ranks.shared_ranks import SharedRanks
+from worker.ranks.stage import ONLY_STAGE
 
 _TIMEOUT = timedelta(seconds=60)
 _Reduce = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -23,7 +24,8 @@ class GlooRanks(SharedRanks):
     """See Ranks. Of its base it keeps what is made of gathered parts."""
 
     def __init__(self, store: Path, *, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.stage = rank, size, ONLY_STAGE
+        self._world = self
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=_TIMEOUT

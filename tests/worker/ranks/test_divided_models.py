@@ -41,7 +41,7 @@ def two_ranks() -> Iterator[DividedWorker]:
 
 @pytest.fixture(scope="module")
 def two_by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DividedWorker]:
-    worker = DividedWorker(2, tmp_path_factory.mktemp("gloo") / "store")
+    worker = DividedWorker(2, store=tmp_path_factory.mktemp("gloo") / "store")
     yield worker
     worker.close()
 
