@@ -29,9 +29,9 @@ class RankPlace(msgspec.Struct, frozen=True):
     page: int
     world: int
     inlet: PipeEnd | None
-    """None in the first stage."""
+    """Way from the stage before; None in the first."""
     outlet: PipeEnd | None
-    """None in the last stage."""
+    """Way to the next stage; None in the last."""
 
     @property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -60,6 +60,14 @@ class ReadyModel(Generic[AnyRunner]):
     """The layers that our own kernels compute; None where torch computes all."""
 
 
+class _Layouts(NamedTuple):
+    """The blocks of one rank's heads."""
+
+    all_stages: BlockLayout
+    own: BlockLayout
+    """Layers of its stage alone."""
+
+
 def start_loaded(
     config: WorkerConfig,
     device: Device,
@@ -74,17 +82,13 @@ def start_loaded(
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
-    divided_layout = _divide(whole_layout, ranks)
-    layout = _of_stage(divided_layout, ranks)
+    layouts = _divide(whole_layout, ranks)
     toolkit = _open_toolkit(config, device, loaded, stage)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
-    size = _agreed(_size(config, divided_layout, budget_bytes, checkpoint_len), ranks)
-    cache = _allocate(device, layout, size)
-    num_swapped = num_host_blocks(
-        swap_bytes=config.swap_space_bytes // ranks.size, block_bytes=divided_layout.block_bytes
-    )
-    host_pool = HostPool(num_swapped * layout.block_bytes, cache, device)
+    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
+    cache = _allocate(device, layouts.own, size)
+    host_pool = _open_host_pool(config, device, layouts, cache, ranks)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
 
@@ -107,15 +111,23 @@ def start_loaded(
         surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
     _log_codes(loaded, stored_codes)
     return ReadyModel(
-        facts=replace(
-            _facts(device, loaded, cache, size, host_pool), sliding_window=whole_layout.sliding_window
-        ),
+        facts=_facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window),
         host_pool=host_pool,
         runner=runner,
         backend=backend,
         toolkit=toolkit,
         surgery=surgery,
     )
+
+
+def _open_host_pool(
+    config: WorkerConfig, device: Device, layouts: _Layouts, cache: KVCache, ranks: Ranks
+) -> HostPool:
+    """Make a pool of as many blocks as each stage has. Raises StartupError."""
+    num_blocks = num_host_blocks(
+        swap_bytes=config.swap_space_bytes // ranks.size, block_bytes=layouts.all_stages.block_bytes
+    )
+    return HostPool(num_blocks * cache.layout.block_bytes, cache, device)
 
 
 def _log_codes(loaded: LoadedModel, stored: dict[str, Codes]) -> None:
@@ -179,10 +191,11 @@ def _describe_origin(config: WorkerConfig) -> str:
     return ", ".join(words)
 
 
-def _divide(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
+def _divide(layout: BlockLayout, ranks: Ranks) -> _Layouts:
     """Keep the heads of one rank. Raises StartupError where they cannot be divided."""
     try:
-        return shard_layout(layout, ranks.size)
+        divided = shard_layout(layout, ranks.size)
+        return _Layouts(divided, _of_stage(divided, ranks))
     except Unrecognised as uneven:
         raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
 
@@ -307,7 +320,12 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
 
 
 def _facts(
-    device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize, host_pool: HostPool
+    device: Device,
+    loaded: LoadedModel,
+    cache: KVCache,
+    size: CacheSize,
+    host_pool: HostPool,
+    sliding_window: int | None,
 ) -> ModelFacts:
     facts = ModelFacts(
         model_type=loaded.model_type,
@@ -320,6 +338,7 @@ def _facts(
         block_size=cache.layout.block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=cache.num_bytes,
+        sliding_window=sliding_window,
         num_host_blocks=host_pool.num_blocks,
         copy_s_per_block=host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.
