@@ -77,6 +77,8 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     )
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
+    if len(layout.layers) < config.num_stages:
+        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
         raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
