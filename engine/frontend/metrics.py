@@ -89,6 +89,7 @@ class EngineMetrics:
         self._last_times: dict[int, StepTimes] = {}
         self._last_dropped: dict[tuple[Telemetry, int], int] = {}
         self._of_engines: dict[str, Gauge] = {}
+        self._ranks: Gauge | None = None
         self._make_gauges()
         self._make_counters()
         self._make_counters_of_ends()
@@ -110,6 +111,13 @@ class EngineMetrics:
         self._forget(engine)
         if self._engine_ready:
             self._engine_ready[engine].set(1)
+        if info.num_ranks > 1:
+            self._count_ranks(info.num_ranks)
+
+    def _count_ranks(self, num: int) -> None:
+        if self._ranks is None:  # made by the first ranks: most models are not divided
+            self._ranks = Gauge("tokenyard:ranks", "Processes that compute the model", registry=self.registry)
+        self._ranks.set(num)
 
     def watch_health(self, health: Callable[[], Health]) -> None:
         """Ask for the health at each scrape, so that the page agrees with the probes."""
@@ -123,6 +131,8 @@ class EngineMetrics:
             gauge[engine].set(0)
         if self._engine_ready:
             self._engine_ready[engine].set(0)
+        if self._ranks is not None and not self.live_load.last:
+            self._ranks.set(0)
 
     def _forget(self, engine: int) -> None:
         """Forget the counts of an engine's last process: a fresh one counts from zero."""

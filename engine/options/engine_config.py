@@ -6,7 +6,7 @@ Never: downloads, measures memory (the worker does), or opens a port (server/htt
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
+from engine.options.engine_split import check_engines, device_of, prefix_journal
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
@@ -30,13 +31,15 @@ from scheduler.config import (
 )
 from scheduler.messages import TimeLimits
 from scheduler.prefix_keys import JournalContent
+from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
-from worker.machine import visible_gpus
+from worker.checkpoint.overrides import config_overrides, generation_overrides
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
+_GGUF_SUFFIX = ".gguf"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
@@ -123,10 +126,10 @@ def resolve(
     check_traces_endpoint(options.otlp_traces_endpoint)
     _check_device(options)
     _check_ranks(options)
-    _check_engines(options)
+    check_engines(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
-    _check_checksums(options.checksums)
+    _check_checksums(options.checksums, folder)
     return _engine_config(options, folder, name), ServerConfig(
         host=options.host,
         port=options.port,
@@ -169,9 +172,12 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         worker=WorkerConfig(
             model_path=str(folder),
             checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
+            chat_template_file=_chat_template(options.chat_template),
+            sampling_overrides=_overrides(generation_overrides, options.override_generation_config),
+            config_overrides=_overrides(config_overrides, options.hf_overrides),
             task=options.task,
             dtype=options.dtype,
-            device=_device(options),
+            device=device_of(options),
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             num_blocks=options.num_gpu_blocks_override,
@@ -190,10 +196,25 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
             num_engines=options.data_parallel_size,
+            num_stages=options.pipeline_parallel_size,
         ),
         num_engines=options.data_parallel_size,
-        prefix_journal=_prefix_journal(options),
+        prefix_journal=prefix_journal(options),
     )
+
+
+def _chat_template(path: str | None) -> str | None:
+    if path is not None and not Path(path).is_file():
+        raise OptionError(f"--chat-template {path}", "there is no such file", "name a file of Jinja text")
+    return None if path is None else str(Path(path).absolute())
+
+
+def _overrides(read: Callable[[str | None], dict[str, Any]], text: str | None) -> dict[str, Any]:
+    try:
+        return read(text)
+    except StartupError as error:
+        flag, _, why = error.what.partition(" ")
+        raise OptionError(flag, why, error.fix) from error
 
 
 def _scheduler_options(options: Options) -> SchedulerOptions:
@@ -380,39 +401,6 @@ def _check_ranks(options: Options) -> None:
         raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
-def _check_engines(options: Options) -> None:
-    """Refuse more engines than there are devices; each takes one GPU, in the order of their numbers."""
-    asked = f"--data-parallel-size {options.data_parallel_size}"
-    if options.data_parallel_size == 1:
-        return
-    if options.device.startswith("cuda:"):
-        raise OptionError(
-            f"{asked} with --device {options.device}",
-            "each engine has a GPU of its own",
-            "use --device cuda, and CUDA_VISIBLE_DEVICES to choose which GPUs",
-        )
-    num_gpus = len(visible_gpus())
-    if _device(options) == "cuda" and options.data_parallel_size > num_gpus:
-        raise OptionError(
-            asked,
-            f"each engine takes a GPU, and there are {num_gpus}",
-            "lower it, or use --device cpu, where engines share the cores",
-        )
-
-
-def _device(options: Options) -> str:
-    """Name the device. Several engines must not choose one each: the last would find no GPU left."""
-    if options.device == "auto" and options.data_parallel_size > 1:
-        return "cuda" if visible_gpus() else "cpu"
-    return options.device
-
-
-def _prefix_journal(options: Options) -> JournalContent | None:
-    """Reports that the choice between engines needs."""
-    is_read = options.enable_prefix_caching and options.data_parallel_size > 1
-    return JournalContent.KEYS if is_read else None
-
-
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
     """Find the checkpoint's folder and its default name."""
     if model is None:
@@ -420,8 +408,12 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), folder.resolve().name
+    if folder.is_file() and folder.suffix == _GGUF_SUFFIX:
+        return _folder_of_gguf(folder), folder.stem
     if folder.exists():
-        raise OptionError(f"model {model!r}", "this is a file", "name the checkpoint's folder")
+        raise OptionError(
+            f"model {model!r}", "this is a file", f"name the checkpoint's folder, or a {_GGUF_SUFFIX} file"
+        )
     cached = _find_in_hub_cache(model, environment)
     if cached is None:
         raise OptionError(
@@ -430,6 +422,13 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
             "check the path, or download the model first: nothing is downloaded from here",
         )
     return cached, model
+
+
+def _folder_of_gguf(path: Path) -> Path:
+    try:
+        return gguf_folder.folder_of(path)
+    except StartupError as error:
+        raise OptionError(f"model {str(path)!r}", error.what, error.fix) from error
 
 
 def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
@@ -459,7 +458,7 @@ def _check_checkpoint(folder: Path) -> None:
                 f"it has no {name}",
                 "name the folder of a complete Hugging Face checkpoint",
             )
-    if next(folder.glob("*.safetensors"), None) is None:
+    if next(folder.glob("*.safetensors"), None) is None and not (folder / gguf_folder.WEIGHTS).exists():
         raise OptionError(
             f"model {str(folder)!r}",
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
@@ -467,10 +466,16 @@ def _check_checkpoint(folder: Path) -> None:
         )
 
 
-def _check_checksums(path: str | None) -> None:
+def _check_checksums(path: str | None, folder: Path) -> None:
     """Check the list alone; the checkpoint's files are compared where they are read."""
     if path is None:
         return
+    if (folder / gguf_folder.WEIGHTS).exists():
+        raise OptionError(
+            f"--checksums {path}",
+            "it is a list for the files of a folder",
+            "compare the GGUF file with sha256sum before the start",
+        )
     try:
         Checksums.read(Path(path).absolute())
     except StartupError as error:

@@ -10,7 +10,7 @@ from engine.types import ModelInfo
 from server.observe.http_metrics import HttpMetrics
 from tests.deploy.promql import Reads
 
-_INFO = ModelInfo(
+INFO = ModelInfo(
     served_names=("model",),
     model_type="llama",
     num_parameters=1,
@@ -22,6 +22,7 @@ _INFO = ModelInfo(
     num_blocks=8,
     kv_cache_bytes=1,
     eos_token_ids=(),
+    num_ranks=2,
 )
 TARGET_LABELS = frozenset({"job", "instance", "namespace", "pod"})
 """Prometheus itself adds these."""
@@ -34,7 +35,7 @@ def series() -> dict[str, dict[str, set[str]]]:
     metrics = EngineMetrics("model", num_engines=2)
     HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200").inc()
     for engine in range(2):
-        metrics.model_is_ready(engine, _INFO)
+        metrics.model_is_ready(engine, INFO)
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for family in metrics.registry.collect():
         for sample in family.samples:
