@@ -29,7 +29,9 @@ from engine.types import EngineState, Health
 from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
 from server.http.lingering import LingeringTransport
+from server.http.strict_http import StrictConnection
 from server.observe.request_ids import new_request_id
+from server.sockets.half_closed import HalfClosed, can_watch
 from server.sockets.places import Place
 from server.sockets.rare_log import RareLog
 
@@ -37,7 +39,10 @@ log = logging.getLogger(__name__)
 
 RESERVED_HEAD_TIMEOUT_S = 2.0
 """A reserve that silent clients could hold for long would be none."""
+_PROCESSING = 102
 _HEAD_TOO_LARGE = 431
+_MAX_HEAD_BYTES = 16 * 1024
+"""Where the configuration names no other."""
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
@@ -63,7 +68,9 @@ class ClientConnection(H11Protocol):
     ) -> None:
         """Without a place, refuse."""
         super().__init__(config, server_state, app_state)
+        self.conn = StrictConnection(h11.SERVER, config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
         self._place = place
+        self._half_closed: HalfClosed | None = None
         edge: Edge = cast(FastAPI, config.app).state.edge
         self._patience = edge.patience
         self._refused = edge.metrics.refused_connections
@@ -92,9 +99,27 @@ class ClientConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         if self._place is not None:
             self._place.leave()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return True, to go on, if the client may be waiting for a reply: it has closed its half."""
+        if not self._is_answering or self.cycle.more_body or not self._ending.can_write_eof():
+            return False
+        if self._half_closed is None:
+            client = self.transport.get_extra_info("socket")
+            if not can_watch(client):
+                return False
+            self._half_closed = HalfClosed(
+                client,
+                ask=self._write_interim,
+                num_writes=lambda: self._ending.num_writes,
+                on_left=self.transport.abort,
+            )
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes. The time for a head is not renewed by them: a trickle must not hold a place."""
@@ -112,8 +137,11 @@ class ClientConnection(H11Protocol):
         if self._place is not None:
             self._place.quiet()
         super().on_response_complete()
-        if self._is_answering and self._place is not None:  # the next request was here already
-            self._place.busy()
+        if self._is_answering:  # the next request was here already
+            if self._place is not None:
+                self._place.busy()
+        elif self._half_closed is not None:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the base class's hook and words
         """Answer bytes that cannot be parsed. Called where the parser's error is handled."""
@@ -130,8 +158,8 @@ class ClientConnection(H11Protocol):
 
     def _may_hear_more(self) -> bool:
         """True if the client may send more bytes; False on an idle connection."""
-        if self._place is None:
-            return False  # it would hold a descriptor beyond all places
+        if self._place is None or self._half_closed is not None:
+            return False  # the first would hold a descriptor beyond all places, the second has said all
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _start_head_timer(self) -> None:
@@ -168,6 +196,14 @@ class ClientConnection(H11Protocol):
         if not is_open or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def _write_interim(self) -> bool:
+        """Write a head that means nothing, if there may be one: see `HalfClosed`."""
+        if self.conn.our_state is not h11.SEND_RESPONSE or self.conn.their_http_version != b"1.1":
+            return False
+        interim = h11.InformationalResponse(status_code=_PROCESSING, headers=[], reason=b"Processing")
+        self.transport.write(self.conn.send(interim) or b"")
         return True
 
     def _refuse(self, error: Exception) -> None:

@@ -24,6 +24,7 @@ class LingeringTransport:
         self._may_hear_more = may_hear_more
         self._is_paused = False
         self._end: asyncio.TimerHandle | None = None
+        self.num_writes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -38,6 +39,7 @@ class LingeringTransport:
 
     def write(self, data: bytes) -> None:
         if not self.is_lingering:
+            self.num_writes += 1
             self._transport.write(data)
 
     def pause_reading(self) -> None:
