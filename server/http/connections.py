@@ -42,7 +42,7 @@ RESERVED_HEAD_TIMEOUT_S = 2.0
 _PROCESSING = 102
 _HEAD_TOO_LARGE = 431
 _MAX_HEAD_BYTES = 16 * 1024
-"""Where the configuration names no other."""
+"""Bytes of a head, where the configuration names no other limit."""
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
