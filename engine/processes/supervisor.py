@@ -53,7 +53,9 @@ class EngineProcess:
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=child_environment(**_ENVIRONMENT) | _device_environment(config),
+                # torch would make a folder of a name that others can foresee, in the folder that all share.
+                env=child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory.path / "torch"))
+                | _device_environment(config),
             )
         except BaseException:
             if side is not None:
