@@ -22,7 +22,7 @@ from server.http.http_client import ExchangeFailed, Timeouts, exchange
 _MIB = 2**20
 _TIMEOUT_S = 60.0
 _RIGHT_STATUSES = frozenset({200, 400, 408, 413, 429})
-"""Of an attack: it is served, or its fault is named, or it comes too often."""
+"""Statuses that are right for an attack: it is served, or its fault is named, or it comes too often."""
 _NO_ENGINE_STATUSES = frozenset({500, 503})
 _NUM_SILENT, _SILENT_S = 300, 5.0
 _STANDS_STILL_S = 1.0
@@ -108,7 +108,7 @@ class Attacks:
             {"regex": "(a|aa)+" * 10},
             {"json": {"anyOf": [{"type": "object", "properties": {f"k{i}": {}}} for i in range(200)]}},
         )
-        fields = {"prompt": "x", "n": self._dice.choice((1, 8)), "max_tokens": 60}
+        fields: dict[str, Any] = {"prompt": "x", "n": self._dice.choice((1, 8)), "max_tokens": 60}
         fields["structured_outputs"] = self._dice.choice(ways)
         body = orjson.dumps({"model": SERVED_NAME, **fields})
         await self._post("grammar", "/v1/completions", body)
