@@ -4,7 +4,7 @@
 
 Serves a model of random weights with the size of a 135M model, whose eight heads divide by two, in all three
 ways at once, and lets one after the other answer as many streams as a batch has. A server that is not asked
-sleeps, so the three hardly disturb each other. The exchange of sums is timed by itself, between two processes.
+sleeps, so the three hardly disturb each other. The exchange of sums is timed by itself, by two processes.
 
 Owns: the rounds, and the table of tokens a second.
 Never: judges; machines differ, and two ranks need two cores that nothing else uses.
