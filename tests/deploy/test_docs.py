@@ -161,9 +161,21 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     tests = {"test_device"}  # read by tests/worker/gpu/conftest.py alone
     assert variables - cluster - tests <= DECLARATIONS.keys() | {"config"}
     flags = {
-        word.removeprefix("--").split(" ")[0] for word in code_words(text) if re.match(r"--\w.*\w$", word)
+        re.split("[ =]", word.removeprefix("--"))[0]
+        for word in code_words(text)
+        if re.match(r"--\w.*\w$", word)
     }
-    others = {"extra-index-url", "gpus", "tmpfs", "build-arg", "config", "help", "json", "dist"} | OF_CLIENTS
+    others = {
+        "extra-index-url",
+        "gpus",
+        "tmpfs",
+        "build-arg",
+        "config",
+        "help",
+        "json",
+        "dist",
+        "changed",
+    } | OF_CLIENTS
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
