@@ -23,10 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import orjson
+import torch
 
 from campaigns.checkpoints.make_shapes import SHAPES, write_shape
 from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
 from server.http.http_client import Timeouts, exchange
+from worker.cpu.kernel_build import build_library, find_library
+from worker.ranks.shared_page import make_page
+from worker.ranks.shared_ranks import SharedRanks
 
 SHAPE = replace(SHAPES["smollm2-135m"], num_attention_heads=8, num_key_value_heads=4)
 _NUM_TOKENS = 64
@@ -50,12 +54,6 @@ async def _tokens_per_s(server: OwnServer, num_streams: int) -> float:
 
 def _exchange_s(num_rows: int) -> float:
     """Return the median time of a sum over two processes, of the rows of one layer."""
-    import torch
-
-    from worker.cpu.kernel_build import build_library, find_library
-    from worker.ranks.shared_page import make_page
-    from worker.ranks.shared_ranks import SharedRanks
-
     library, page, times = find_library() or build_library(), make_page(), []
     child = os.fork()
     ranks = SharedRanks(page, rank=1 if child == 0 else 0, size=2)
