@@ -2,8 +2,8 @@
 
     python -m campaigns.rank_faults [--rounds 20] [--by tensor] [--idle-seconds 30] [--args WORDS]
 
-Starts `tokenyard serve` on the built-in model, divided between two ranks. In each round streams begin, and a
-random rank, the engine process among them, gets SIGKILL at a random moment, or every fifth round SIGSTOP. Then
+Starts `tokenyard serve` on the built-in model, divided between two ranks. In each round streams begin, and
+a random rank, or the engine process, gets SIGKILL at a random moment, or every fifth round SIGSTOP. Then
 all streams must have ended, in time, no process and no shared memory of the dead group may be left, and the
 next group must answer. Before that, the processor time of idle ranks is measured.
 
