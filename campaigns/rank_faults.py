@@ -1,9 +1,9 @@
 """Ranks of a divided model that are killed or stopped at random moments, and what they use while idle.
 
-    python -m campaigns.rank_faults [--rounds 20] [--idle-seconds 30] [--args WORDS]
+    python -m campaigns.rank_faults [--rounds 20] [--by tensor] [--idle-seconds 30] [--args WORDS]
 
-Starts `tokenyard serve --tensor-parallel-size 2` on the built-in model. In each round streams begin, and at a
-random moment a random rank, the engine process among them, gets SIGKILL, or every fifth round SIGSTOP. Then
+Starts `tokenyard serve` on the built-in model, divided between two ranks. In each round streams begin, and
+a random rank, or the engine process, gets SIGKILL at a random moment, or every fifth round SIGSTOP. Then
 all streams must have ended, in time, no process and no shared memory of the dead group may be left, and the
 next group must answer. Before that, the processor time of idle ranks is measured.
 
@@ -119,10 +119,12 @@ def main(argv: Sequence[str]) -> int:
     """Return 1 if anything was not as promised."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.rank_faults", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default %(default)s")
+    parser.add_argument("--by", choices=("tensor", "pipeline"), default="tensor", help="default %(default)s")
     parser.add_argument("--idle-seconds", type=float, default=30.0, metavar="S", help="default %(default)g")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
-    ranks = ("--tensor-parallel-size", "2", "--num-threads", "1", "--heartbeat-timeout", f"{HEARTBEAT_S:g}")
+    division = (f"--{options.by}-parallel-size", "2")
+    ranks = (*division, "--num-threads", "1", "--heartbeat-timeout", f"{HEARTBEAT_S:g}")
     words, num_faults = (*ranks, *options.args.split()), 0
     for first in range(0, options.rounds, _DEATHS_OF_A_SERVER):
         with own_server(words) as server:

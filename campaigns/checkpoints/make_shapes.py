@@ -92,12 +92,16 @@ SHAPES = {
 
 
 def make_shape(name: str, folder: Path) -> None:
-    """Write the checkpoint `name` into `folder`; one that is whole already stays as it is."""
+    """Write a shape by its name."""
+    write_shape(SHAPES[name], folder)
+
+
+def write_shape(shape: Shape, folder: Path) -> None:
+    """Write a checkpoint into `folder`; one that is whole already stays as it is."""
     if (folder / "model.safetensors").exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shape = SHAPES[name]
     eos_token_id = write_full_tokenizer(folder, shape.vocab_size)
     _write_model(shape, eos_token_id, folder)
 

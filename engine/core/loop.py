@@ -53,10 +53,16 @@ from worker.worker_errors import StepOutOfMemory
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
+_RESULT_WAIT_S = 0.001
 _MIN_BEAT_INTERVAL_S = 0.05
 # A worker that fails again and again stays broken, as a CUDA context after a fault: only a new process helps.
 _MAX_FAILED_STEPS_IN_A_ROW = 3
 _TOO_LITTLE_MEMORY = "the device has too little memory to compute this request, even by itself"
+
+
+def _is_due(_wait_s: float) -> bool:
+    """Tell that nothing can be done but to wait for a step."""
+    return True
 
 
 class Launched(Protocol):
@@ -116,12 +122,16 @@ class EngineLoop:
         mailbox: Mailbox,
         clock: Callable[[], float],
         trace: StepTrace | None = None,
+        *,
+        has_result: Callable[[float], bool] = _is_due,
     ) -> None:
+        """`has_result` waits so many seconds for the oldest step, and tells whether it is computed."""
         self._scheduler = scheduler
         self._worker = worker
         self._mailbox = mailbox
         self._clock = clock
         self._trace = trace
+        self._has_result = has_result
         self._names = RequestNames()
         self._watch = StepWatch(scheduler, mailbox.send, self._names)
         self._under_way: deque[_StepUnderWay] = deque()
@@ -143,7 +153,7 @@ class EngineLoop:
     def turn(self) -> None:
         """Launch one step and take in the results that are due; when idle, wait for messages."""
         self._take_messages(wait_s=self._idle_wait_s() if self._is_idle else 0.0)
-        plan = self._plan_and_launch()
+        plan = self._plan_with_arrivals()
         for _ in range(self._num_results_due(plan)):
             self._take_result()
         self._post(self._scheduler.take_outputs())
@@ -156,8 +166,25 @@ class EngineLoop:
     def _is_idle(self) -> bool:
         return not self._scheduler.has_unfinished_requests and not self._under_way
 
-    def _take_messages(self, *, wait_s: float) -> None:
-        for message in self._mailbox.receive(wait_s=wait_s):
+    def _plan_with_arrivals(self) -> SchedulerOutput:
+        """Launch one step; if there is none while others are computed, one for what arrives meanwhile.
+
+        No beat is posted meanwhile, so that a step that stands still is noticed.
+        """
+        plan = self._plan_and_launch()
+        while plan.is_empty and self._may_plan_beside_steps and not self._has_result(_RESULT_WAIT_S):
+            if self._take_messages(wait_s=0.0):
+                plan = self._plan_and_launch()
+        return plan
+
+    @property
+    def _may_plan_beside_steps(self) -> bool:
+        return bool(self._under_way) and self._scheduler.can_schedule and not self._is_stopping
+
+    def _take_messages(self, *, wait_s: float) -> bool:
+        """Act on all messages; return whether there were any."""
+        messages = self._mailbox.receive(wait_s=wait_s)
+        for message in messages:
             match message:
                 case AddRequest():
                     self._add(message)
@@ -174,6 +201,7 @@ class EngineLoop:
                     self._scheduler.reset_prefix_cache()
                 case Shutdown():
                     self._is_stopping = True
+        return bool(messages)
 
     def _explain(self, asked: Explain) -> None:
         num_live = sum(self._scheduler.get_request_counts())

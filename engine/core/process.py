@@ -87,11 +87,15 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     if config.prefix_journal is not None:
         scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
     executor: Executor = worker
+    waits = {}
     if group is not None:
         group.lead(worker, stage)
         executor = group
+        if facts.num_stages > 1:
+            waits["has_result"] = group.has_result
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
-    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
+    trace = _open_trace(config.trace_file)
+    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, trace, **waits)
     pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
     pulse.start()
     try:
@@ -109,14 +113,18 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
 
 def _open_worker(config: EngineConfig, directory: Path) -> tuple["Worker", RankGroup | None, "Stage"]:
     """Start the other ranks first, if there are any: all load at the same time."""
-    group, places = None, make_places(config.worker.num_stages, config.worker.num_ranks)
-    if len(places) > 1:
-        group = RankGroup.start(directory, places)
-    from worker.ranks.ranks import ALONE
+    num_stages, num_ranks = config.worker.num_stages, config.worker.num_ranks
+    if num_stages * num_ranks == 1:
+        from worker.ranks.ranks import ALONE
+        from worker.worker import Worker
+
+        return Worker(config.worker), None, ALONE.stage
+    places = make_places(num_stages, num_ranks)
+    group = RankGroup.start(directory, places)
     from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker
 
-    ranks = ALONE if group is None else open_ranks(places[0])
+    ranks = open_ranks(places[0])
     return Worker(config.worker, ranks=ranks), group, ranks.stage
 
 

@@ -99,6 +99,11 @@ class RankGroup:
             log.critical("rank 0 failed in step %d, and ends with all others", plan.step, exc_info=True)
             self._end(EXIT_WORKER_BROKEN)
 
+    def has_result(self, wait_s: float) -> bool:
+        """Wait so many seconds for the oldest step of a pipeline; tell whether it is computed."""
+        assert self._results is not None
+        return self._results.has_any(wait_s)
+
     def _collect(self) -> ModelRunnerOutput:
         """Wait for the result of the oldest step, whose tokens all ranks but the last stage's still need."""
         assert self._results is not None

@@ -106,6 +106,10 @@ class ResultsIn:
         self._socket.set_hwm(0)
         self._socket.bind(f"ipc://{directory / _RESULTS}")
 
+    def has_any(self, wait_s: float) -> bool:
+        """Wait so many seconds for a result; tell whether there is one."""
+        return bool(self._socket.poll(int(wait_s * 1000)))
+
     def receive(self) -> StageResult:
         """Wait for the result of the oldest step. A rank that ends meanwhile ends this process."""
         return _decode_result(self._socket.recv())

@@ -78,6 +78,30 @@ def test_the_next_step_is_launched_before_the_result_of_the_last_one_is_taken_in
     assert ends(desk) == {1: FinishReason.LENGTH}
 
 
+def test_a_request_that_comes_while_a_stage_is_idle_is_launched_before_the_result() -> None:
+    desk = Desk()
+    desk.letters.append([request(1)])
+    asked: list[float] = []
+
+    def has_result(wait_s: float) -> bool:
+        asked.append(wait_s)
+        if len(asked) == 3:
+            desk.letters.append([request(2)])
+        return len(asked) > 5
+
+    device = Device(desk)
+    scheduler = Scheduler(small_config(max_plans_in_flight=3, num_blocks=32, num_stages=2))
+    loop = EngineLoop(scheduler, device, desk, lambda: desk.now_s, has_result=has_result)
+    loop.turn()
+    num_beats = len(desk.beats())
+    loop.turn()
+    assert device.calls == ["launch 1", "launch 2"]
+    loop.turn()
+    assert device.calls == ["launch 1", "launch 2", "result 1"]
+    assert len(asked) == 6
+    assert len(desk.beats()) <= num_beats + 2, "none while it waited"
+
+
 def test_with_one_plan_in_flight_each_result_is_taken_in_before_the_next_plan() -> None:
     desk = Desk()
     desk.letters.append([request(1)])
