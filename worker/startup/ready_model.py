@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.attention.probe_attention import ProbeAttention
@@ -37,6 +38,7 @@ from worker.ranks.ranks import Ranks
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, move_weights
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
+from worker.startup.start_adapters import targets_of
 from worker.steps.host_pool import HostPool
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -56,6 +58,8 @@ class ReadyModel(Generic[AnyRunner]):
     backend: AttentionBackend
     toolkit: Toolkit | None
     """Our own kernels; None where torch computes all."""
+    adapter_targets: Targets
+    """The layers that adapters can update."""
     surgery: Surgery | None
     """The layers that our own kernels compute; None where torch computes all."""
 
@@ -74,8 +78,8 @@ def start_loaded(
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
-    layout = _divide(whole_layout, ranks)
-    toolkit = _open_toolkit(config, device, loaded, stage)
+    layout, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
+    adapter_targets = _find_targets(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
     size = _agreed(_size(config, layout, budget_bytes, checkpoint_len), ranks)
@@ -108,6 +112,7 @@ def start_loaded(
         runner=runner,
         backend=backend,
         toolkit=toolkit,
+        adapter_targets=adapter_targets,
         surgery=surgery,
     )
 
@@ -186,6 +191,11 @@ def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
     return CacheSize(
         num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
     )
+
+
+def _find_targets(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> Targets:
+    """Find what adapters can update, before any layer is replaced."""
+    return targets_of(config, loaded, lambda num: _probe(runner, device, np.arange(num), num_logits=1))
 
 
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:

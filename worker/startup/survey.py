@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
+import msgspec
 import torch
 import transformers
 
@@ -116,5 +117,5 @@ def _fine(topic: str, what: str) -> Finding:
 
 
 if __name__ == "__main__":
-    for each in survey(WorkerConfig(**json.load(sys.stdin))):
+    for each in survey(msgspec.convert(json.load(sys.stdin), WorkerConfig)):
         print(json.dumps(asdict(each)), flush=True)

@@ -144,10 +144,13 @@ inline void store_columns(Out* row, const T* residual, int64_t column, int64_t n
   for (int64_t i = 0; i < left; ++i) row[column + i] = edge[i];
 }
 
+#include "adapters_impl.h"
+
 template <typename T>
 inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Floats* sums) {
   const PackedWeight<T>& weight = product.weight;
   const int64_t width = weight.num_outputs;
+  if (product.shrunk != nullptr) add_update(product, row, block, sums);
   if (weight.bias != nullptr) {
     for (int part = 0; part < kParts; ++part) sums[part] += load(weight.bias + block * kColumns + part * kV);
   }
