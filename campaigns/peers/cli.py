@@ -86,7 +86,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Comparison, Setting]:
 
 
 def _processor() -> str:
-    """As Linux calls it."""
+    """Name of the processor, as Linux calls it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
