@@ -86,7 +86,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
         group.lead(worker)
         executor = group
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
-    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
+    trace = _open_trace(config.trace_file)
+    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, trace, worker.adapters)
     pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
     pulse.start()
     try:

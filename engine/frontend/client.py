@@ -9,8 +9,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from engine.adapters.adapter_metrics import AdapterMetrics
+from engine.adapters.adapter_registry import AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
@@ -19,6 +22,7 @@ from engine.frontend.viewers import Viewers
 from engine.grammars.grammar_compiler import GrammarCompiler
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import (
+    AdapterAnswer,
     Beat,
     Explain,
     Explanation,
@@ -76,6 +80,11 @@ class AsyncEngine:
         self._viewers = Viewers(self._processes.send)
         self.metrics = EngineMetrics(config.served_names[0])
         self.metrics.watch_health(self.health)
+        self._adapters = AdapterRegistry(config.lora_directory, config.served_names, self._processes.send)
+        max_adapters = config.scheduler.max_adapters
+        self._adapter_metrics = AdapterMetrics(max_adapters, lambda: self._adapters.served)
+        if max_adapters:
+            self.metrics.registry.register(self._adapter_metrics)
         self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._processes.send)
 
     # Life.
@@ -299,6 +308,19 @@ class AsyncEngine:
         self._health.require_ready(now_s=time.monotonic())
         self._processes.send(ResetPrefixCache())
 
+    async def load_adapter(self, name: str, folder_name: str, *, replaces: bool) -> None:
+        """Let requests name an adapter in the directory. Raises RequestRejected, EngineUnavailable."""
+        self._health.require_ready(now_s=time.monotonic())
+        await self._adapters.load(name, folder_name, replaces=replaces)
+        self._info = replace(self.info, adapters=self._adapters.served)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Let no further request name an adapter. False if there is none. Raises EngineUnavailable."""
+        self._health.require_ready(now_s=time.monotonic())
+        is_there = self._adapters.unload(name)
+        self._info = replace(self.info, adapters=self._adapters.served)
+        return is_there
+
     def _name(self, report: SequenceReport) -> dict[str, Any]:
         """Add the names by which clients know the sequence: request and choice."""
         active = self._requests.of_sequence(report.sequence_id)
@@ -329,21 +351,23 @@ class AsyncEngine:
             case Beat():
                 self._health.beat(message, now_s=time.monotonic())
                 self.metrics.beat(message)
+                self._adapter_metrics.beat(message.adapters)
             case View():
                 self._viewers.show(message.document)
             case Pulse():
                 self._health.moved(now_s=time.monotonic())
             case Explanation():
-                answer = self._answers.get(message.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                self._take_explanation(message)
+            case AdapterAnswer():
+                self._adapters.take_answer(message)
             case Loading():
                 self._health.loading(message.progress, now_s=time.monotonic())
             case Ready():
                 if self._death is not None:
                     self.metrics.engine_restarted(self._death.cause)
                     self._death = None
-                self._info = ModelInfo.of(
+                self._adapters.model_is_ready(message.facts.adapters)
+                info = ModelInfo.of(
                     message.facts,
                     served_names=self._config.served_names,
                     created_s=int(time.time()),
@@ -351,14 +375,21 @@ class AsyncEngine:
                     chat_template=self._template.source_with_tools,
                     added_tokens=self._tokenizer.added_tokens,
                 )
+                self._info = replace(info, adapters=self._adapters.served)
                 self.metrics.model_is_ready(self._info)
                 self._health.ready(now_s=time.monotonic())
                 self._requests.replay()
+
+    def _take_explanation(self, message: Explanation) -> None:
+        answer = self._answers.get(message.question)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
 
     def _take_death(self, death: Death) -> None:
         self._death = death
         self._health.died(death.what)
         self.metrics.engine_is_gone()
+        self._adapters.engine_died()
         if self._health.welcome is Welcome.CLOSED:  # no next process will come
             self._requests.fail_all(EngineDied())
         else:

@@ -12,16 +12,31 @@ from dataclasses import dataclass
 from engine.options.option_declaration import Arity, Declaration, Group, OptionError
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
-from engine.options.parser_options import (
-    REASONING_HELP,
-    REASONING_PARSERS,
-    TOOL_CALL_HELP,
-    TOOL_CALL_PARSERS,
-)
 from engine.options.speculation_option import SpeculationOptions
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
 __all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
+
+
+# The words of the parsers of replies; the server has a row for each of them.
+TOOL_CALL_PARSERS = Choice(
+    words=(
+        *("auto", "hermes", "llama3_json", "llama4_json", "mistral", "granite", "phi4", "json"),
+        *("deepseek", "kimi_k2", "harmony", "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2"),
+        *("olmo3", "gemma4", "functiongemma", "generic", "none"),
+    )
+)
+TOOL_CALL_HELP = (
+    "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
+    "template; generic shows the tools in the prompt and lets a grammar keep to their schemas, for models "
+    "that were not trained to call, at the cost of a mask for each token; none refuses."
+)
+REASONING_PARSERS = Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"))
+REASONING_HELP = (
+    "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
+    "</think>, mistral [THINK], harmony the channels of gpt-oss. auto looks for the marks in the chat "
+    "template and the tokenizer."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

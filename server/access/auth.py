@@ -10,7 +10,8 @@ from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
 from server.error_replies import InvalidApiKey, NotPermitted
 
-ADMIN_PATHS = "/admin/"
+ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Beginnings of the paths that need a key which may administer."""
 
 KEY_NAME = "tokenyard.key"
 """The scope's entry with the name of the key that was sent."""

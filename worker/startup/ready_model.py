@@ -87,7 +87,6 @@ def start_loaded(
     host_pool = HostPool(config.swap_space_bytes // ranks.size, cache, device)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
-
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = cache if ranks.size == 1 else _small_cache(device, whole_layout)
     backend: AttentionBackend = RefAttention(whole_cache, device)
