@@ -24,6 +24,8 @@ from worker.worker_errors import AdapterRefused
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED_FILE = "adapter_model.bin"
+FILE_BYTES_OF_A_NUMBER = 4
+"""Most bytes of a number in the files; the worker keeps adapters in the numbers of the model."""
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 1 << 24
 _PREFIX = "base_model.model."

@@ -15,14 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from worker.adapters.adapted_linear import NO_SLOT, AdaptablePart, StepAdapters
-from worker.adapters.adapter_files import LowRank, read_adapter
+from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, LowRank, read_adapter
 from worker.adapters.adapter_targets import Targets
 from worker.worker_config import AdapterFacts, AdapterLimits
 from worker.worker_errors import AdapterRefused, SequenceRefused
 
 log = logging.getLogger(__name__)
-
-_FILE_BYTES_OF_A_NUMBER = 4
 
 
 class AdapterStore:
@@ -126,7 +124,7 @@ class AdapterStore:
 
     def _read(self, folder: str) -> tuple[str, dict[str, LowRank]]:
         max_numbers = self._targets.num_numbers(self._limits.max_rank)
-        files = read_adapter(Path(folder), max_bytes=max_numbers * _FILE_BYTES_OF_A_NUMBER)
+        files = read_adapter(Path(folder), max_bytes=max_numbers * FILE_BYTES_OF_A_NUMBER)
         updates = self._targets.check(files, max_rank=self._limits.max_rank)
         return files.digest, {
             name: LowRank(each.down_RK.to(self._dtype), each.up_NR.to(self._dtype), each.scale)

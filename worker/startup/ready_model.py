@@ -194,7 +194,7 @@ def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
 
 def _find_targets(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> Targets:
     """Find what adapters can update, before any layer is replaced."""
-    return targets_of(config, loaded, lambda num: _probe(runner, device, np.arange(num), num_logits=1))
+    return targets_of(config, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1))
 
 
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:

@@ -50,11 +50,11 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
         )
 
 
-def targets_of(config: WorkerConfig, loaded: LoadedModel, run: Callable[[int], object]) -> Targets:
+def targets_of(config: WorkerConfig, model: nn.Module, run: Callable[[int], object]) -> Targets:
     """Find the layers that can be updated; `run` calls the model with so many tokens."""
     if not config.adapter_limits.max_in_step:
         return Targets({}, {})
-    return find_targets(loaded.model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
+    return find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
 
 
 def open_adapters(

@@ -77,7 +77,7 @@ def start_with_own_caches(
     stage.enter(LoadPhase.MEASURING)
     way, sizes, _ = find_way(model, loaded, refused)
     targets = targets_of(
-        config, loaded, lambda num: model.compute([0] * num, SequenceCache(), way, num_logits=1)
+        config, loaded.model, lambda num: model.compute([0] * num, SequenceCache(), way, num_logits=1)
     )
 
     def run_largest_step() -> None:
