@@ -6,7 +6,7 @@ Never: defaults that depend on the machine.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scheduler.messages import PoolingTask, PromptComputation
 
@@ -61,6 +61,12 @@ class WorkerConfig:
     """Checkpoint folder on this machine."""
     checksums_file: str | None = None
     """List of checksums that every file which is read must be in. None: no file is compared."""
+    chat_template_file: str | None = None
+    """Chat template in the place of the checkpoint's. None: its own."""
+    sampling_overrides: dict[str, float] = field(default_factory=dict)
+    """Defaults of sampling that win over generation_config.json."""
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that are merged into config.json (worker/checkpoint/overrides.py)."""
     dtype: str = "auto"
     """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
     task: str = "auto"

@@ -19,7 +19,8 @@ class ModelOptions(EdgeOptions):
     model: str | None = _option(
         Group.MODEL,
         Text(metavar="MODEL"),
-        "Checkpoint folder, or the hub name (org/name) of one that is in the local hub cache already. "
+        "Checkpoint folder, a GGUF file, or the hub name (org/name) of a checkpoint that is in the local hub "
+        "cache already. "
         "Nothing is downloaded.",
         open_default="a tiny built-in model, for trying the server out",
         default=None,
@@ -40,6 +41,30 @@ class ModelOptions(EdgeOptions):
         open_default="the hub name, or the folder's name",
         default=(),
     )
+    chat_template: str | None = _option(
+        Group.MODEL,
+        Text(metavar="FILE"),
+        "Jinja file with the chat template, in the place of the checkpoint's own. It is run in the same "
+        "sandbox.",
+        open_default="the checkpoint's own",
+        default=None,
+    )
+    override_generation_config: str | None = _option(
+        Group.MODEL,
+        Text(metavar="JSON"),
+        'Defaults of sampling that win over generation_config.json, such as {"temperature": 0.7, "top_p": '
+        "0.9}; requests win over both.",
+        open_default="those of generation_config.json",
+        default=None,
+    )
+    hf_overrides: str | None = _option(
+        Group.MODEL,
+        Text(metavar="JSON"),
+        "Values for config.json, merged into it key by key; null takes a key away. For a longer context, say "
+        '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}; wrong values make wrong text.',
+        open_default="config.json as it is",
+        default=None,
+    )
     task: str = _option(
         Group.MODEL,
         Choice(words=("auto", "generate", "embed", "score")),
@@ -49,7 +74,10 @@ class ModelOptions(EdgeOptions):
     )
     dtype: str = _option(
         Group.MODEL,
-        Choice(words=("auto", "float32", "bfloat16", "float16")),
+        Choice(
+            words=("auto", "float32", "bfloat16", "float16"),
+            synonyms=(("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32")),
+        ),
         "Number format of weights and KV cache. auto takes the checkpoint's own; 16 bits halve the memory, "
         "and on CPUs without support for them cost speed.",
         default="auto",

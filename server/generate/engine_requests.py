@@ -67,6 +67,7 @@ async def engine_requests(
     # The last of the checks, since it costs the most.
     grammar = await _compiled(engine, wanted, num_choices=len(prompts) * wanted.num_choices)
     adapter = _adapter(body.model, engine.info)  # as it is now: others may have changed it meanwhile
+    origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
         GenerationRequest(
             request_id=request_id,

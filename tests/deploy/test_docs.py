@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
@@ -160,9 +161,21 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     tests = {"test_device"}  # read by tests/worker/gpu/conftest.py alone
     assert variables - cluster - tests <= DECLARATIONS.keys() | {"config"}
     flags = {
-        word.removeprefix("--").split(" ")[0] for word in code_words(text) if re.match(r"--\w.*\w$", word)
+        re.split("[ =]", word.removeprefix("--"))[0]
+        for word in code_words(text)
+        if re.match(r"--\w.*\w$", word)
     }
-    others = {"extra-index-url", "gpus", "tmpfs", "build-arg", "config", "help", "json", "dist"} | OF_CLIENTS
+    others = {
+        "extra-index-url",
+        "gpus",
+        "tmpfs",
+        "build-arg",
+        "config",
+        "help",
+        "json",
+        "dist",
+        "changed",
+    } | OF_CLIENTS
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
@@ -179,6 +192,7 @@ def exported() -> dict[str, Metric]:
     """By the name on the page."""
     metrics = EngineMetrics("model")
     HttpMetrics(metrics.registry)
+    metrics.registry.register(AdapterMetrics(1, lambda: ()))
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
@@ -27,6 +27,7 @@ from worker.startup.loader import (
     ModelKind,
     context_window,
     dtype_name,
+    model_config_of,
     refuse_codes,
     refuse_layers,
 )
@@ -119,7 +120,7 @@ def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
 
 
 def _build_without_content(kind: ModelKind) -> Any:
-    model_config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    model_config = model_config_of(kind)
     refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
