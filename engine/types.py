@@ -300,6 +300,8 @@ class ModelInfo:
     """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
     adapters: tuple[ServedAdapter, ...] = ()
     """Adapters that requests may name in place of the model."""
+    num_ranks: int = 1
+    """Processes that compute the model together."""
     pooling: PoolingFacts | None = None
     """Set if the model pools prompts; None if it generates text."""
 

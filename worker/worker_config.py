@@ -108,8 +108,10 @@ class WorkerConfig:
     num_threads: int | None = None
     """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
     ranks."""
+    num_stages: int = 1
+    """Groups of layers that are computed one after the other, each by ranks of its own."""
     num_ranks: int = 1
-    """Processes that compute the model together, each with a shard of its layers. They share the memory
+    """Processes that compute a stage together, each with a shard of its layers. They share the memory
     that is asked for here."""
 
 
@@ -197,5 +199,9 @@ class ModelFacts:
     default_sampling: dict[str, float] = field(default_factory=dict)
     adapters: tuple[AdapterFacts, ...] = ()
     """Adapters that were loaded at start."""
+    num_ranks: int = 1
+    """Processes that compute the model together."""
+    num_stages: int = 1
+    """Groups of layers that compute different steps at the same time."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""

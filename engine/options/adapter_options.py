@@ -93,12 +93,16 @@ def adapter_config(options: AdapterOptions, served_names: tuple[str, ...]) -> Ad
         raise OptionError(
             f"--lora-directory {directory}", "there is no such folder", "make it, or correct it"
         )
-    if options.tensor_parallel_size > 1:
-        raise OptionError(
-            f"{_FLAG} with --tensor-parallel-size {options.tensor_parallel_size}",
-            "layers that are divided among ranks compute no adapters yet",
-            "use one rank",
-        )
+    for key, value in (
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size),
+    ):
+        if value > 1:
+            raise OptionError(
+                f"{_FLAG} with {key} {value}",
+                "layers that are divided among processes compute no adapters yet",
+                "use one",
+            )
     max_loras = options.max_loras or _DEFAULT_MAX_LORAS
     max_in_memory = options.max_cpu_loras or 2 * max_loras
     if max_in_memory < max_loras:

@@ -197,6 +197,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             adapters=adapters.at_start,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
+            num_stages=options.pipeline_parallel_size,
         ),
     )
 

@@ -34,6 +34,7 @@ from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesReq
 from server.startup.launch import EXIT_BAD_MODEL
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
+from tests.deploy.exported import INFO
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT_FOLDERS = ("batch", "terminal")
@@ -191,6 +192,7 @@ def test_every_option_is_in_the_table_once() -> None:
 def exported() -> dict[str, Metric]:
     """By the name on the page."""
     metrics = EngineMetrics("model")
+    metrics.model_is_ready(INFO)
     HttpMetrics(metrics.registry)
     metrics.registry.register(AdapterMetrics(1, lambda: ()))
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}

@@ -35,6 +35,7 @@ def test_both_spellings_of_a_module_and_the_defaults(folder: Path) -> None:
         ({"lora_modules": ("base={folder}",)}, "the name is taken"),
         ({"lora_modules": ("a={folder}", "a={folder}")}, "the name is taken"),
         ({"lora_modules": ("a={folder}",), "tensor_parallel_size": 2}, "compute no adapters yet"),
+        ({"lora_modules": ("a={folder}",), "pipeline_parallel_size": 2}, "compute no adapters yet"),
         ({"lora_modules": ("a={folder}",), "max_loras": 4, "max_cpu_loras": 3}, "all that run are in memory"),
         ({"lora_directory": "/nowhere"}, "there is no such folder"),
         ({"max_loras": 2}, "there are no adapters"),

@@ -164,7 +164,11 @@ def test_a_start_with_an_adapter_that_does_not_fit_is_refused_with_its_name(
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"num_ranks": 2}, "tensor-parallel-size"), ({"task": "embed"}, "made to embed")],
+    [
+        ({"num_ranks": 2}, "tensor-parallel-size"),
+        ({"num_stages": 2}, "pipeline-parallel-size"),
+        ({"task": "embed"}, "made to embed"),
+    ],
 )
 def test_where_no_adapters_are_computed_the_start_says_so(
     options: dict[str, object], named: str, checkpoints: MakeCheckpoint
