@@ -150,7 +150,6 @@ def resolve(
 
 
 def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
-    utilization = options.gpu_memory_utilization
     served_names = options.served_model_name or (name,)
     adapters = adapter_config(options, served_names)
     return EngineConfig(
@@ -181,7 +180,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             num_blocks=options.num_gpu_blocks_override,
-            gpu_memory_utilization=_DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization,
+            gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
             kv_cache_bytes=options.kv_cache_memory,
             swap_space_bytes=options.swap_space or 0,
             max_num_seqs=options.max_num_seqs,

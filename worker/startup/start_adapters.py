@@ -39,7 +39,8 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
         )
     if config.num_ranks > 1 or config.num_stages > 1:
         raise StartupError(
-            f"{_OPTIONS}: layers that are divided (--tensor-parallel-size, --pipeline-parallel-size) compute no adapters yet",
+            f"{_OPTIONS}: layers that are divided (--tensor-parallel-size, --pipeline-parallel-size) compute "
+            "no adapters yet",
             fix=f"use one rank, or {_LEFT_OUT}",
         )
     if kind.task is not Task.GENERATE:
