@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +133,17 @@ def test_the_gauges_name_who_runs_and_who_is_in_memory(server: RunningServer) ->
     wait_for(lambda: server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1, within_s=5.0)
     page = httpx.get(f"{server.url}/metrics").text
     assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in page
+
+
+def test_a_new_engine_process_has_the_adapters_of_the_one_before(server: RunningServer) -> None:
+    assert load(server, "kept", "sql").status_code == 200
+    texts = {name: complete(server, name) for name in ("kept", "start")}
+    pid = server.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: server.engine_pid not in (None, pid), within_s=30.0)
+    wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, within_s=60.0)
+    assert {name: complete(server, name) for name in texts} == texts
 
 
 def test_what_is_refused_stays_out(server: RunningServer, folder: Path) -> None:

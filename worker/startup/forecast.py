@@ -136,12 +136,11 @@ def _build_without_content(kind: ModelKind) -> Any:
 
 @torch.inference_mode()
 def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
-    probe = ProbeAttention()
-
-    def run(num_tokens: int) -> None:
+    def run(num_tokens: int) -> ProbeAttention:
+        probe = ProbeAttention()
         with torch.device("meta"), active(probe):
             ids = torch.zeros((1, num_tokens), dtype=torch.int64)
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
+        return probe
 
-    run(2)
-    return dict(probe.shapes), targets_of(config, model, run)
+    return dict(run(2).shapes), targets_of(config, model, run)

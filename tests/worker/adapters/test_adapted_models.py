@@ -14,6 +14,7 @@ from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
+from worker.checkpoint.gguf_folder import folder_of
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits
 
@@ -117,11 +118,18 @@ def test_rows_without_an_adapter_equal_those_of_a_worker_without_adapters_bit_fo
 
 
 @pytest.mark.parametrize("kernels", ["off", "auto"])
-@pytest.mark.parametrize("format_name", ["int4", "awq", "gptq"])
+@pytest.mark.parametrize("format_name", ["int4", "awq", "gptq", "gguf"])
 def test_an_adapter_beside_a_base_in_four_bits_computes_what_the_plain_merged_checkpoint_does(
-    format_name: str, kernels: str, tmp_path: Path
+    format_name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantized, plain = write_quantized("llama", format_name, tmp_path)
+    if format_name == "gguf":
+        path, plain = pytest.importorskip("tests.gguf_checkpoints").write_gguf(
+            "llama", {"": "Q4_0"}, tmp_path, is_tied=False
+        )
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        quantized = folder_of(path)
+    else:
+        quantized, plain = write_quantized("llama", format_name, tmp_path)
     adapter = write_adapter(tmp_path / "tuned", plain)
     merged = merge_adapter(tmp_path / "merged", plain, adapter)
     expected = scores(PlanDriver(load_worker(merged)[0], BLOCK_SIZE), "")
