@@ -5,6 +5,36 @@
 //
 // Source: S-LoRA, arXiv:2311.03285, and Punica, arXiv:2310.18547, for the two phases.
 
+// Sums of a row's input times N ranks of `down`.
+template <int N, typename T>
+inline void dot_ranks(const T* x, const T* down, int64_t size, float* sums) {
+  Floats totals[N] = {};
+  for (int64_t k = 0; k < size; k += kV) {
+    const Floats value = load(x + k);
+    for (int rank = 0; rank < N; ++rank) totals[rank] += value * load(down + rank * size + k);
+  }
+  for (int rank = 0; rank < N; ++rank) sums[rank] = sum(totals[rank]);
+}
+
+#if defined(TOKENYARD_BF16_DOT)
+template <int N>
+inline void dot_ranks(const Bf16* x, const Bf16* down, int64_t size, float* sums) {
+  __m512 totals[N] = {};
+  int64_t k = 0;
+  for (; k + 2 * kV <= size; k += 2 * kV) {
+    const __m512bh value = (__m512bh)_mm512_loadu_si512(x + k);
+    for (int rank = 0; rank < N; ++rank) {
+      totals[rank] = _mm512_dpbf16_ps(totals[rank], value, (__m512bh)_mm512_loadu_si512(down + rank * size + k));
+    }
+  }
+  for (int rank = 0; rank < N; ++rank) {
+    Floats total = (Floats)totals[rank];
+    if (k < size) total += load(x + k) * load(down + rank * size + k);
+    sums[rank] = sum(total);
+  }
+}
+#endif
+
 // Items of a product, each of a row and `kRanksTogether` of its ranks.
 template <typename T>
 void shrink(const Product<T>& product, float* shrunk, int64_t begin, int64_t end) {
@@ -20,19 +50,32 @@ void shrink(const Product<T>& product, float* shrunk, int64_t begin, int64_t end
     const T* x = product.input + row * size;
     const T* down = adapter.down + first * size;
     float* out = shrunk + row * adapters.max_ranks + first;
+    float sums[kRanksTogether];
     if (left >= kRanksTogether) {
-      Floats totals[kRanksTogether] = {};
-      for (int64_t k = 0; k < size; k += kV) {
-        const Floats value = load(x + k);
-        for (int64_t rank = 0; rank < kRanksTogether; ++rank) totals[rank] += value * load(down + rank * size + k);
-      }
-      for (int64_t rank = 0; rank < kRanksTogether; ++rank) out[rank] = sum(totals[rank]) * adapter.scales[first + rank];
-      continue;
+      dot_ranks<kRanksTogether>(x, down, size, sums);
+    } else {
+      for (int64_t rank = 0; rank < left; ++rank) dot_ranks<1>(x, down + rank * size, size, sums + rank);
     }
-    for (int64_t rank = 0; rank < left; ++rank) {
-      Floats total = {};
-      for (int64_t k = 0; k < size; k += kV) total += load(x + k) * load(down + rank * size + k);
-      out[rank] = sum(total) * adapter.scales[first + rank];
+    for (int64_t rank = 0; rank < left && rank < kRanksTogether; ++rank) out[rank] = sums[rank] * adapter.scales[first + rank];
+  }
+}
+
+// Asks for the numbers that `add_update` will read, which are too few in a row for the processor to foresee: they
+// come while M rows are multiplied by B blocks.
+template <int M, int B, typename T>
+inline void fetch_updates(const Product<T>& product, int64_t row, int64_t block) {
+  if (product.shrunk == nullptr) return;
+  constexpr int kUnits = kColumns / kUnitColumns;
+  const Adapters<T>& adapters = *product.weight.adapters;
+  for (int m = 0; m < M; ++m) {
+    const int32_t slot = adapters.step->slots[row + m];
+    if (slot < 0 || adapters.slots[slot].down == nullptr) continue;
+    const AdapterSlot<T>& adapter = adapters.slots[slot];
+    for (int64_t unit = block * kUnits; unit < (block + B) * kUnits; ++unit) {
+      const AdapterUnit& of_unit = adapter.units[unit];
+      const T* up = adapter.up + of_unit.offset;
+      const T* end = up + (of_unit.end - of_unit.begin) * kUnitColumns;
+      for (; up < end; up += 64 / sizeof(T)) __builtin_prefetch(up);
     }
   }
 }

@@ -179,6 +179,7 @@ template <int M, int B, typename T>
 inline void multiply_blocks(const Product<T>& product, int64_t row, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   Floats sums[M][B * kParts];
+  fetch_updates<M, B>(product, row, block);
   const int64_t input = row * weight.num_inputs, stride = weight.num_inputs * kColumns;
   if (weight.bytes == nullptr) {
     multiply_tile<M, B>(product.input + input, weight.num_inputs, weight.data + block * stride, stride, sums);
