@@ -120,14 +120,15 @@ def test_rows_without_an_adapter_equal_those_of_a_worker_without_adapters_bit_fo
 @pytest.mark.parametrize("kernels", ["off", "auto"])
 @pytest.mark.parametrize("format_name", ["int4", "awq", "gptq", "gguf"])
 def test_an_adapter_beside_a_base_in_four_bits_computes_what_the_plain_merged_checkpoint_does(
-    format_name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format_name: str, kernels: str, tmp_path: Path
 ) -> None:
     if format_name == "gguf":
         path, plain = pytest.importorskip("tests.gguf_checkpoints").write_gguf(
             "llama", {"": "Q4_0"}, tmp_path, is_tied=False
         )
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        quantized = folder_of(path)
+        with pytest.MonkeyPatch.context() as environment:  # not for the kernels, which are kept there too
+            environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+            quantized = folder_of(path)
     else:
         quantized, plain = write_quantized("llama", format_name, tmp_path)
     adapter = write_adapter(tmp_path / "tuned", plain)
