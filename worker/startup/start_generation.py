@@ -32,9 +32,8 @@ def start_generating(
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
     loaded = load_model(config, kind, device, stage, ranks)
     ready = start_generator(config, loaded, device, stage)
-    adapters, adapter_facts = open_adapters(
-        config, loaded, ready.adapter_targets, cache_bytes=ready.facts.kv_cache_bytes
-    )
+    cache_bytes = ready.facts.kv_cache_bytes
+    adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
