@@ -5,6 +5,7 @@ EngineError
 │   ├── ContextLengthExceeded
 │   ├── GrammarRejected
 │   ├── WrongTask
+│   ├── AdapterConflict
 │   └── NoChatTemplate
 ├── Overloaded           too much work is waiting; the request may be sent again later
 │   └── TenantOverloaded   too much work of one tenant is waiting
@@ -54,6 +55,13 @@ class WrongTask(RequestRejected):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model", code="wrong_task")
+
+
+class AdapterConflict(RequestRejected):
+    """An adapter of this name is loaded already."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message, param=param, code="adapter_loaded")
 
 
 class GrammarRejected(RequestRejected):

@@ -17,7 +17,7 @@ from scheduler.messages import (
     ServiceTerms,
 )
 from scheduler.prefix_keys import PrefixChange
-from worker.worker_config import LoadProgress, ModelFacts
+from worker.worker_config import AdapterFacts, LoadProgress, ModelFacts
 
 # To the engine process.
 
@@ -34,6 +34,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Set for a pooling request; `params` is not read then."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects, as tokens."""
+    adapter: str = ""
+    """Identity of the adapter to run the model with; empty: none."""
+    adapter_folder: str = ""
+    """Folder that it is read from when it is not in memory; its content must then be that of the identity."""
     request_id: str = ""
     """The HTTP request's id, for the log; empty if there is none."""
     trace_id: str = ""
@@ -61,6 +65,20 @@ class Watch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     lease_s: float
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Read an adapter, check that it fits the model, and take it into memory."""
+
+    question: int
+    name: str
+    folder: str
+
+
+class ForgetAdapter(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Give an adapter up after the last sequence with it: no more will come."""
+
+    identity: str
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Forget all cached prefixes."""
 
@@ -69,7 +87,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process now; running sequences are lost."""
 
 
-ToEngine = AddRequest | EndSequences | Explain | Watch | ResetPrefixCache | Shutdown
+ToEngine = (
+    AddRequest | EndSequences | Explain | Watch | LoadAdapter | ForgetAdapter | ResetPrefixCache | Shutdown
+)
 
 # To the API process.
 
@@ -113,6 +133,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     update_s: float = 0.0
 
 
+class AdapterUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Identities of the adapters in use at this moment."""
+
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    resident: tuple[str, ...] = ()
+    """Adapters in the worker's memory."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The heartbeat, with statistics. Sent 20 times a second at most; once a second when idle."""
 
@@ -121,6 +150,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stats: SchedulerStats
     times: StepTimes
     num_dropped_log_lines: int = 0
+    adapters: AdapterUse | None = None
+    """Adapters in use; None where none are computed."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
@@ -136,13 +167,33 @@ class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reports: list[SequenceReport]
 
 
+class AdapterAnswer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to LoadAdapter."""
+
+    question: int
+    facts: AdapterFacts | None = None
+    """Facts of the adapter; None if it was refused."""
+    refusal: str = ""
+
+
 class View(msgspec.Struct, frozen=True, tag=True):
     """Steps since the last view, live sequences and the use of blocks, as JSON (step_watch.py)."""
 
     document: bytes
 
 
-ToClient = Loading | Ready | StartFailed | Outputs | PrefixChanges | Beat | Pulse | Explanation | View
+ToClient = (
+    Loading
+    | Ready
+    | StartFailed
+    | Outputs
+    | PrefixChanges
+    | Beat
+    | Pulse
+    | Explanation
+    | AdapterAnswer
+    | View
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

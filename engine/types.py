@@ -45,6 +45,7 @@ __all__ = [
     "PoolingTask",
     "PromptComputation",
     "QueueForecast",
+    "ServedAdapter",
     "SamplingParams",
     "ServiceTerms",
     "TextCut",
@@ -68,6 +69,19 @@ class QueueForecast(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapter:
+    """An adapter that requests may name."""
+
+    name: str
+    identity: str
+    """Name and content: what is loaded later under the same name is another adapter."""
+    folder: str
+    rank: int
+    created_s: int
+    """Unix time at which it was loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt, tokenized, and `n` independent continuations of it."""
 
@@ -84,6 +98,8 @@ class GenerationRequest:
     """Special tokens that are shown all the same: marks of tool calls and of reasoning."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects, as tokens; a hint that changes no output."""
+    adapter: ServedAdapter | None = None
+    """Adapter to run the model with; None: the model alone."""
     terms: ServiceTerms = field(default_factory=ServiceTerms)
     max_tenant_tokens: int | None = None
     """Limit on the tenant's waiting prompt tokens, these included; None: only the queue's own limit."""
@@ -282,10 +298,21 @@ class ModelInfo:
     """Source of the chat template; of several, the one for requests with tools."""
     added_tokens: dict[str, int] = field(default_factory=dict)
     """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
+    adapters: tuple[ServedAdapter, ...] = ()
+    """Adapters that requests may name in place of the model."""
     num_ranks: int = 1
     """Processes that compute the model together."""
     pooling: PoolingFacts | None = None
     """Set if the model pools prompts; None if it generates text."""
+
+    def adapter_named(self, name: str | None) -> ServedAdapter | None:
+        """Return the adapter of this name; None if there is none."""
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may use."""
+        return (*self.served_names, *(adapter.name for adapter in self.adapters))
 
     @classmethod
     def of(
@@ -310,3 +337,4 @@ class ModelInfo:
 
 
 _FIELDS_OF_FACTS = {each.name for each in fields(ModelFacts)} & {each.name for each in fields(ModelInfo)}
+_FIELDS_OF_FACTS -= {"adapters"}  # the registry has them

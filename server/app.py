@@ -26,6 +26,7 @@ from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
 from server.access.rate_limits import RATE_HEADERS
 from server.endpoints import (
+    ADAPTERS,
     ADMIN,
     BATCH_PATHS,
     ERROR_SHAPES,
@@ -105,6 +106,7 @@ def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
 def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
     page = settings.edge.page
     endpoints = PUBLIC if page is Page.OFF else (*PAGE, *PUBLIC)  # its HEAD / goes first
+    endpoints = (*endpoints, *(ADAPTERS if settings.loads_adapters else ()))
     if settings.enable_admin and settings.edge.admin_port is None:
         return (*endpoints, *ADMIN)
     return (*endpoints, *YARD) if page is Page.YARD else endpoints

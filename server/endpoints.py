@@ -12,7 +12,7 @@ from server.chat import chat
 from server.completions import completions
 from server.http.endpoint import Endpoint
 from server.ollama import ollama_endpoints
-from server.operations import admin, invocations, models, ops, tokenization
+from server.operations import adapter_routes, admin, invocations, models, ops, tokenization
 from server.page import page, yard
 from server.pooling import embeddings, scoring
 from server.responses import responses
@@ -39,6 +39,8 @@ YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
 """The live view of the scheduler, which reads and changes nothing."""
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
+ADAPTERS: tuple[Endpoint, ...] = (adapter_routes.ENDPOINT,)
+"""Endpoints that change what is served, there only where --lora-directory is."""
 OPENAPI_PATH = "/openapi.json"
 
 
@@ -46,7 +48,7 @@ def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
     return frozenset().union(*sets)
 
 
-ROUTES = _union(each.paths for each in (*PUBLIC, *PAGE, *ADMIN)) | {OPENAPI_PATH}
+ROUTES = _union(each.paths for each in (*PUBLIC, *PAGE, *ADMIN, *ADAPTERS)) | {OPENAPI_PATH}
 """Labels of the request counter, and words of the log."""
 OPEN_PATHS = _union(each.open_paths for each in PUBLIC)
 KEYLESS_PATHS = _union(each.keyless_paths for each in PAGE)

@@ -64,6 +64,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "storage_full": _wrong("too many files, bytes or open batches in the state folder; delete or wait"),
     "previous_response_not_found": _wrong("no stored response of this id, for this key"),
     "invalid_grammar": _wrong("a grammar, schema or expression that is wrong, or too expensive"),
+    "adapter_loaded": _wrong("an adapter of this name is loaded; `load_inplace` loads it again"),
     "no_chat_template": _wrong("the checkpoint has none; use `/v1/completions`"),
     "invalid_request": Entry(
         400,

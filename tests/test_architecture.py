@@ -32,6 +32,8 @@ FOLDER_DOORS = {
     ("campaigns/gpu/paper/", "worker"),
     ("campaigns/gpu/tune/", "worker"),
     # The host's part of a step is the engine's loop over a worker without a model.
+    ("campaigns/adapters.py", "worker.worker"),
+    ("campaigns/adapters.py", "worker.worker_config"),
     ("campaigns/drafts.py", "worker.worker"),
     ("campaigns/drafts.py", "worker.worker_config"),
     ("campaigns/products.py", "worker"),  # the products of the CPU, alone

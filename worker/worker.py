@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from worker.adapters.adapter_store import AdapterStore
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
 from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.speculation.unsupported import refuse_speculation
 from worker.startup.loader import find_kind, refuse_ranks
+from worker.startup.start_adapters import refuse_adapters
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
@@ -56,6 +58,7 @@ class Worker:
         device.make_current()
         kind = find_kind(self._config)
         refuse_ranks(self._config, kind, device)
+        refuse_adapters(self._config, kind, device)
         if kind.task is not Task.GENERATE:
             refuse_speculation(self._config, "a model that pools generates no tokens to draft")
             return start_pooling(self._config, kind, device, stage)
@@ -69,6 +72,11 @@ class Worker:
             self._config, f"{refused}, and a state that has taken in a draft cannot be taken back"
         )
         return start_with_own_caches(self._config, kind, device, stage, refused)
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """The adapters that sequences may have, once the model is loaded; None: none are computed."""
+        return None if self._steps is None else self._steps.adapters
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Steps.launch. Raises StepOutOfMemory, as may the result.

@@ -6,7 +6,7 @@ Never: defaults that depend on the machine.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler.messages import PoolingTask, PromptComputation
 
@@ -33,6 +33,24 @@ class SpeculationConfig:
     """Tokens that must have gone the same way before."""
     prompt_lookup_max: int = 5
     """Tokens that are compared; of several places the one with the longest match counts."""
+
+
+class AdapterFolder(NamedTuple):
+    """An adapter that is loaded at start."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimits:
+    """Limits of the adapters (LoRA) that the worker computes with."""
+
+    max_in_step: int = 0
+    """Most different ones that rows use at once. 0: none are computed."""
+    max_in_memory: int = 0
+    """At least as many."""
+    max_rank: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,9 @@ class WorkerConfig:
     activations: str = "none"
     """int8 rounds each row before it is multiplied by codes in groups. CPU kernels only."""
     speculation: SpeculationConfig = SpeculationConfig()
+    adapter_limits: AdapterLimits = AdapterLimits()
+    adapters: tuple[AdapterFolder, ...] = ()
+    """Adapters to load at start."""
     num_threads: int | None = None
     """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
     ranks."""
@@ -130,6 +151,20 @@ class PoolingFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """Facts of an adapter that was read and fits the model."""
+
+    name: str
+    identity: str
+    """Name and content: another content under the same name is another adapter."""
+    folder: str
+    rank: int
+    """The highest of its modules."""
+    num_bytes: int
+    """Size of its updates, in the numbers of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """Facts of the loaded model."""
 
@@ -164,6 +199,8 @@ class ModelFacts:
     """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
+    adapters: tuple[AdapterFacts, ...] = ()
+    """Adapters that were loaded at start."""
     num_ranks: int = 1
     """Processes that compute the model together."""
     num_stages: int = 1

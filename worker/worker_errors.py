@@ -5,6 +5,7 @@ WorkerError
 │   └── FamilyRefused      no option helps: this family cannot be served
 ├── UnsupportedAttention   a model asks attention for something that the backend would get wrong
 ├── SequenceRefused        one sequence of a plan cannot be computed; the others can
+├── AdapterRefused         an adapter cannot be computed, or not exactly; the text names what is wrong with it
 └── StepOutOfMemory        a step took more memory than the device has left; a smaller one may not
 """
 
@@ -35,6 +36,10 @@ class UnsupportedAttention(WorkerError):
 
 class SequenceRefused(WorkerError):
     """Ends as an entry in ModelRunnerOutput.failures."""
+
+
+class AdapterRefused(WorkerError):
+    """An adapter that is not taken. Which one it is, its caller knows."""
 
 
 class StepOutOfMemory(WorkerError):

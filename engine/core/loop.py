@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from engine.core.adapter_desk import AdapterDesk, Adapters
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
 from engine.core.step_watch import StepWatch
@@ -26,6 +27,8 @@ from engine.process_messages import (
     EndSequences,
     Explain,
     Explanation,
+    ForgetAdapter,
+    LoadAdapter,
     Outputs,
     PrefixChanges,
     ResetPrefixCache,
@@ -112,6 +115,17 @@ class _StepUnderWay(NamedTuple):
         return not isinstance(self.launched, _NotLaunched)
 
 
+class BesideSteps(NamedTuple):
+    """Abilities of the worker that no plan asks for."""
+
+    adapters: Adapters | None = None
+    has_result: Callable[[float], bool] = _is_due
+    """Wait so many seconds for the oldest step, and return whether it is computed."""
+
+
+_NOTHING_BESIDE = BesideSteps()
+
+
 class EngineLoop:
     """The loop, which turns until a Shutdown arrives. Raises WorkerBroken, which ends the process."""
 
@@ -122,16 +136,15 @@ class EngineLoop:
         mailbox: Mailbox,
         clock: Callable[[], float],
         trace: StepTrace | None = None,
-        *,
-        has_result: Callable[[float], bool] = _is_due,
+        beside: BesideSteps = _NOTHING_BESIDE,
     ) -> None:
-        """`has_result` waits so many seconds for the oldest step, and tells whether it is computed."""
         self._scheduler = scheduler
+        self._adapters = AdapterDesk(scheduler, beside.adapters)
         self._worker = worker
         self._mailbox = mailbox
         self._clock = clock
         self._trace = trace
-        self._has_result = has_result
+        self._has_result = beside.has_result
         self._names = RequestNames()
         self._watch = StepWatch(scheduler, mailbox.send, self._names)
         self._under_way: deque[_StepUnderWay] = deque()
@@ -189,19 +202,26 @@ class EngineLoop:
                 case AddRequest():
                     self._add(message)
                 case EndSequences():
-                    self._scheduler.finish_requests(message.sequence_ids, message.reason)
-                    self._watch.note_ends(message.sequence_ids)
-                    if self._trace is not None:
-                        self._trace.note_ends(message.sequence_ids)
+                    self._end(message)
                 case Explain():
                     self._explain(message)
                 case Watch():
                     self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
+                case LoadAdapter():
+                    self._mailbox.send(self._adapters.load(message))
+                case ForgetAdapter():
+                    self._adapters.forget(message)
                 case ResetPrefixCache():
                     self._scheduler.reset_prefix_cache()
                 case Shutdown():
                     self._is_stopping = True
         return bool(messages)
+
+    def _end(self, message: EndSequences) -> None:
+        self._scheduler.finish_requests(message.sequence_ids, message.reason)
+        self._watch.note_ends(message.sequence_ids)
+        if self._trace is not None:
+            self._trace.note_ends(message.sequence_ids)
 
     def _explain(self, asked: Explain) -> None:
         num_live = sum(self._scheduler.get_request_counts())
@@ -214,13 +234,16 @@ class EngineLoop:
         if self._trace is not None:
             self._trace.note_arrivals(request)
         self._name(request)
+        self._adapters.introduce(request)
         for index, sequence_id in enumerate(request.sequence_ids):
             seq = Sequence(
                 sequence_id,
                 request.prompt_token_ids,
                 _params_of(request.params, index),
                 request.terms,
-                inputs=SequenceInputs(pooling=request.pooling, prediction=request.prediction),
+                inputs=SequenceInputs(
+                    pooling=request.pooling, adapter=request.adapter, prediction=request.prediction
+                ),
             )
             try:
                 self._scheduler.add_request(seq, now_s=now_s)
@@ -373,6 +396,7 @@ class EngineLoop:
                 stats=stats,
                 times=self._times(),
                 num_dropped_log_lines=num_dropped,
+                adapters=self._adapters.report(),
             )
         )
 

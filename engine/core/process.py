@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.core.checked_worker import CheckedWorker
-from engine.core.loop import EngineLoop, Executor, WorkerBroken
+from engine.core.loop import BesideSteps, EngineLoop, Executor, WorkerBroken
 from engine.core.process_end import (
     EXIT_UNEXPECTED,
     EXIT_WORKER_BROKEN,
@@ -87,15 +87,15 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     if config.prefix_journal is not None:
         scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
     executor: Executor = worker
-    waits = {}
+    beside = BesideSteps(adapters=worker.adapters)
     if group is not None:
         group.lead(worker, stage)
         executor = group
         if facts.num_stages > 1:
-            waits["has_result"] = group.has_result
+            beside = beside._replace(has_result=group.has_result)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
     trace = _open_trace(config.trace_file)
-    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, trace, **waits)
+    loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, trace, beside)
     pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
     pulse.start()
     try:

@@ -436,6 +436,7 @@ class ActiveRequests:
             params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
             prediction=() if isinstance(request, PoolingRequest) else request.prediction,
+            **_adapter_of(request),
             terms=self._terms(active),
             request_id=request.journal.request_id,
             trace_id=request.journal.trace_id,
@@ -491,3 +492,9 @@ class ActiveRequests:
         if is_ours and engine is not None:
             ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
             self._send(engine, ended)
+
+
+def _adapter_of(request: GenerationRequest | PoolingRequest) -> dict[str, str]:
+    if isinstance(request, PoolingRequest) or request.adapter is None:
+        return {}
+    return {"adapter": request.adapter.identity, "adapter_folder": request.adapter.folder}

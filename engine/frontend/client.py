@@ -9,8 +9,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from engine.adapters.adapter_metrics import AdapterMetrics
+from engine.adapters.adapter_registry import AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
@@ -19,6 +22,7 @@ from engine.frontend.viewers import Viewers
 from engine.grammars.grammar_compiler import GrammarCompiler
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import (
+    AdapterAnswer,
     Beat,
     Explanation,
     Loading,
@@ -83,6 +87,11 @@ class AsyncEngine:
         self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send)
         self.metrics.watch_load(self._requests.live_counts)
         self._questions = Questions(self._engines.send)
+        self._adapters = AdapterRegistry(config.lora_directory, config.served_names, self._engines.send_all)
+        max_adapters = config.scheduler.max_adapters
+        self._adapter_metrics = AdapterMetrics(max_adapters, lambda: self._adapters.served)
+        if max_adapters:
+            self.metrics.registry.register(self._adapter_metrics)
 
     # Life.
 
@@ -302,6 +311,19 @@ class AsyncEngine:
         self._health.require_ready(now_s=time.monotonic())
         self._engines.send_all(ResetPrefixCache())
 
+    async def load_adapter(self, name: str, folder_name: str, *, replaces: bool) -> None:
+        """Let requests name an adapter in the directory. Raises RequestRejected, EngineUnavailable."""
+        self._health.require_ready(now_s=time.monotonic())
+        await self._adapters.load(name, folder_name, replaces=replaces)
+        self._info = replace(self.info, adapters=self._adapters.served)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Let no further request name an adapter. False if there is none. Raises EngineUnavailable."""
+        self._health.require_ready(now_s=time.monotonic())
+        is_there = self._adapters.unload(name)
+        self._info = replace(self.info, adapters=self._adapters.served)
+        return is_there
+
     def _name(self, report: dict[str, Any]) -> dict[str, Any]:
         """Add the names by which clients know the sequence: request and choice."""
         active = self._requests.of_sequence(report["sequence_id"])
@@ -335,12 +357,15 @@ class AsyncEngine:
                 self._health.engines[engine].beat(message, now_s=time.monotonic())
                 self.metrics.beat(engine, message)
                 self._requests.note_load(engine, message.stats)
+                self._adapter_metrics.beat(message.adapters)
             case View():
                 self._viewers.show(self._views.join(engine, message.document))
             case Pulse():
                 self._health.engines[engine].moved(now_s=time.monotonic())
             case Explanation():
                 self._questions.answer(engine, message)
+            case AdapterAnswer():
+                self._adapters.take_answer(message)
             case Loading():
                 self._health.engines[engine].loading(message.progress, now_s=time.monotonic())
             case Ready():
@@ -350,7 +375,8 @@ class AsyncEngine:
         death = self._deaths.pop(engine, None)
         if death is not None:
             self.metrics.engine_restarted(death.cause)
-        self._info = ModelInfo.of(
+        self._adapters.model_is_ready(facts.adapters)
+        info = ModelInfo.of(
             facts,
             served_names=self._config.served_names,
             created_s=int(time.time()),
@@ -358,6 +384,7 @@ class AsyncEngine:
             chat_template=self._template.source_with_tools,
             added_tokens=self._tokenizer.added_tokens,
         )
+        self._info = replace(info, adapters=self._adapters.served)
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())
         options = self._config.scheduler
@@ -372,6 +399,7 @@ class AsyncEngine:
         self.metrics.engine_is_gone(engine)
         self._views.forget(engine)
         self._questions.forget(engine)
+        self._adapters.engine_died()
         if self._health.welcome is Welcome.CLOSED and not self._health.became_ready.is_set():
             self._requests.fail_all(EngineDied())  # no next process will come
         else:

@@ -7,12 +7,13 @@ Never: downloads, measures memory (the worker does), or opens a port (server/htt
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from engine.logs.log_lines import LogFormat
+from engine.options.adapter_options import adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import check_engines, device_of, prefix_journal
 from engine.options.options import OptionError, Options
@@ -64,6 +65,8 @@ class EngineConfig:
     scheduler: SchedulerOptions
     time_limits: TimeLimits
     """Upper bounds of the limits that requests ask for."""
+    lora_directory: str | None
+    """Folder below which adapters may be loaded; None: none are."""
     trace_file: str | None
     """File for the trace of steps; None: no trace."""
     log_format: LogFormat
@@ -92,6 +95,8 @@ class ServerConfig:
     """Keys of --api-key; the file that `edge` names may hold more."""
     edge: EdgeConfig
     enable_admin: bool
+    loads_adapters: bool
+    """Adapters can be loaded and unloaded while the server runs."""
     tool_call_parser: str
     reasoning_parser: str
     max_body_bytes: int
@@ -136,6 +141,7 @@ def resolve(
         api_keys=options.api_key,
         edge=edge,
         enable_admin=options.enable_admin,
+        loads_adapters=options.lora_directory is not None,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         max_body_bytes=options.max_body_size,
@@ -153,11 +159,13 @@ def resolve(
 
 
 def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
-    utilization = options.gpu_memory_utilization
+    served_names = options.served_model_name or (name,)
+    adapters = adapter_config(options, served_names)
     return EngineConfig(
         model_path=str(folder),
-        served_names=options.served_model_name or (name,),
-        scheduler=_scheduler_options(options),
+        served_names=served_names,
+        lora_directory=adapters.directory,
+        scheduler=replace(_scheduler_options(options), max_adapters=adapters.limits.max_in_step),
         time_limits=TimeLimits(
             queue_s=_or_no_limit(options.queue_timeout),
             first_token_s=_or_no_limit(options.first_token_timeout),
@@ -181,7 +189,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             num_blocks=options.num_gpu_blocks_override,
-            gpu_memory_utilization=_DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization,
+            gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
             kv_cache_bytes=options.kv_cache_memory,
             swap_space_bytes=options.swap_space or 0,
             max_num_seqs=options.max_num_seqs,
@@ -193,6 +201,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             speculation=speculation_config(options.speculative_config),
             quantize_head=options.quantize_head,
             activations=options.activations,
+            adapter_limits=adapters.limits,
+            adapters=adapters.at_start,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
             num_engines=options.data_parallel_size,

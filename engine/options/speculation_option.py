@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engine.options.model_options import ModelOptions
+from engine.options.adapter_options import AdapterOptions
 from engine.options.option_declaration import Group, OptionError, declared
 from engine.options.option_values import Text
 from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
@@ -24,7 +24,7 @@ _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 8}\''
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationOptions(ModelOptions):
+class SpeculationOptions(AdapterOptions):
     """The option itself."""
 
     speculative_config: str | None = declared(

@@ -5,7 +5,7 @@ Never: serves the running queue (planner.py), or chooses victims and preempts th
 """
 
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import inf
 
 from scheduler.blocks.kv_cache_manager import AllocationStatus, BlockDemand
@@ -22,6 +22,11 @@ from scheduler.tenant_ledger import PROMPT_TOKEN_COST
 # Places behind a head that does not fit that are looked at although they seem to need too much: much of what
 # they need may be in the prefix cache.
 _BYPASS_WINDOW = 8
+
+# Sequences behind one that waits for a place for its adapter that are looked at, and the most of them with
+# adapters that are in use which pass it: else requests for those would keep it waiting for ever.
+_MOST_LOOKED_AT = 1024
+_ADAPTER_BYPASSES = 16
 
 # Steps between two turns of tenants: who is owed something has waited for longer.
 _STEPS_BETWEEN_TURNS = 8
@@ -194,11 +199,14 @@ class Admission:
                 continue
             reason = reason or self._shortage(seq, demand)
             if reason is not None:
-                bypassing = self._find_bypassing(seq, budget)
+                is_for_adapter = reason is WaitReason.ADAPTER
+                find = self._find_beside_adapter if is_for_adapter else self._find_bypassing
+                bypassing = find(seq, budget)
                 if bypassing is None:
                     self._note_lack_of_room(reason)
                     return reason
-                seq.num_bypasses += 1
+                if not is_for_adapter or bypassing[0].adapter:
+                    seq.num_bypasses += 1
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
             self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
@@ -261,8 +269,11 @@ class Admission:
         return computable < _smallest_share(seq)
 
     def _has_place_for_adapter(self, adapter: str) -> bool:
-        in_use = {seq.adapter for seq in self._queues.running if seq.adapter}
+        in_use = self._adapters_in_use()
         return adapter in in_use or len(in_use) < self._config.max_adapters
+
+    def _adapters_in_use(self) -> set[str]:
+        return {seq.adapter for seq in self._queues.running if seq.adapter}
 
     def _memory_state(self) -> tuple[int, ...]:
         """Facts that decide whether any waiting sequence fits."""
@@ -288,6 +299,23 @@ class Admission:
                 demand = self._kv.demand(seq)
                 if self._shortage(seq, demand) is None:
                     return seq, demand
+        return None
+
+    def _find_beside_adapter(
+        self, head: Sequence, budget: SchedulingBudget
+    ) -> tuple[Sequence, BlockDemand] | None:
+        """The first behind a head without a place for its adapter that could run; None if there is none.
+
+        Sequences without an adapter take nothing that the head waits for, and pass it freely.
+        """
+        may_pass = head.num_bypasses < max(self._config.max_bypasses, _ADAPTER_BYPASSES)
+        in_use = self._adapters_in_use() if may_pass else set()
+        for seq in islice(self._queues.waiting.in_order(), _MOST_LOOKED_AT):
+            if (seq.adapter and seq.adapter not in in_use) or self._obstacle(seq, budget) is not None:
+                continue
+            demand = self._kv.demand(seq)
+            # Of the others the order is kept: one that lacks memory is not passed.
+            return None if self._shortage(seq, demand) is not None else (seq, demand)
         return None
 
     def _candidates(self, head: Sequence) -> list[Sequence]:

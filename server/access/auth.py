@@ -12,7 +12,8 @@ from server.access.rate_limits import Allowance, Caller, RateLimits
 from server.error_replies import InvalidApiKey, NotPermitted
 from server.observe.request_ids import journal_of
 
-ADMIN_PATHS = "/admin/"
+ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Beginnings of the paths that need a key which may administer."""
 
 KEY_NAME = "tokenyard.key"
 """The scope's entry with the name of the key that was sent."""

@@ -35,10 +35,11 @@ def new_reply_id(kind: str) -> str:
 
 
 def new_head(origin: Origin, info: ModelInfo) -> ReplyHead:
+    adapter = info.adapter_named(origin.model)
     return ReplyHead(
         id=origin.reply_id,
         created_s=int(time.time()),
-        model=info.served_names[0],
+        model=info.served_names[0] if adapter is None else adapter.name,
         system_fingerprint=_fingerprint(info),
     )
 

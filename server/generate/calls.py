@@ -40,6 +40,8 @@ class Origin:
     reply_id: str
     """The id of the reply; engine request ids are made from it."""
     terms: ServiceTerms
+    model: str | None = None
+    """The name that the call asks for."""
     max_tenant_tokens: int | None = None
     """Prompt tokens that the key may have waiting; None: no limit."""
     journal: Journal = field(default_factory=Journal, compare=False)
@@ -77,6 +79,7 @@ async def read_call(
     return body, Origin(
         reply_id=reply_id,
         terms=terms,
+        model=body.model,
         max_tenant_tokens=key.max_queued_tokens if key else None,
         journal=journal,
         allowance=allowance,

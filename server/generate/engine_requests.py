@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
-from engine.types import GenerationRequest, Grammar, ModelInfo, SamplingParams
+from engine.types import GenerationRequest, Grammar, ModelInfo, SamplingParams, ServedAdapter
 from server.generate.calls import Origin
 from server.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
 from server.generate.protocol import GenerationFields
@@ -66,6 +66,7 @@ async def engine_requests(
     _check_something_is_left(body, bad_words, info)
     # The last of the checks, since it costs the most.
     grammar = await _compiled(engine, wanted, num_choices=len(prompts) * wanted.num_choices)
+    adapter = _adapter(body.model, engine.info)  # as it is now: others may have changed it meanwhile
     origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
         GenerationRequest(
@@ -79,6 +80,7 @@ async def engine_requests(
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             shown_special_ids=wanted.shown_special_ids,
+            adapter=adapter,
             terms=origin.terms,
             max_tenant_tokens=origin.max_tenant_tokens,
             journal=origin.journal,
@@ -147,6 +149,12 @@ def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, ma
         )
     num_kept = max(info.max_model_len - max_tokens, 1) if asked == -1 else asked
     return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
+
+
+def _adapter(model: str | None, info: ModelInfo) -> ServedAdapter | None:
+    """The adapter that the request names. Raises ModelNotFound for one that was just unloaded."""
+    check_model(model, info)
+    return info.adapter_named(model)
 
 
 async def _compiled(engine: Engine, wanted: Wanted, *, num_choices: int) -> Grammar | None:

@@ -14,10 +14,13 @@ MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
 
 
+_MOST_NAMES = 16
+
+
 def check_model(model: str | None, info: ModelInfo) -> None:
     """Absent means the first name. Raises ModelNotFound."""
-    if model is not None and model not in info.served_names:
-        names = ", ".join(info.served_names)
+    if model is not None and model not in info.names:
+        names = ", ".join(info.names[:_MOST_NAMES])
         raise ModelNotFound(f"the model {model!r} is not served here; there is: {names}")
 
 

@@ -100,7 +100,7 @@ async def list_in_ollamas_words(request: Request) -> Response:
             "digest": "",
             "details": _details(info),
         }
-        for name in info.served_names
+        for name in info.names
     ]
     return _json({"models": models})
 

@@ -33,7 +33,7 @@ _SAMPLING = (
 
 def served_name(name: str | None, info: ModelInfo) -> str | None:
     """The name without the tag that Ollama's clients add, unless one is served with it."""
-    if name is None or name in info.served_names:
+    if name is None or name in info.names:
         return name
     return name.removesuffix(_LATEST)
 

@@ -25,8 +25,9 @@ class Model(ReplyModel):
     created: int
     owned_by: str
     root: str
-    """The first served name; the others are aliases."""
-    parent: None
+    """The first served name, of which the others are aliases; of an adapter, its own."""
+    parent: str | None
+    """The model that an adapter belongs to; null for the model itself."""
     permission: list[Any]
     """Always empty."""
     max_model_len: int
@@ -41,7 +42,7 @@ class ModelList(ReplyModel):
 async def list_models(request: Request) -> Response:
     """List the names under which the model is served."""
     info = edge_of(request).engine.info
-    return _json({"object": "list", "data": [_model(name, info) for name in info.served_names]})
+    return _json({"object": "list", "data": [_model(name, info) for name in info.names]})
 
 
 @router.get("/v1/models/{model:path}", **documentation_of_one(Model, "model"))
@@ -49,20 +50,21 @@ async def retrieve_model(request: Request) -> Response:
     """Describe one served name; names may contain slashes."""
     info = edge_of(request).engine.info
     name = request.path_params["model"]
-    if name not in info.served_names:
+    if name not in info.names:
         raise ModelNotFound(f"the model {name!r} is not served here")
     return _json(_model(name, info))
 
 
 def _model(name: str, info: ModelInfo) -> dict[str, Any]:
+    adapter = info.adapter_named(name)
     return {
         "id": name,
         "object": "model",
-        "created": info.created_s,
+        "created": info.created_s if adapter is None else adapter.created_s,
         "owned_by": "tokenyard",
         # As vLLM: the model that an alias stands for, none that it was tuned from, nothing to permit.
-        "root": info.served_names[0],
-        "parent": None,
+        "root": info.served_names[0] if adapter is None else name,
+        "parent": None if adapter is None else info.served_names[0],
         "permission": [],
         "max_model_len": info.max_model_len,
     }

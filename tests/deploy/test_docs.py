@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
@@ -193,6 +194,7 @@ def exported() -> dict[str, Metric]:
     metrics = EngineMetrics("model", num_engines=2)
     metrics.model_is_ready(0, INFO)
     HttpMetrics(metrics.registry)
+    metrics.registry.register(AdapterMetrics(1, lambda: ()))
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from bench.simulate.arrivals import read_requests
 from bench.trace.trace_reading import read_trace
+from engine.options.engine_config import DEMO_MODEL
+from tests.adapters import write_adapter
 from tests.e2e.serving import RunningServer, running_server
 
 api = pytest.importorskip("playwright.sync_api", reason="the page is not tried: playwright is not installed")
@@ -41,7 +43,9 @@ pytestmark = pytest.mark.skipif(
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The built-in model, with too few blocks for everybody."""
     folder = tmp_path_factory.mktemp("page")
-    options = (*SMALL, "--scheduling-policy", "priority", "--num-threads", "1")
+    poet = write_adapter(folder / "poet", DEMO_MODEL, rank=2)
+    adapters = ("--lora-modules", f"poet={poet}")
+    options = (*SMALL, *adapters, "--scheduling-policy", "priority", "--num-threads", "1")
     with running_server(folder, *options, variables={"TOKENYARD_API_KEY": KEY}) as running:
         yield running
 
@@ -116,6 +120,16 @@ def test_a_chat_is_answered_retried_edited_and_copied(page: Any) -> None:
     page.wait_for_selector("article.assistant .meta")
     assert "train" in page.inner_text("article.user .body")
     picture(page, "page-chat.png")
+
+
+def test_an_adapter_is_chosen_beside_the_model(page: Any) -> None:
+    page.select_option("#model", "poet")
+    page.get_by_text("Talk to poet").wait_for()
+    with page.expect_response("**/v1/chat/completions") as answered:
+        page.click(".welcome button")
+    assert answered.value.status == 200
+    assert answered.value.request.post_data_json["model"] == "poet"
+    page.wait_for_selector(".meta")
 
 
 def test_priority_time_limit_settings_and_the_copied_request_agree(page: Any) -> None:

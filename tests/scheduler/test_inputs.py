@@ -197,13 +197,34 @@ def test_so_many_different_adapters_run_at_once_and_any_number_of_sequences_with
     assert world.tokens[SequenceId(3)] == continuation(prompt(2, 3), 3)
 
 
-def test_one_whose_adapter_has_no_place_is_passed_by_at_most_so_many() -> None:
-    world = World(small_config(num_blocks=32, max_num_seqs=8, max_adapters=1, max_bypasses=2))
+def test_one_whose_adapter_has_no_place_holds_nobody_without_an_adapter_up() -> None:
+    world = World(small_config(num_blocks=32, max_num_seqs=8, max_adapters=1))
     world.add(make_sequence(1, prompt(2, 1), adapter="x", max_tokens=9))
-    world.add(make_sequence(2, prompt(2, 2), adapter="y", max_tokens=1))
-    world.add(*(make_sequence(i, prompt(2, i), max_tokens=1) for i in range(3, 7)))
+    world.add(*(make_sequence(i, prompt(2, i), adapter="y", max_tokens=1) for i in range(2, 12)))
+    world.add(*(make_sequence(i, prompt(2, i), max_tokens=1) for i in range(12, 40)))
     world.run()
-    assert list(world.ended) == [3, 4, 1, 2, 5, 6]
+    assert list(world.ended)[:28] == [*range(12, 40)]
+    assert list(world.ended)[28:] == [1, *range(2, 12)]
+
+
+def test_one_whose_adapter_has_no_place_is_passed_by_16_whose_adapters_are_in_use() -> None:
+    world = World(small_config(num_blocks=32, max_num_seqs=2, max_adapters=1))
+    world.add(make_sequence(1, prompt(2, 1), adapter="x", max_tokens=40))
+    world.add(make_sequence(2, prompt(2, 2), adapter="y", max_tokens=1))
+    world.add(*(make_sequence(i, prompt(2, i), adapter="x", max_tokens=1) for i in range(3, 30)))
+    world.run()
+    assert list(world.ended) == [*range(3, 19), 1, 2, *range(19, 30)]
+
+
+def test_among_those_that_pass_for_an_adapter_one_that_lacks_memory_is_not_passed() -> None:
+    world = World(small_config(num_blocks=9, max_num_seqs=8, max_adapters=1))
+    world.add(make_sequence(1, prompt(13, 1), adapter="x", max_tokens=9))
+    world.step()
+    world.add(make_sequence(2, prompt(2, 2), adapter="y", max_tokens=1))
+    world.add(make_sequence(3, prompt(30, 3), max_tokens=1), make_sequence(4, prompt(2, 4), max_tokens=1))
+    assert shares(world.step()) == {1: 1}
+    world.run()
+    assert next(iter(world.ended)) == 1
 
 
 def test_an_urgent_one_whose_adapter_has_no_place_sends_nobody_away() -> None:

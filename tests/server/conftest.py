@@ -45,6 +45,7 @@ class Settings:
     edge: EdgeConfig = EDGE
     max_body_bytes: int = 64 * 1024
     enable_admin: bool = True
+    loads_adapters: bool = True
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     strict_fields: bool = False

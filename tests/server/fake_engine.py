@@ -4,6 +4,7 @@ A token is one byte; the reply repeats the prompt's letters in capitals, one tok
 """
 
 import asyncio
+import dataclasses
 import struct
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from engine.errors import EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
+from engine.errors import AdapterConflict, EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
@@ -28,6 +29,7 @@ from engine.types import (
     PooledOutput,
     PoolingRequest,
     QueueForecast,
+    ServedAdapter,
     ServiceTerms,
     TextCut,
     TokenizedText,
@@ -165,6 +167,21 @@ class FakeEngine:
             raise NoChatTemplate
         self.chats.append((messages, options))
         return tuple("".join(message["content"] or "" for message in messages).encode()) or (10,)
+
+    async def load_adapter(self, name: str, folder_name: str, *, replaces: bool) -> None:
+        if folder_name != "good":
+            raise RequestRejected("lora_path: refused", param="lora_path")
+        if self.model_info.adapter_named(name) and not replaces:
+            raise AdapterConflict("it is loaded", param="lora_name")
+        loaded = ServedAdapter(name=name, identity=f"{name}@1", folder="/x/good", rank=8, created_s=7)
+        others = tuple(each for each in self.model_info.adapters if each.name != name)
+        self.model_info = dataclasses.replace(self.model_info, adapters=(*others, loaded))
+
+    def unload_adapter(self, name: str) -> bool:
+        left = tuple(each for each in self.model_info.adapters if each.name != name)
+        is_there = len(left) < len(self.model_info.adapters)
+        self.model_info = dataclasses.replace(self.model_info, adapters=left)
+        return is_there
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1

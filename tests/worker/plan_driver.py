@@ -22,6 +22,7 @@ class _Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
+    adapter: str = ""
     num_computed: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
     host_block_ids: list[BlockId] = field(default_factory=list)
@@ -47,12 +48,17 @@ class PlanDriver:
         self._next_id = 0
 
     def add(
-        self, prompt: list[int], params: SamplingParams = GREEDY, *, shares_with: int | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams = GREEDY,
+        *,
+        shares_with: int | None = None,
+        adapter: str = "",
     ) -> int:
         """Take in a prompt. With `shares_with`, its first blocks are those of that sequence."""
         sequence_id = self._next_id
         self._next_id += 1
-        sequence = _Sequence(list(prompt), len(prompt), params)
+        sequence = _Sequence(list(prompt), len(prompt), params, adapter)
         self._grow(sequence, 0 if shares_with is not None else len(prompt))
         if shares_with is not None:
             owner = self._sequences[SequenceId(shares_with)]
@@ -102,6 +108,7 @@ class PlanDriver:
                         num_prompt_tokens=sequence.num_prompt_tokens,
                         params=sequence.params,
                         block_ids=tuple(sequence.block_ids),
+                        adapter=sequence.adapter,
                     )
                 )
             elif grown:

@@ -45,6 +45,20 @@ class CGroupedCodes(Structure):
     )
 
 
+class CAdapterSlot(Structure):
+    _fields_ = (
+        ("down", c_void_p),
+        ("up", c_void_p),
+        ("units", c_void_p),
+        ("scales", c_void_p),
+        ("num_ranks", c_int64),
+    )
+
+
+class CAdapters(Structure):
+    _fields_ = (("step", c_void_p), ("slots", c_void_p), ("max_ranks", c_int64))
+
+
 class CPackedWeight(Structure):
     _fields_ = (
         ("data", c_void_p),
@@ -56,6 +70,7 @@ class CPackedWeight(Structure):
         ("scales", c_void_p),
         ("offsets", c_void_p),
         ("grouped", CGroupedCodes),
+        ("adapters", c_void_p),
     )
 
 
@@ -71,6 +86,7 @@ class CProduct(Structure):
         ("scales", c_void_p),
         ("multiplier", c_float),
         ("run_sums", c_void_p),
+        ("shrunk", c_void_p),
     )
 
 

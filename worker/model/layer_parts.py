@@ -122,9 +122,21 @@ class GatedMlp(NamedTuple):
     activation: GateActivation
 
 
+class LinearNames(NamedTuple):
+    """Names within a layer of the modules that its products were made of."""
+
+    query_key_value: tuple[str, ...]
+    attention_output: str
+    gate_up: tuple[str, ...]
+    """Empty where the MLP stays as it is."""
+    down: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """A layer taken apart. Norms that it does not have are None."""
+
+    linear_names: LinearNames
 
     attention_norm: RmsNorm | None
     query_key_value: Linear
@@ -167,7 +179,17 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
     _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
     norms = [None if name is None else _norm(children[name], taken) for name in norm_names]
+    mlp = _mlp(children[mlp_name], taken)
+    merged_or_split = _MERGED_MLP if _MERGED_MLP[0] in _children(children[mlp_name]) else _SPLIT_MLP
     return LayerParts(
+        linear_names=LinearNames(
+            query_key_value=tuple(f"self_attn.{name}" for name in rows),
+            attention_output=f"self_attn.{output}",
+            gate_up=tuple(f"{mlp_name}.{name}" for name in merged_or_split)
+            if isinstance(mlp, GatedMlp)
+            else (),
+            down=f"{mlp_name}.down_proj",
+        ),
         attention_norm=norms[0],
         query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
         query_norm=_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
@@ -175,7 +197,7 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
         attention_output=_linear(attention, output, taken),
         after_attention_norm=norms[1],
         mlp_norm=norms[2],
-        mlp=_mlp(children[mlp_name], taken),
+        mlp=mlp,
         after_mlp_norm=norms[3],
         residual_multiplier=float(getattr(layer, _RESIDUAL_MULTIPLIER_NAME, 1.0)),
         mlp_is_parallel=norm_names == _NormNames("input_layernorm", None, None, None),

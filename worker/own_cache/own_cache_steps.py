@@ -20,11 +20,12 @@ from scheduler.messages import (
     SequenceId,
     TokenLogprobs,
 )
+from worker.adapters.adapter_store import AdapterStore
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way
 from worker.sampling.logits import report_logprobs
 from worker.sampling.sampler import Sampler
 from worker.steps.row_table import RowTable
-from worker.steps.sequence_table import apply_changes
+from worker.steps.sequence_table import add_row, apply_changes
 from worker.steps.step_inputs import check_new_sequence, is_sound
 from worker.steps.step_protocol import ComputedStep
 from worker.worker_errors import SequenceRefused, WorkerError
@@ -48,8 +49,16 @@ class ScoredPrompt(NamedTuple):
 class CacheTable:
     """Rows of the worker, and the cache of each."""
 
-    def __init__(self, rows: RowTable, sampler: Sampler, way: Way, vocab_size: int) -> None:
+    def __init__(
+        self,
+        rows: RowTable,
+        sampler: Sampler,
+        way: Way,
+        vocab_size: int,
+        adapters: AdapterStore | None,
+    ) -> None:
         self.rows = rows
+        self.adapters = adapters
         self.caches: dict[SequenceId, SequenceCache] = {}
         self.scored: dict[SequenceId, ScoredPrompt] = {}
         """Sequences that asked for log-probabilities of their prompts."""
@@ -67,7 +76,7 @@ class CacheTable:
         """See SequenceTable."""
         check_new_sequence(new, self._vocab_size)
         scored = self._scored_prompt(new)
-        row = self.rows.add(new)
+        row = add_row(self.rows, self.adapters, new)
         self._sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
         self.caches[new.sequence_id] = SequenceCache()
         if scored is not None:
@@ -79,6 +88,8 @@ class CacheTable:
         self.scored.pop(sequence_id, None)
         row = self.rows.release(sequence_id)
         if row is not None:
+            if self.adapters is not None:
+                self.adapters.unseat(row)
             self._sampler.remove_row(row)
 
     def _scored_prompt(self, new: NewSequence) -> ScoredPrompt | None:
@@ -105,6 +116,7 @@ class OwnCacheSteps:
         self._model = model
         self._way = way
         self._table = table
+        self.adapters = table.adapters
         self._sampler = sampler
         self._vocab_size = vocab_size
 
@@ -166,8 +178,11 @@ class OwnCacheSteps:
     ) -> Tensor:
         """Compute logits [1, V] of the share's last token. Raises SequenceRefused or the model's error."""
         rows, cache = self._table.rows, self._table.caches[share.sequence_id]
-        end = share.start + share.num_tokens
-        token_ids: list[int] = rows.token_ids_CL[rows.row_of(share.sequence_id), :end].tolist()
+        end, row = share.start + share.num_tokens, rows.row_of(share.sequence_id)
+        assert row is not None, "the share is sound"
+        if self.adapters is not None:
+            self.adapters.begin_alone(row)
+        token_ids: list[int] = rows.token_ids_CL[row, :end].tolist()
         scored = self._table.scored.get(share.sequence_id)
         # Counted by computed tokens: a prompt that waits for its last share has none before it.
         if scored is None or cache.num_tokens >= len(scored.token_ids) - 1:

@@ -17,6 +17,7 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
+from worker.adapters.adapter_store import AdapterStore
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import apply_changes
 from worker.steps.step_inputs import check_new_sequence
@@ -88,6 +89,8 @@ class PoolingSteps:
     def __init__(self, table: PromptTable, runner: PromptRunner) -> None:
         self._table = table
         self._runner = runner
+
+    adapters: AdapterStore | None = None
 
     def launch(self, plan: SchedulerOutput) -> ComputedStep:
         """See Steps. The step is computed when this returns."""

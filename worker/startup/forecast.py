@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import BlockLayout
 from worker.attention.probe_attention import ProbeAttention
@@ -32,6 +33,7 @@ from worker.startup.loader import (
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
+from worker.startup.start_adapters import targets_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -44,6 +46,10 @@ class Forecast:
     size: CacheSize
     checkpoint_len: int
     """Longest context window of the model with enough memory."""
+    adapter_targets: Targets
+    """The layers that adapters can update; none where no adapters are asked for."""
+    adapter_bytes: int
+    """Most memory of adapters, beside the cache."""
 
 
 class CannotForesee(Exception):
@@ -62,7 +68,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee."""
     try:
         model = _build_without_content(kind)
-        shapes = _probe(model)
+        shapes, targets = _probe(model, config)
     except KeyError as error:
         if ATTENTION_NAME in error.args:
             raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}") from error
@@ -99,7 +105,13 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         swap_bytes=config.swap_space_bytes,
         cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks,
     )
-    return Forecast(layout=layout, size=size, checkpoint_len=checkpoint_len)
+    return Forecast(
+        layout=layout,
+        size=size,
+        checkpoint_len=checkpoint_len,
+        adapter_targets=targets,
+        adapter_bytes=targets.num_bytes(config.adapter_limits, layout.dtype),
+    )
 
 
 def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
@@ -123,9 +135,12 @@ def _build_without_content(kind: ModelKind) -> Any:
 
 
 @torch.inference_mode()
-def _probe(model: Any) -> dict[int, Any]:
-    probe = ProbeAttention()
-    with torch.device("meta"), active(probe):
-        ids = torch.zeros((1, 2), dtype=torch.int64)
-        model(input_ids=ids, position_ids=torch.arange(2)[None], use_cache=False)
-    return dict(probe.shapes)
+def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
+    def run(num_tokens: int) -> ProbeAttention:
+        probe = ProbeAttention()
+        with torch.device("meta"), active(probe):
+            ids = torch.zeros((1, num_tokens), dtype=torch.int64)
+            model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
+        return probe
+
+    return dict(run(2).shapes), targets_of(config, model, run)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.attention.probe_attention import ProbeAttention
@@ -37,6 +38,7 @@ from worker.ranks.ranks import Ranks, is_divided
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, describe_division, move_weights
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
+from worker.startup.start_adapters import targets_of
 from worker.steps.host_pool import HostPool
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -56,6 +58,8 @@ class ReadyModel(Generic[AnyRunner]):
     backend: AttentionBackend
     toolkit: Toolkit | None
     """Our own kernels; None where torch computes all."""
+    adapter_targets: Targets
+    """The layers that adapters can update."""
     surgery: Surgery | None
     """The layers that our own kernels compute; None where torch computes all."""
 
@@ -82,8 +86,8 @@ def start_loaded(
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
-    layouts = _divide(whole_layout, ranks)
-    toolkit = _open_toolkit(config, device, loaded, stage)
+    layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
+    adapter_targets = _find_targets(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
     size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
@@ -91,7 +95,6 @@ def start_loaded(
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
-
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = _small_cache(device, whole_layout) if is_divided(ranks) else cache
     backend: AttentionBackend = RefAttention(whole_cache, device)
@@ -116,6 +119,7 @@ def start_loaded(
         runner=runner,
         backend=backend,
         toolkit=toolkit,
+        adapter_targets=adapter_targets,
         surgery=surgery,
     )
 
@@ -215,6 +219,11 @@ def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
     return CacheSize(
         num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
     )
+
+
+def _find_targets(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> Targets:
+    """Find what adapters can update, before any layer is replaced."""
+    return targets_of(config, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1))
 
 
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:

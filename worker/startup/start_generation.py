@@ -17,8 +17,9 @@ from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
 from worker.speculation.unsupported import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import ModelKind, load_model
+from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
+from worker.startup.start_adapters import open_adapters
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
@@ -29,8 +30,11 @@ def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
-    ready = load_generator(config, kind, device, stage, ranks)
-    facts = ready.facts
+    loaded = load_model(config, kind, device, stage, ranks)
+    ready = start_generator(config, loaded, device, stage)
+    cache_bytes = ready.facts.kv_cache_bytes
+    adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
+    facts = replace(ready.facts, adapters=adapter_facts)
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
     )
@@ -67,6 +71,8 @@ def start_generating(
         steps=steps,
         sampler=sampler,
     )
+    if adapters is not None:
+        generation.adapt(adapters)
     if facts.max_drafts:
         generation.speculate(Drafter(config.speculation))
     return facts, generation
@@ -86,7 +92,13 @@ def load_generator(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks = ALONE
 ) -> ReadyModel[ModelRunner]:
     """Load the model with its cache, without a sampler. Raises StartupError."""
-    loaded = load_model(config, kind, device, stage, ranks)
-    runner = (ModelRunner if ranks.stage.is_last else StageRunner)(loaded.model, loaded.vocab_size)
+    return start_generator(config, load_model(config, kind, device, stage, ranks), device, stage)
+
+
+def start_generator(
+    config: WorkerConfig, loaded: LoadedModel, device: Device, stage: LoadStage
+) -> ReadyModel[ModelRunner]:
+    """Give a loaded model its cache and kernels. Raises StartupError."""
+    runner = (ModelRunner if loaded.ranks.stage.is_last else StageRunner)(loaded.model, loaded.vocab_size)
     reserved = kernels_of(device).reserve(config, loaded)
     return start_loaded(config, device, stage, loaded, runner, reserve=reserved)

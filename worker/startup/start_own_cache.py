@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker.adapters.adapter_store import AdapterStore
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
@@ -25,6 +26,7 @@ from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampler import Sampler
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.self_check import TOLERANCE, refusing, relative_error
+from worker.startup.start_adapters import open_adapters, targets_of
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -74,6 +76,9 @@ def start_with_own_caches(
         log.info("%s", line)
     stage.enter(LoadPhase.MEASURING)
     way, sizes, _ = find_way(model, loaded, refused)
+    targets = targets_of(
+        config, loaded.model, lambda num: model.compute([0] * num, SequenceCache(), way, num_logits=1)
+    )
 
     def run_largest_step() -> None:
         longest = min(config.max_model_len or loaded.checkpoint_len, loaded.checkpoint_len)
@@ -90,7 +95,9 @@ def start_with_own_caches(
         way.value,
     )
     facts = _facts(config, device, loaded, sizes, size)
-    return facts, _steps(config, device, model, way, facts)
+    adapters, adapter_facts = open_adapters(config, loaded, targets, cache_bytes=facts.kv_cache_bytes)
+    facts = replace(facts, adapters=adapter_facts)
+    return facts, _steps(config, device, model, way, facts, adapters)
 
 
 def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> WayFound:
@@ -189,7 +196,12 @@ def _facts(
 
 
 def _steps(
-    config: WorkerConfig, device: Device, model: OwnCacheModel, way: Way, facts: ModelFacts
+    config: WorkerConfig,
+    device: Device,
+    model: OwnCacheModel,
+    way: Way,
+    facts: ModelFacts,
+    adapters: AdapterStore | None,
 ) -> OwnCacheSteps:
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
@@ -202,9 +214,8 @@ def _steps(
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
     )
-    return OwnCacheSteps(
-        model, way, CacheTable(rows, sampler, way, facts.vocab_size), sampler, facts.vocab_size
-    )
+    table = CacheTable(rows, sampler, way, facts.vocab_size, adapters)
+    return OwnCacheSteps(model, way, table, sampler, facts.vocab_size)
 
 
 def _refuse_useless_options(config: WorkerConfig, refused: str) -> None:

@@ -11,10 +11,13 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
+import msgspec
 import torch
 import transformers
 
+from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, read_adapter
 from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
@@ -24,8 +27,9 @@ from worker.memory_sizes import check_host_memory, check_weights_fit, format_siz
 from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
+from worker.startup.start_adapters import refuse_adapters
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import FamilyRefused, StartupError
+from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError
 
 
 def survey(config: WorkerConfig) -> Iterator[Finding]:
@@ -44,8 +48,9 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         if not kind.is_encoder:
             topic = "kernels"
             yield kernels_of(device).foresee(config, device, _dtype(config, kind))
+        refuse_adapters(config, kind, device)
         topic = "memory"
-        yield _look_at_memory(config, kind, device)
+        yield from _look_at_memory(config, kind, device)
     except StartupError as error:
         yield Finding(topic=topic, verdict=Verdict.FAULT, what=error.what, fix=error.fix)
 
@@ -62,7 +67,7 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
     return named
 
 
-def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
+def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Iterator[Finding]:
     num_weight_bytes = weight_bytes(config, kind, device)
     weights = f"weights {format_size(num_weight_bytes)}"
     if config.num_engines > 1:
@@ -73,26 +78,54 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Fi
         weights += f", divided among {num_processes} ranks"
     refuse_ranks(config, kind, device)
     if kind.task is not Task.GENERATE or kind.is_encoder:
-        return _fine("memory", f"{weights}; not looked at: what a step takes")
+        yield _fine("memory", f"{weights}; not looked at: what a step takes")
+        return
     try:
         found = forecast(config, kind, device, num_weight_bytes)
     except CannotForesee:
-        return Finding(
+        yield Finding(
             topic="memory",
             verdict=Verdict.WARNING,
             what=f"{weights}; how much KV cache fits is not known without loading this family",
             fix="start the server: it measures, and says what does not fit",
         )
+        return
     except FamilyRefused as refused:
         if kind.is_encoder:
             raise
-        return Finding(
+        yield Finding(
             topic="memory",
             verdict=Verdict.WARNING,
             what=f"{weights}; {refused.what}: sequences will be computed one after the other, if at all",
             fix="expect a fraction of the speed, or serve a model of another family (docs/models.md)",
         )
-    return _judge(config, weights, found)
+        return
+    yield _judge(config, weights, found)
+    yield from _look_at_adapters(config, found)
+
+
+def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding]:
+    """Read the adapters of the command line, and forecast how much memory they all may take."""
+    limits = config.adapter_limits
+    if not limits.max_in_step:
+        return
+    targets = found.adapter_targets
+    max_bytes = targets.num_numbers(limits.max_rank) * FILE_BYTES_OF_A_NUMBER
+    for adapter in config.adapters:
+        try:
+            targets.check(read_adapter(Path(adapter.folder), max_bytes=max_bytes), max_rank=limits.max_rank)
+        except AdapterRefused as refusal:
+            yield Finding(
+                topic="adapters",
+                verdict=Verdict.FAULT,
+                what=f"adapter {adapter.name} in {adapter.folder}: {refusal}",
+                fix="correct it, or leave it out of --lora-modules",
+            )
+    yield _fine(
+        "adapters",
+        f"{len(targets.sizes)} layers can be updated; up to {limits.max_in_memory} adapters of rank "
+        f"{limits.max_rank} in memory, {format_size(found.adapter_bytes)} beside the KV cache",
+    )
 
 
 def _refuse_so_many_engines(config: WorkerConfig, device: Device, num_weight_bytes: int) -> None:
@@ -137,5 +170,5 @@ def _fine(topic: str, what: str) -> Finding:
 
 
 if __name__ == "__main__":
-    for each in survey(WorkerConfig(**json.load(sys.stdin))):
+    for each in survey(msgspec.convert(json.load(sys.stdin), WorkerConfig)):
         print(json.dumps(asdict(each)), flush=True)

@@ -25,6 +25,7 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
+from worker.adapters.adapter_store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
@@ -33,7 +34,7 @@ from worker.steps.host_pool import HostPool
 from worker.steps.model_runner import StepRunner
 from worker.steps.prompt_logprobs import PromptReport, PromptScorer
 from worker.steps.row_table import RowTable
-from worker.steps.sequence_table import apply_changes
+from worker.steps.sequence_table import add_row, apply_changes
 from worker.steps.step_inputs import StepInputs, build_inputs, check_new_sequence
 from worker.steps.step_protocol import ComputedStep, LaunchedStep, naming_out_of_memory
 from worker.worker_config import ModelFacts
@@ -58,6 +59,7 @@ class GenerationSteps:
         self._steps = steps
         self._sampler = sampler
         self._drafter: Drafter | None = None
+        self.adapters: AdapterStore | None = None
         self._vocab_size = facts.vocab_size
         self._prompt_logprobs = PromptScorer(facts.vocab_size)
         self._works_ahead = facts.runs_ahead
@@ -68,6 +70,11 @@ class GenerationSteps:
         assert not self._works_ahead
         self._drafter = drafter
 
+    def adapt(self, adapters: AdapterStore) -> None:
+        """Compute with adapters from now on; only where a launch computes at once."""
+        assert not self._works_ahead
+        self.adapters = adapters
+
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         """See SequenceTable."""
         return self._host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
@@ -75,7 +82,7 @@ class GenerationSteps:
     def add(self, new: NewSequence) -> None:
         """See SequenceTable."""
         check_new_sequence(new, self._vocab_size)
-        row = self.rows.add(new)
+        row = add_row(self.rows, self.adapters, new)
         self._prompt_logprobs.add(new)
         self._sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
         if self._drafter is not None:
@@ -88,6 +95,8 @@ class GenerationSteps:
         if row is not None:
             if self._drafter is not None:
                 self._drafter.remove(row, self.rows.tokens_of(row))
+            if self.adapters is not None:
+                self.adapters.unseat(row)
             self.rows.release(sequence_id)
             self._sampler.remove_row(row)
 
@@ -178,6 +187,8 @@ class GenerationSteps:
 
     def _compute(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         """Compute the logits of the tokens that sample, and log-probabilities of prompts if asked."""
+        if self.adapters is not None:
+            self.adapters.begin_step(inputs.rows_T)
         wanted = self._prompt_logprobs.wanted(inputs.shares, self.rows)
         if not wanted:
             return self._steps.compute(inputs), PromptReport()

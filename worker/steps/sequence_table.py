@@ -7,6 +7,7 @@ Never: decides; a plan that is wrong about one sequence fails that sequence.
 from typing import Protocol
 
 from scheduler.messages import BlockId, NewSequence, SchedulerOutput, SequenceId
+from worker.adapters.adapter_store import AdapterStore
 from worker.steps.row_table import RowTable
 from worker.worker_errors import SequenceRefused
 
@@ -45,6 +46,20 @@ def apply_changes(plan: SchedulerOutput, table: SequenceTable, failures: dict[Se
             table.rows.grow(sequence_id, block_ids)
         except SequenceRefused as error:
             failures.setdefault(sequence_id, str(error))
+
+
+def add_row(rows: RowTable, adapters: AdapterStore | None, new: NewSequence) -> int:
+    """Give a sequence a row, and the row its adapter. Raises SequenceRefused and changes nothing."""
+    if adapters is None and new.adapter:
+        raise SequenceRefused(f"adapter {new.adapter}: this model is computed without adapters")
+    row = rows.add(new)
+    if adapters is not None:
+        try:
+            adapters.seat(row, new.adapter)
+        except SequenceRefused:
+            rows.release(new.sequence_id)
+            raise
+    return row
 
 
 def _check_copied(new: NewSequence, lost_blocks: dict[BlockId, str]) -> None:

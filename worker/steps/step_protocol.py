@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from worker.adapters.adapter_store import AdapterStore
 from worker.devices.device import Device
 from worker.worker_errors import StepOutOfMemory
 
@@ -27,6 +28,9 @@ class LaunchedStep(Protocol):
 
 class Steps(Protocol):
     """Plans of one loaded model, launched one after another."""
+
+    adapters: AdapterStore | None
+    """The adapters that sequences may have; None: the steps compute none."""
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Ask the device for a step. An error in one sequence fails that sequence; the others go on.

@@ -249,10 +249,16 @@ function seconds(ms) { return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000
 
 // The start.
 
+function offerModels(names) {
+  byId("model").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name })));
+  byId("model-choice").hidden = names.length < 2;
+  state.model = names[0] || "";
+}
+
 async function findModel() {
   try {
     const listed = await (await ask("/v1/models")).json();
-    state.model = listed.data?.[0]?.id || "";
+    offerModels((listed.data || []).filter((each, place) => !place || each.parent).map((each) => each.id));
   } catch (error) {
     if (error.status === 401) { state.needsKey = true; drawAll(); return; }
     if (error.status === 404) {
@@ -268,6 +274,10 @@ export function startChat() {
   drawAll();
   findModel();
   document.addEventListener("key", findModel);
+  byId("model").addEventListener("change", () => {
+    state.model = byId("model").value;
+    if (!state.turns.length) drawAll();
+  });
   const prompt = byId("prompt");
   const grow = () => { prompt.style.height = "auto"; prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 260)}px`; };
   prompt.addEventListener("input", grow);

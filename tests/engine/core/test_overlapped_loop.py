@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from engine.core.checked_worker import CheckedWorker
-from engine.core.loop import EngineLoop, WorkerBroken
+from engine.core.loop import BesideSteps, EngineLoop, WorkerBroken
 from engine.core.process import scheduler_config
 from engine.core.step_trace import StepTrace
 from engine.options.engine_config import resolve
@@ -91,7 +91,7 @@ def test_a_request_that_comes_while_a_stage_is_idle_is_launched_before_the_resul
 
     device = Device(desk)
     scheduler = Scheduler(small_config(max_plans_in_flight=3, num_blocks=32, num_stages=2))
-    loop = EngineLoop(scheduler, device, desk, lambda: desk.now_s, has_result=has_result)
+    loop = EngineLoop(scheduler, device, desk, lambda: desk.now_s, beside=BesideSteps(has_result=has_result))
     loop.turn()
     num_beats = len(desk.beats())
     loop.turn()

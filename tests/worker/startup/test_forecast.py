@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, make_checkpoint
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
@@ -13,7 +14,7 @@ from worker.startup.forecast import forecast, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey
 from worker.worker import Worker
-from worker.worker_config import WorkerConfig
+from worker.worker_config import AdapterFolder, AdapterLimits, WorkerConfig
 from worker.worker_errors import StartupError
 
 KV_CACHE_BYTES = 4 << 20
@@ -95,3 +96,20 @@ def test_damaged_weights_are_found_without_being_loaded(tiny_model: Path, tmp_pa
     *_, last = survey(config_of(folder))
     assert (last.topic, last.verdict) == ("weights", "fault")
     assert "its header promises" in last.what
+
+
+def test_adapters_are_read_and_what_they_may_take_is_what_loading_allows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    limits = AdapterLimits(max_in_step=2, max_in_memory=3, max_rank=8)
+    good = AdapterFolder("good", str(write_adapter(tmp_path / "good", tiny_model)))
+    bad = AdapterFolder("bad", str(write_adapter(tmp_path / "bad", tiny_model, rank=9)))
+    *_, last = survey(config_of(tiny_model, adapter_limits=limits, adapters=(good,)))
+    assert (last.topic, last.verdict) == ("adapters", "ok")
+    assert "21 layers can be updated; up to 3 adapters of rank 8 in memory" in last.what
+    found = list(survey(config_of(tiny_model, adapter_limits=limits, adapters=(good, bad))))
+    (fault,) = [each for each in found if each.verdict is Verdict.FAULT]
+    assert "adapter bad in " in fault.what
+    assert "rank 9, and --max-lora-rank allows 8" in fault.what
+    divided = config_of(tiny_model, adapter_limits=limits, num_ranks=2)
+    assert "compute no adapters yet" in str([each.what for each in survey(divided)])

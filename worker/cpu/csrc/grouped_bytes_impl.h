@@ -67,6 +67,7 @@ inline void multiply_byte_blocks(const Product<T>& product, const Codes& codes, 
   const PackedWeight<T>& weight = product.weight;
   const int64_t size = weight.num_inputs, stride = size * Codes::kBytesPerInput;
   const int64_t scale_stride = size / weight.grouped.group_size * kColumns, num_runs = weight.num_runs();
+  fetch_updates<M, B>(product, row, block);
   Floats totals[M][B * kParts] = {};
   for_each_run(weight, block, [&](const Run& run) {
     Ints sums[M][B * kParts] = {};

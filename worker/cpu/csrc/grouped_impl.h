@@ -232,6 +232,7 @@ inline void multiply_grouped_blocks(const Product<T>& product, const Codes& code
   const int64_t size = weight.num_inputs, stride = size * Codes::kBytesPerInput;
   const int64_t scale_stride = size / weight.grouped.group_size * kColumns;
   Floats totals[M][B * kParts] = {};
+  fetch_updates<M, B>(product, row, block);
   for_each_run(weight, block, [&](const Run& run) {
     Floats sums[M][B * kParts];
     sum_run<M, B>(codes, weight.grouped.data + block * stride + run.first * Codes::kBytesPerInput, stride,

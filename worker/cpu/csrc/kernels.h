@@ -48,6 +48,36 @@ struct GroupedCodes {
   int64_t runs_in_group() const { return (group_size + kRunInputs - 1) / kRunInputs; }
 };
 
+// Half a block of outputs: where the part of `up` for them begins, and the ranks that they have numbers of.
+struct AdapterUnit {
+  int64_t offset;
+  int32_t begin;
+  int32_t end;
+};
+
+constexpr int kUnitColumns = 16;
+
+// The updates of one adapter for a weight, side by side: input @ down^T, each rank times its scale, @ up^T.
+template <typename T>
+struct AdapterSlot {
+  const T* down;             // [R, K]; null: this adapter has no update of this weight
+  const T* up;               // of each unit [end - begin, 16]
+  const AdapterUnit* units;  // [N / 16]
+  const float* scales;       // [R]
+  int64_t num_ranks;
+};
+
+struct StepAdapters {
+  const int32_t* slots;  // [T], -1 standing for no adapter; null: no token of the step has one
+};
+
+template <typename T>
+struct Adapters {
+  const StepAdapters* step;
+  const AdapterSlot<T>* slots;
+  int64_t max_ranks;  // of any slot
+};
+
 // A weight [N, K], packed as [N / 32][K / step][32][step], step being 2 for bf16 and 1 for float32; what is
 // missing to 32 columns is zero. With an activation, of each 32 columns the first 16 are gates and the others
 // the ups that they weigh.
@@ -64,10 +94,12 @@ struct PackedWeight {
   const float* scales;
   const int32_t* offsets;
   GroupedCodes grouped;  // instead of `data` and `bytes`
+  const Adapters<T>* adapters;  // or null
 
   bool takes_bytes() const { return bytes != nullptr || (grouped.data != nullptr && grouped.takes_bytes); }
   int64_t num_runs() const { return num_inputs / grouped.group_size * grouped.runs_in_group(); }
   int64_t num_blocks() const { return (num_outputs + kColumns - 1) / kColumns; }
+  bool is_adapted() const { return adapters != nullptr && adapters->step->slots != nullptr && adapters->max_ranks > 0; }
 };
 
 // x @ weight^T for all rows. Each output is summed in the order of K, however many rows there are: no row's
@@ -85,6 +117,7 @@ struct Product {
   const float* scales;   // [T]
   float multiplier = 1;  // of the sums, before the residual is added; not with an activation
   const float* run_sums = nullptr;  // [T, num_runs] of the input; read where grouped codes need them
+  const float* shrunk = nullptr;    // [T, max_ranks], as `shrink` makes them; null: the step has no adapters
 };
 
 // Memory for a product's input in another form.
@@ -94,6 +127,7 @@ struct Prepared {
   uint8_t* bytes;  // [T, K]
   float* scales;   // [T]
   float* run_sums;
+  float* shrunk;  // [T, max_ranks]
 };
 
 // x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension; with a bias, of x - mean(x), and plus bias.
@@ -193,12 +227,22 @@ int64_t attention_scratch_size(const Attention<T>& attention) {
   return keys * (heads.key_dim + heads.value_dim) + rows * (keys + heads.value_dim + 2);
 }
 
+// Ranks that are computed together: their sums share the loads of the row.
+constexpr int64_t kRanksTogether = 8;
+
+template <typename T>
+int64_t shrink_items(const PackedWeight<T>& weight) {
+  return (weight.adapters->max_ranks + kRanksTogether - 1) / kRanksTogether;
+}
+
 template <typename T>
 struct Kernels {
   // Rows [begin, end) of x [T, K] as whole numbers from 1 to 255, 128 standing for 0, times a scale for each row.
   void (*quantize)(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end);
   // Rows [begin, end) of a product's input as its grouped codes take it.
   void (*prepare)(const Product<T>&, const Prepared<T>&, int64_t begin, int64_t end);
+  // Items [begin, end) of T * shrink_items: some ranks of a row's input times the `down` of its adapter.
+  void (*shrink)(const Product<T>&, float* shrunk, int64_t begin, int64_t end);
   // Blocks [begin, end) of 32 columns.
   void (*multiply)(const Product<T>&, int64_t begin, int64_t end);
   // Rows [begin, end) of x [T, H]; `out` may be `x`.

@@ -263,5 +263,5 @@ void attend(const Attention<T>& attention, const AttentionTile& tile, float* scr
 
 template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {quantize<T>, prepare<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>};
+  return {quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>};
 }

@@ -21,6 +21,7 @@ Prepared<T> Engine::prepared(const PackedWeight<T>& weight, int64_t num_rows) {
     memory.bytes = bytes_.of<uint8_t>(num_rows * weight.num_inputs);
     memory.scales = scales_.of<float>(num_rows);
   }
+  if (weight.is_adapted()) memory.shrunk = shrunk_.of<float>(num_rows * weight.adapters->max_ranks);
   if (grouped.data == nullptr) return memory;
   if (grouped.permutation != nullptr) memory.permuted = permuted_.of<T>(num_rows * weight.num_inputs);
   if (grouped.needs_sums()) memory.run_sums = run_sums_.of<float>(num_rows * weight.num_runs());
@@ -38,6 +39,12 @@ template <typename T>
 void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
   const PackedWeight<T>& weight = product.weight;
   const Prepared<T> memory = prepared(weight, product.num_rows);
+  if (memory.shrunk != nullptr) {
+    product.shrunk = memory.shrunk;
+    phases.push_back({product.num_rows * shrink_items(weight), [this, product, memory](int64_t begin, int64_t end, int) {
+                        kernels<T>().shrink(product, memory.shrunk, begin, end);
+                      }});
+  }
   if (memory.permuted != nullptr || memory.bytes != nullptr || memory.run_sums != nullptr) {
     product.bytes = memory.bytes;
     product.scales = memory.scales;

@@ -117,7 +117,7 @@ class Engine {
   Reduce reduce_ = nullptr;
   void* context_ = nullptr;
   std::vector<AttentionTile> tiles_;
-  Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_;
+  Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_, shrunk_;
 };
 
 }  // namespace tokenyard

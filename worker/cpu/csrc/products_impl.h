@@ -144,10 +144,13 @@ inline void store_columns(Out* row, const T* residual, int64_t column, int64_t n
   for (int64_t i = 0; i < left; ++i) row[column + i] = edge[i];
 }
 
+#include "adapters_impl.h"
+
 template <typename T>
 inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Floats* sums) {
   const PackedWeight<T>& weight = product.weight;
   const int64_t width = weight.num_outputs;
+  if (product.shrunk != nullptr) add_update(product, row, block, sums);
   if (weight.bias != nullptr) {
     for (int part = 0; part < kParts; ++part) sums[part] += load(weight.bias + block * kColumns + part * kV);
   }
@@ -176,6 +179,7 @@ template <int M, int B, typename T>
 inline void multiply_blocks(const Product<T>& product, int64_t row, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   Floats sums[M][B * kParts];
+  fetch_updates<M, B>(product, row, block);
   const int64_t input = row * weight.num_inputs, stride = weight.num_inputs * kColumns;
   if (weight.bytes == nullptr) {
     multiply_tile<M, B>(product.input + input, weight.num_inputs, weight.data + block * stride, stride, sums);

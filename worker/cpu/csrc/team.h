@@ -29,7 +29,7 @@ struct Phase {
 
 class Team {
  public:
-  static constexpr size_t kMostPhases = 16;
+  static constexpr size_t kMostPhases = 24;
 
   explicit Team(int num_threads) : num_threads_(num_threads) {
     for (int thread = 1; thread < num_threads; ++thread) {

@@ -1,0 +1,50 @@
+"""Metrics of adapters: who runs and who waits with which, and which are in memory.
+
+Owns: vLLM's gauge that routers choose a server by, with running and waiting apart as the scheduler has them.
+Never: counts by itself: it says again what the last beat said.
+Source: vllm:lora_requests_info, as the inference gateway of Kubernetes reads it: its value is the time.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.process_messages import AdapterUse
+from engine.types import ServedAdapter
+
+
+class AdapterMetrics(Collector):
+    """The families, on a server that computes adapters."""
+
+    def __init__(self, max_adapters: int, served: Callable[[], tuple[ServedAdapter, ...]]) -> None:
+        self._max_adapters = max_adapters
+        self._served = served
+        self._use = AdapterUse()
+
+    def beat(self, use: AdapterUse | None) -> None:
+        """Take the use that the engine process reports."""
+        self._use = use or AdapterUse()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families."""
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        requests = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use; the time", labels=labels)
+        values = [str(self._max_adapters), _names(self._use.running), _names(self._use.waiting)]
+        requests.add_metric(values, time.time())
+        yield requests
+        in_memory = GaugeMetricFamily(
+            "tokenyard:adapter_in_memory",
+            "1: the adapter is in memory; 0: it is read when it is needed",
+            labels=["adapter", "rank"],
+        )
+        for adapter in self._served():
+            is_there = adapter.identity in self._use.resident
+            in_memory.add_metric([adapter.name, str(adapter.rank)], float(is_there))
+        yield in_memory
+
+
+def _names(identities: tuple[str, ...]) -> str:
+    """List names; an adapter that was loaded again while the older one runs is listed once."""
+    return ",".join(sorted({identity.rpartition("@")[0] for identity in identities}))

@@ -1,0 +1,157 @@
+"""Adapters seen from outside: chosen, reloaded under load, shared with nobody, counted."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from engine.options.engine_config import DEMO_MODEL
+from tests.adapters import write_adapter
+from tests.e2e.serving import RunningServer, running_server, wait_for
+
+PROMPT = "one two three four one two three four one two three four one two"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("start", "sql", "law"), 1):
+        write_adapter(root / name, DEMO_MODEL, seed=seed, rank=4, alpha=40)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    options = (
+        *("--lora-modules", f"start={folder / 'start'}", "--lora-directory", str(folder)),
+        *("--state-folder", str(tmp_path_factory.mktemp("state"))),
+        *("--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"),
+    )
+    with running_server(tmp_path_factory.mktemp("server"), *options) as server:
+        yield server
+
+
+def post(server: RunningServer, path: str, body: dict[str, object]) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def complete(server: RunningServer, model: str, **fields: object) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    reply = post(server, "/v1/completions", {**body, **fields})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["model"] == model
+    return reply.json()["choices"][0]["text"]
+
+
+def load(server: RunningServer, name: str, folder: str, **fields: object) -> httpx.Response:
+    return post(server, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, **fields})
+
+
+def test_each_name_answers_otherwise_and_always_the_same(server: RunningServer) -> None:
+    assert load(server, "sql", "sql").status_code == 200
+    assert load(server, "law", "law").status_code == 200
+    names = ("tokenyard-demo", "start", "sql", "law")
+    texts = {name: complete(server, name) for name in names}
+    assert len(set(texts.values())) == 4
+    for name in (*names, *reversed(names)):  # of three adapters two are in memory
+        assert complete(server, name) == texts[name]
+
+
+def test_a_reload_under_load_changes_no_token_of_those_that_run_and_every_one_of_those_after(
+    server: RunningServer, folder: Path
+) -> None:
+    shutil.copytree(folder / "sql", folder / "tuned")
+    assert load(server, "tuned", "tuned").status_code == 200
+    old = complete(server, "tuned", max_tokens=300)
+
+    async def run() -> tuple[str, str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = {"model": "tuned", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "stream": True}
+            running = ""
+            async with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
+                events = reply.aiter_lines()
+                async for line in events:
+                    if line.startswith("data: {"):
+                        running += json.loads(line[6:])["choices"][0]["text"]
+                        break
+                shutil.copytree(folder / "law", folder / "tuned", dirs_exist_ok=True)
+                again = {"lora_name": "tuned", "lora_path": "tuned", "load_inplace": True}
+                assert (await client.post("/v1/load_lora_adapter", json=again)).status_code == 200
+                body |= {"stream": False, "ignore_eos": True}
+                after = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+                async for line in events:
+                    if line.startswith("data: {"):
+                        running += "".join(each["text"] for each in json.loads(line[6:])["choices"])
+            return running, after
+
+    running, after = asyncio.run(run())
+    assert running == old
+    assert after == complete(server, "law", max_tokens=300)
+    assert after != old
+
+
+def test_prefixes_never_cross(server: RunningServer) -> None:
+    def cached(model: str) -> int:
+        body = {"model": model, "prompt": PROMPT * 9, "max_tokens": 1}
+        usage = post(server, "/v1/completions", body).json()["usage"]
+        return (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
+
+    assert [cached("start"), cached("tokenyard-demo"), cached("sql")] == [0, 0, 0]
+    assert min(cached("start"), cached("tokenyard-demo"), cached("sql")) > 0
+
+
+def test_a_line_of_a_batch_chooses_by_model_too(server: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    lines = []
+    for model in ("start", "tokenyard-demo"):
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        line = {"custom_id": model, "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(line))
+    data = ("lines.jsonl", "\n".join(lines).encode())
+    file_id = client.files.create(file=data, purpose="batch").id
+    batch_id = client.batches.create(
+        input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+    ).id
+    wait_for(lambda: client.batches.retrieve(batch_id).status == "completed", within_s=60.0)
+    output = client.files.content(client.batches.retrieve(batch_id).output_file_id).text
+    for line in map(json.loads, output.splitlines()):
+        found = line["response"]["body"]["choices"][0]["text"]
+        assert found == complete(server, line["custom_id"])
+
+
+def test_the_gauges_name_who_runs_and_who_is_in_memory(server: RunningServer) -> None:
+    assert load(server, "seen", "law").status_code == 200
+    complete(server, "seen")
+    found = '{adapter="seen",rank="4"}'
+    wait_for(lambda: server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1, within_s=5.0)
+    page = httpx.get(f"{server.url}/metrics").text
+    assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in page
+
+
+def test_a_new_engine_process_has_the_adapters_of_the_one_before(server: RunningServer) -> None:
+    assert load(server, "kept", "sql").status_code == 200
+    texts = {name: complete(server, name) for name in ("kept", "start")}
+    pid = server.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: server.engine_pid not in (None, pid), within_s=30.0)
+    wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, within_s=60.0)
+    assert {name: complete(server, name) for name in texts} == texts
+
+
+def test_what_is_refused_stays_out(server: RunningServer, folder: Path) -> None:
+    write_adapter(folder / "dora", DEMO_MODEL, use_dora=True)
+    reply = load(server, "dora", "dora")
+    assert reply.status_code == 400
+    assert "use_dora is set, which is not computed" in reply.json()["error"]["message"]
+    assert load(server, "x", "../start").status_code == 400
+    assert post(server, "/v1/completions", {"model": "dora", "prompt": "x"}).status_code == 404
+    assert post(server, "/v1/unload_lora_adapter", {"lora_name": "law"}).status_code == 200
+    assert post(server, "/v1/completions", {"model": "law", "prompt": "x"}).status_code == 404

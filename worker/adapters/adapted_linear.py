@@ -1,0 +1,124 @@
+"""Adapters of a step in plain torch: the adapter of each token, and linear layers that add its updates.
+
+Owns: the slots of the tokens of the step under way, and the product of every linear layer that no kernel
+computes; it defines what is right.
+Never: reads adapters (adapter_files.py), or chooses their slots (adapter_store.py).
+
+Shapes: T tokens, R ranks, N outputs and K inputs of a layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from worker.adapters.adapter_files import LowRank
+from worker.worker_errors import WorkerError
+
+NO_SLOT = -1
+"""The slot of a token without an adapter."""
+
+
+class SlotTokens(NamedTuple):
+    """The tokens of a step that have the adapter of one slot."""
+
+    slot: int
+    tokens: Tensor | None
+    """Their places among the T; None: all."""
+
+
+class StepAdapters:
+    """The slot of each token of the step under way."""
+
+    def __init__(self) -> None:
+        self.groups: tuple[SlotTokens, ...] = ()
+        """Empty: no token of the step has an adapter."""
+        self.num_tokens = 0
+        self.address = np.zeros(1, np.uint64)
+        """Address of the slots [T], int32, for kernels; 0: no token has an adapter. It stays in its place."""
+        self._slots_T: NDArray[np.int32] | None = None
+
+    def begin(self, slots_T: NDArray[np.int32]) -> None:
+        """Take the slots of a step."""
+        found = np.unique(slots_T)
+        found = found[found != NO_SLOT]
+        self.num_tokens = len(slots_T)
+        self._slots_T = np.ascontiguousarray(slots_T) if len(found) else None
+        self.address[0] = 0 if self._slots_T is None else self._slots_T.ctypes.data
+        self.groups = tuple(
+            SlotTokens(int(slot), torch.from_numpy(np.flatnonzero(slots_T == slot))) for slot in found
+        )
+
+    def begin_alone(self, slot: int) -> None:
+        """Take one slot for all tokens, however many there are."""
+        self._slots_T = None
+        self.address[0] = 0
+        self.groups = () if slot == NO_SLOT else (SlotTokens(slot, None),)
+
+
+class AdaptablePart(Protocol):
+    """A part of the model that computes with updates of its modules."""
+
+    def adapted_names(self) -> tuple[str, ...]:
+        """Name the modules, as they were called before layers were replaced."""
+
+    def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
+        """Take the updates of an adapter, as far as they are of its modules."""
+
+    def clear(self, slot: int) -> None:
+        """Give the updates of a slot up."""
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with updates. See AdaptablePart."""
+
+    def __init__(self, name: str, inner: nn.Module, step: StepAdapters) -> None:
+        super().__init__()
+        self.name = name
+        self.inner = inner
+        self._step = step
+        self._updates: dict[int, LowRank] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the layer itself has: some models ask a layer for its weight's dtype."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def adapted_names(self) -> tuple[str, ...]:
+        """See AdaptablePart."""
+        return (self.name,)
+
+    def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
+        """See AdaptablePart."""
+        if self.name in updates:
+            self._updates[slot] = updates[self.name]
+
+    def clear(self, slot: int) -> None:
+        """See AdaptablePart."""
+        self._updates.pop(slot, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply [..., K] to [..., N]."""
+        product: Tensor = self.inner(x)
+        for slot, tokens in self._step.groups:
+            update = self._updates.get(slot)
+            if update is None:
+                continue
+            if tokens is None:
+                product = product + _compute(update, x).to(product.dtype)
+                continue
+            rows, sums = x.reshape(-1, x.shape[-1]), product.reshape(-1, product.shape[-1])
+            if len(rows) != self._step.num_tokens:
+                raise WorkerError(f"{self.name} is given {len(rows)} of {self._step.num_tokens} tokens")
+            sums[tokens] += _compute(update, rows[tokens]).to(sums.dtype)
+            product = sums.view(product.shape)
+        return product
+
+
+def _compute(update: LowRank, x: Tensor) -> Tensor:
+    return (x @ update.down_RK.t().to(x.dtype)) @ update.up_NR.t().to(x.dtype) * update.scale

@@ -1,0 +1,210 @@
+"""The settings of an adapter, as peft writes them in adapter_config.json.
+
+Owns: the meaning of each key, and the refusal by name of every key that would change the result otherwise.
+Never: reads files (adapter_files.py), or runs a pattern in an engine that can take exponential time.
+Source: LoraConfig of peft 0.21 and its matching of target modules; low-rank updates, arXiv:2106.09685.
+"""
+
+import re
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+from worker.worker_errors import AdapterRefused
+
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_MAX_PATTERN_CHARS = 4096
+_MAX_WORDS = 4096
+_LAYER = re.compile(r".*\.[^.]*\.(\d+)\.")
+_ALL = "all-linear"
+
+# Keys that say where an adapter comes from or how it was trained, and nothing about its result.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version"),
+        *("revision", "task_type", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "fan_in_fan_out"),
+        *("velora_config", "ensure_weight_tying"),
+    }
+)
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "bias"),
+        *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+    }
+)
+# Beginnings that change the base's weights: the update alone would be added to the wrong ones.
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class NamePattern:
+    """A word that ends a module's name at a dot, or a regular expression for the whole name."""
+
+    def __init__(self, text: str, *, key: str) -> None:
+        """Raises AdapterRefused for an expression that cannot be run in linear time."""
+        self._word = text if _WORD.fullmatch(text) else None
+        self._expression: SchemaValidator | None = None
+        if self._word is None:
+            self._expression = _compile(rf"^(?:(?:.*\.)?(?:{text}))$", text, key)
+
+    def ends(self, name: str) -> bool:
+        """Tell whether it matches the name, or its end behind a dot."""
+        if self._expression is None:
+            return name == self._word or name.endswith(f".{self._word}")
+        return _accepts(self._expression, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """Settings of one adapter, of which every key is known."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    targets: "tuple[NamePattern, ...] | SchemaValidator | None"
+    """Words, or one expression for whole names; None: all linear layers."""
+    excluded: "tuple[NamePattern, ...] | SchemaValidator"
+    layers: frozenset[int] | None
+    layer_words: tuple[str, ...]
+    """Names of the lists that the numbers of `layers` count in; none: any list."""
+    ranks: tuple[tuple[NamePattern, int], ...]
+    alphas: tuple[tuple[NamePattern, float], ...]
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's update."""
+        return next((rank for pattern, rank in self.ranks if pattern.ends(module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's update."""
+        alpha = next((alpha for pattern, alpha in self.alphas if pattern.ends(module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (sqrt(rank) if self.is_rank_stabilized else rank)
+
+    def include(self, module: str) -> bool:
+        """Tell whether the adapter is meant to have an update for a module of this name."""
+        if _matches(self.excluded, module):
+            return False
+        if self.targets is None:
+            return True
+        if not _matches(self.targets, module):
+            return False
+        return self.layers is None or isinstance(self.targets, SchemaValidator) or self._counts(module)
+
+    def _counts(self, module: str) -> bool:
+        found = _LAYER.match(module)
+        for word in self.layer_words:
+            found = re.match(rf".*\.{re.escape(word)}\.(\d+)\.", module)
+            if found is not None:
+                break
+        return found is not None and self.layers is not None and int(found.group(1)) in self.layers
+
+
+def read_settings(config: dict[str, Any]) -> AdapterSettings:
+    """Check and read the parsed JSON. Raises AdapterRefused, which names the key."""
+    if config.get("peft_type") != "LORA":
+        raise AdapterRefused(f"peft_type is {config.get('peft_type')!r}, and only LORA is computed")
+    for key, value in config.items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, [], {}):
+            raise AdapterRefused(f"{key} is set, which is not computed")
+    _refuse_changes_of_the_base(config)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    return AdapterSettings(
+        rank=_rank(rank, "r"),
+        alpha=_number(alpha, "lora_alpha"),
+        is_rank_stabilized=bool(config.get("use_rslora")),
+        targets=None
+        if config.get("target_modules") == _ALL
+        else _patterns(config.get("target_modules"), "target_modules"),
+        excluded=_patterns(config.get("exclude_modules") or [], "exclude_modules"),
+        layers=_layers(config.get("layers_to_transform")),
+        layer_words=_layer_words(config.get("layers_pattern")),
+        ranks=tuple(
+            (NamePattern(text, key="rank_pattern"), _rank(value, "rank_pattern"))
+            for text, value in _mapping(config, "rank_pattern")
+        ),
+        alphas=tuple(
+            (NamePattern(text, key="alpha_pattern"), _number(value, "alpha_pattern"))
+            for text, value in _mapping(config, "alpha_pattern")
+        ),
+    )
+
+
+def _refuse_changes_of_the_base(config: dict[str, Any]) -> None:
+    if config.get("bias", "none") != "none":
+        raise AdapterRefused(f"bias is {config['bias']!r}: trained biases are not computed")
+    begin = config.get("init_lora_weights")
+    if isinstance(begin, str) and begin.lower().startswith(_CHANGING_THE_BASE):
+        raise AdapterRefused(
+            f"init_lora_weights is {begin!r}, which changes the base's weights; convert it to a plain adapter"
+        )
+
+
+def _patterns(value: object, key: str) -> tuple[NamePattern, ...] | SchemaValidator:
+    if isinstance(value, str):
+        return _compile(rf"^(?:{value})$", value, key)
+    if not isinstance(value, list) or len(value) > _MAX_WORDS:
+        raise AdapterRefused(f"{key} is neither a list of names nor a pattern")
+    for word in value:
+        if not isinstance(word, str) or not _WORD.fullmatch(word):
+            raise AdapterRefused(f"{key} holds {str(word)[:80]!r}, which is no name of a module")
+    return tuple(NamePattern(word, key=key) for word in value)
+
+
+def _matches(patterns: tuple[NamePattern, ...] | SchemaValidator, module: str) -> bool:
+    if isinstance(patterns, SchemaValidator):
+        return _accepts(patterns, module)
+    return any(pattern.ends(module) for pattern in patterns)
+
+
+def _compile(expression: str, text: str, key: str) -> SchemaValidator:
+    """Compile for Rust's engine, which takes linear time. Raises AdapterRefused."""
+    if len(text) > _MAX_PATTERN_CHARS:
+        raise AdapterRefused(f"{key} has a pattern of {len(text)} characters")
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=expression, regex_engine="rust-regex"))
+    except SchemaError as error:
+        raise AdapterRefused(
+            f"{key} has the pattern {text[:80]!r}, which needs look-around or is no regular expression; "
+            "list the names of the modules instead"
+        ) from error
+
+
+def _accepts(expression: SchemaValidator, name: str) -> bool:
+    return bool(expression.isinstance_python(name))
+
+
+def _mapping(config: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    found = config.get(key) or {}
+    if not isinstance(found, dict) or len(found) > _MAX_WORDS:
+        raise AdapterRefused(f"{key} is not a mapping of names")
+    return list(found.items())
+
+
+def _rank(value: object, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**20:
+        raise AdapterRefused(f"{key} holds {str(value)[:80]!r}, which is no rank")
+    return value
+
+
+def _number(value: object, key: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise AdapterRefused(f"{key} holds {str(value)[:80]!r}, which is no number")
+    return float(value)
+
+
+def _layers(value: object) -> frozenset[int] | None:
+    numbers = [value] if isinstance(value, int) else value
+    if numbers is None or numbers == []:
+        return None
+    if not isinstance(numbers, list) or not all(isinstance(each, int) for each in numbers):
+        raise AdapterRefused("layers_to_transform is no list of numbers")
+    return frozenset(numbers)
+
+
+def _layer_words(value: object) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else value or []
+    if not isinstance(words, list) or not all(isinstance(each, str) for each in words):
+        raise AdapterRefused("layers_pattern is no list of names")
+    return tuple(words)
