@@ -11,6 +11,7 @@ using Floats = float __attribute__((vector_size(4 * TOKENYARD_LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * TOKENYARD_LANES)));
 using Words = uint32_t __attribute__((vector_size(4 * TOKENYARD_LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * TOKENYARD_LANES)));
+using Bytes = int8_t __attribute__((vector_size(TOKENYARD_LANES)));
 
 #if TOKENYARD_LANES == 16
 constexpr Ints kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -32,6 +33,32 @@ inline Floats load(const Bf16* from) {
   Halves raw;
   __builtin_memcpy(&raw, from, sizeof raw);
   return (Floats)(__builtin_convertvector(raw, Words) << 16);
+}
+
+#if TOKENYARD_LANES == 16
+inline Floats load_half(const uint16_t* from) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+#elif TOKENYARD_LANES == 8
+inline Floats load_half(const uint16_t* from) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+#else
+// Numbers of 16 bits with 5 bits of exponent, all of them finite: 2^112 brings their exponents to where they belong,
+// those of subnormal numbers too.
+inline Floats load_half(const uint16_t* from) {
+  Halves raw;
+  __builtin_memcpy(&raw, from, sizeof raw);
+  const Words bits = __builtin_convertvector(raw, Words);
+  const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+  return (Floats)((Words)size | (bits & 0x8000) << 16);
+}
+#endif
+
+inline Floats load_bytes(const int8_t* from) {
+  Bytes raw;
+  __builtin_memcpy(&raw, from, sizeof raw);
+  return __builtin_convertvector(__builtin_convertvector(raw, Ints), Floats);
 }
 
 inline void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
