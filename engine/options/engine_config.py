@@ -6,7 +6,7 @@ Never: downloads, measures memory (the worker does), or opens a port (server/htt
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -31,6 +31,7 @@ from scheduler.config import (
 from scheduler.messages import TimeLimits
 from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
+from worker.checkpoint.overrides import config_overrides, generation_overrides
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -162,6 +163,9 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         worker=WorkerConfig(
             model_path=str(folder),
             checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
+            chat_template_file=_chat_template(options.chat_template),
+            sampling_overrides=_overrides(generation_overrides, options.override_generation_config),
+            config_overrides=_overrides(config_overrides, options.hf_overrides),
             task=options.task,
             dtype=options.dtype,
             device=options.device,
@@ -182,8 +186,23 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             activations=options.activations,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
+            num_stages=options.pipeline_parallel_size,
         ),
     )
+
+
+def _chat_template(path: str | None) -> str | None:
+    if path is not None and not Path(path).is_file():
+        raise OptionError(f"--chat-template {path}", "there is no such file", "name a file of Jinja text")
+    return None if path is None else str(Path(path).absolute())
+
+
+def _overrides(read: Callable[[str | None], dict[str, Any]], text: str | None) -> dict[str, Any]:
+    try:
+        return read(text)
+    except StartupError as error:
+        flag, _, why = error.what.partition(" ")
+        raise OptionError(flag, why, error.fix) from error
 
 
 def _scheduler_options(options: Options) -> SchedulerOptions:

@@ -118,7 +118,7 @@ def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
         numbers_UK = found.view(_DTYPES[grouped.kind]).float()
     numbers_UGS = numbers_UK.view(len(indices_U), -1, int(grouped.group_size))
     scales, offsets = numbers
-    scales_UG = scales.rows(block_U, column_U)
+    scales_UG: Tensor | None = scales.rows(block_U, column_U)
     assert scales_UG is not None
     numbers_UGS = numbers_UGS * scales_UG.unsqueeze(2)
     offsets_UG = offsets.rows(block_U, column_U, scales_UG)

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
@@ -43,6 +44,7 @@ from worker.checkpoint.checkpoint_files import (
 )
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
+from worker.checkpoint.overrides import merged
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.memory_sizes import WeightBytes
@@ -52,7 +54,7 @@ from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import Rules
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.startup.quantized_loading import (
     QuantizedModules,
     arguments_of,
@@ -94,6 +96,8 @@ class ModelKind:
     """Rules of a checkpoint whose weights were rounded before; None: they are plain."""
     is_encoder: bool
     """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
+    has_overrides: bool = False
+    """The operator has changed `checkpoint_config`: it is not the file's."""
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
 
@@ -124,7 +128,7 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     folder = find_checkpoint(config.model_path)
     if config.checksums_file is not None:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
-    checkpoint_config = read_json(folder / "config.json")
+    checkpoint_config = merged(read_json(folder / "config.json"), config.config_overrides)
     task = choose_task(config.task, folder, checkpoint_config)
     return ModelKind(
         folder=folder,
@@ -132,7 +136,15 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         task=task,
         quantization=_read_quantization(checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
+        has_overrides=bool(config.config_overrides),
     )
+
+
+def model_config_of(kind: ModelKind) -> Any:
+    """Make transformers' configuration of a checkpoint, with the operator's values in it."""
+    if not kind.has_overrides:
+        return AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    return CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
 
 
 def load_model(
@@ -143,7 +155,7 @@ def load_model(
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
     refuse_codes(kind, device)
     folder = kind.folder
-    sampling = default_sampling(folder)
+    sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
     weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
     left_bytes = device.check_weights(weights)
@@ -154,7 +166,7 @@ def load_model(
         model = _build(kind, config.dtype, modules, read_state(files))
         if modules is not None:
             modules.fill(model, device.torch_device)
-        if ranks.size == 1:
+        if not is_divided(ranks):
             move_weights(model, device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
@@ -220,19 +232,20 @@ def refuse_codes(kind: ModelKind, device: Device) -> None:
         )
 
 
+def describe_division(config: WorkerConfig) -> str:
+    """Name the options that divide the model."""
+    options = {"--tensor-parallel-size": config.num_ranks, "--pipeline-parallel-size": config.num_stages}
+    return " ".join(f"{option} {number}" for option, number in options.items() if number > 1)
+
+
 def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     """Raise StartupError for ranks on a device, or of a kind of model, that is not divided among them."""
-    if config.num_ranks == 1:
+    if config.num_ranks == config.num_stages == 1:
         return
-    asked = f"--tensor-parallel-size {config.num_ranks}"
+    asked = describe_division(config)
     if device.torch_device.type != "cpu":
         raise StartupError(
             f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
-        )
-    if kind.quantization is not None:
-        raise StartupError(
-            f"{asked} does not divide quantized checkpoints yet",
-            fix="leave it out, or take the same model in bfloat16",
         )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(
@@ -279,7 +292,7 @@ def _build(
     _quieten()
     folder = kind.folder
     try:
-        model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model_config = model_config_of(kind)
         is_paged = not (kind.is_encoder or kind.keeps_own_cache)
         if is_paged:
             refuse_layers(model_config.get_text_config(decoder=True))

@@ -40,7 +40,7 @@ def spread(units: torch.Tensor) -> torch.Tensor:
 
 
 SHAPE = (N, K // GROUP)
-HALF, BF16 = random(*SHAPE).half().float() / 1000, random(*SHAPE).bfloat16().float() * 1e-30
+HALF, BF16 = (random(*SHAPE) / 1000).half().float(), (random(*SHAPE) * 1e-30).bfloat16().float()
 UNITS = random(N, K // 256).half() / 100
 CASES = {
     "float32": ({"scales_NG": random(*SHAPE)}, 4),
