@@ -26,7 +26,7 @@ struct FloatColumns {
 #else
   static constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
 #endif
-  static void add(Floats& total, const T* x, int step, Vector columns) { total += splat(load_one(x + step)) * columns; }
+  static void add(Floats& total, const T* x, int step, Vector columns) { total = fused(splat(load_one(x + step)), columns, total); }
 };
 
 inline Floats lookup(const float* table, Words codes) {
@@ -246,10 +246,12 @@ inline void load_scale(const PackedWeight<T>& weight, const Run& run, int64_t bl
 template <int M, int P, typename T>
 inline void add_scaled(const Product<T>& product, int64_t index, int64_t row, int part, Floats scale, Floats offset,
                        const Floats (*sums)[P], Floats (*totals)[P]) {
-  for (int m = 0; m < M; ++m) totals[m][part] += scale * sums[m][part];
+  for (int m = 0; m < M; ++m) totals[m][part] = fused(scale, sums[m][part], totals[m][part]);
   if (product.weight.grouped.offsets.data == nullptr) return;
   const float* inputs = product.run_sums + row * product.weight.num_runs() + index;
-  for (int m = 0; m < M; ++m) totals[m][part] -= offset * splat(inputs[m * product.weight.num_runs()]);
+  for (int m = 0; m < M; ++m) {
+    totals[m][part] = fused(-offset, splat(inputs[m * product.weight.num_runs()]), totals[m][part]);
+  }
 }
 
 // Adds a run to the totals of M rows and B blocks.

@@ -72,6 +72,17 @@ inline void store(Bf16* to, Floats value) {
   __builtin_memcpy(to, &raw, sizeof raw);
 }
 
+// a * b + c, rounded once where the instructions can, whatever a compiler makes of the loop around it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if TOKENYARD_LANES == 16
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif TOKENYARD_LANES == 8
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline float load_one(const float* from) { return *from; }
 
 inline float load_one(const Bf16* from) {
