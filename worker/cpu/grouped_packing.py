@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from worker.cpu.group_numbers import pack_offsets, pack_scales
 from worker.cpu.native import (
     COLUMNS,
     WIDEST_VECTOR,
@@ -102,10 +103,11 @@ def pack_grouped_gate_up(
 
 def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
     """Look up rows of a packed weight whose inputs are taken as they are: numbers [U, K] in float32."""
-    grouped = packed.c.grouped
-    _, table, _, scales, offsets, _ = packed.kept
+    grouped, numbers = packed.c.grouped, packed.numbers
+    _, table, _, permutation = packed.kept
+    assert numbers is not None
+    assert permutation is None
     assert not grouped.takes_bytes
-    assert grouped.permutation is None
     block_U, column_U = indices_U // COLUMNS, indices_U % COLUMNS
     half_U, lane_U = column_U // _HALF, column_U % _HALF
     if table is not None:
@@ -115,15 +117,14 @@ def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
         found = packed.data[block_U, :, lane_U // 4, half_U, lane_U % 4].flatten(1)
         numbers_UK = found.view(_DTYPES[grouped.kind]).float()
     numbers_UGS = numbers_UK.view(len(indices_U), -1, int(grouped.group_size))
-    numbers_UGS = numbers_UGS * _not_none(scales)[block_U, :, column_U].unsqueeze(2)
-    if offsets is not None:
-        numbers_UGS = numbers_UGS - offsets[block_U, :, column_U].unsqueeze(2)
+    scales, offsets = numbers
+    scales_UG: Tensor | None = scales.rows(block_U, column_U)
+    assert scales_UG is not None
+    numbers_UGS = numbers_UGS * scales_UG.unsqueeze(2)
+    offsets_UG = offsets.rows(block_U, column_U, scales_UG)
+    if offsets_UG is not None:
+        numbers_UGS = numbers_UGS - offsets_UG.unsqueeze(2)
     return numbers_UGS.flatten(1)
-
-
-def _not_none(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def _pack(
@@ -133,7 +134,9 @@ def _pack(
     kind = _KINDS[weight.codes.dtype]
     unit, lookup, shift = _byte_lookup(weight) if takes_bytes else (1.0, _number_lookup(weight), 0)
     data = _data(weight, takes_bytes=takes_bytes)
-    scales, offsets = _by_group(weight.scales_NG * unit), _by_group(weight.offsets_NG)
+    is_same = unit == 1
+    scales = pack_scales(weight.scales_NG * unit, weight.scale_units_NU if is_same else None)
+    offsets = pack_offsets(weight.offsets_NG, weight.scales_NG * unit, weight.offset_units_NU)
     table = None if weight.table is None else weight.table.float().contiguous()
     permutation = None if weight.permutation_K is None else weight.permutation_K.int().contiguous()
     bias = None if bias_N is None else pad(bias_N.float(), (0, -len(bias_N) % COLUMNS))
@@ -146,11 +149,11 @@ def _pack(
         table=pointer(table),
         lookup=pointer(lookup),
         shift=shift,
-        scales=pointer(scales),
-        offsets=pointer(offsets),
+        scales=scales.c,
+        offsets=offsets.c,
         permutation=pointer(permutation),
     )
-    return PackedWeight(data, c, (bias, table, lookup, scales, offsets, permutation))
+    return PackedWeight(data, c, (bias, table, lookup, permutation), (scales, offsets))
 
 
 def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
@@ -197,11 +200,3 @@ def _byte_lookup(weight: GroupedWeight) -> tuple[float, Tensor | None, int]:
     if not torch.equal(raised, raised.round()) or int(raised.max()) > _HIGHEST_BYTE:
         raise CannotPack("the table's numbers are no whole multiples of one: no product with int8 inputs")
     return unit, raised.to(torch.uint8), shift
-
-
-def _by_group(values_NG: Tensor | None) -> Tensor | None:
-    """[N, G] to [B, G, 32]."""
-    if values_NG is None:
-        return None
-    padded = pad(values_NG.float(), (0, 0, 0, -len(values_NG) % COLUMNS))
-    return padded.view(-1, COLUMNS, padded.shape[1]).transpose(1, 2).contiguous()

@@ -30,6 +30,10 @@ _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
 
 
+class CGroupNumbers(Structure):
+    _fields_ = (("data", c_void_p), ("form", c_int), ("units", c_void_p))
+
+
 class CGroupedCodes(Structure):
     _fields_ = (
         ("data", c_void_p),
@@ -39,8 +43,8 @@ class CGroupedCodes(Structure):
         ("table", c_void_p),
         ("lookup", c_void_p),
         ("shift", c_int32),
-        ("scales", c_void_p),
-        ("offsets", c_void_p),
+        ("scales", CGroupNumbers),
+        ("offsets", CGroupNumbers),
         ("permutation", c_void_p),
     )
 
@@ -197,6 +201,8 @@ class PackedWeight:
     c: CPackedWeight
     kept: tuple[Tensor | None, ...]
     """Bias, scales and the like, for each of B * 32 outputs."""
+    numbers: Any = None
+    """Scales and offsets of groups (group_numbers.py)."""
 
     @property
     def num_outputs(self) -> int:
@@ -276,8 +282,8 @@ def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
 class Kernels:
     """An opened library with its threads. Not for several threads at once.
 
-    `instruction_set` is avx512-bf16, avx2 or plain; empty takes the best that this processor has. Raises
-    OSError if the library cannot be loaded, ValueError if the processor lacks the instruction set.
+    `instruction_set` is avx512-bf16, avx512-expanded, avx2 or plain; empty takes the first of this processor.
+    Raises OSError if the library cannot be loaded, ValueError if the processor lacks the instruction set.
     """
 
     def __init__(self, library: Path, num_threads: int, instruction_set: str = "") -> None:

@@ -157,17 +157,26 @@ def _pairs_of_groups(raw: Tensor) -> Tensor:
     return torch.stack((bytes_ & 15, bytes_ >> 4), dim=3).flatten(2, 3)
 
 
+def _units(raw: Tensor) -> dict[str, Tensor]:
+    """The numbers of a block that its scales and offsets are multiples of."""
+    return {"scale_units_NU": _halves(raw, 0).half(), "offset_units_NU": _halves(raw, 2).half()}
+
+
 def _q4_k(raw: Tensor) -> GroupedWeight:
     scales, offsets = _scales_and_offsets(raw)
     codes = pack_nibbles(_by_row(_pairs_of_groups(raw[:, :, 16:])))
-    return GroupedWeight(codes=codes, table=UNSIGNED_TABLE, scales_NG=scales, offsets_NG=offsets)
+    return GroupedWeight(
+        codes=codes, table=UNSIGNED_TABLE, scales_NG=scales, offsets_NG=offsets, **_units(raw)
+    )
 
 
 def _q5_k(raw: Tensor) -> GroupedWeight:
     scales, offsets = _scales_and_offsets(raw)
     fifth = raw[:, :, 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     codes = _pairs_of_groups(raw[:, :, 48:]) | fifth << 4
-    return GroupedWeight(codes=_by_row(codes).view(torch.int8), scales_NG=scales, offsets_NG=offsets)
+    return GroupedWeight(
+        codes=_by_row(codes).view(torch.int8), scales_NG=scales, offsets_NG=offsets, **_units(raw)
+    )
 
 
 def _q6_k(raw: Tensor) -> GroupedWeight:
@@ -176,7 +185,11 @@ def _q6_k(raw: Tensor) -> GroupedWeight:
     high = (high >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3) << 4
     codes = _split(low).view(*raw.shape[:2], 2, 4, 32) | high
     scales = raw[:, :, 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208).unsqueeze(-1)
-    return GroupedWeight(codes=_by_row(codes).view(torch.int8) - 32, scales_NG=_by_row(scales))
+    return GroupedWeight(
+        codes=_by_row(codes).view(torch.int8) - 32,
+        scales_NG=_by_row(scales),
+        scale_units_NU=_halves(raw, 208).half(),
+    )
 
 
 _DECODERS: dict[GgufType, Callable[[Tensor], GroupedWeight]] = {

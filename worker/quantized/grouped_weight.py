@@ -53,6 +53,10 @@ class GroupedWeight:
     """float32"""
     permutation_K: Tensor | None = None
     """int64: column k of the codes is multiplied by input permutation_K[k]."""
+    scale_units_NU: Tensor | None = None
+    """float16 [N, K / 256]: scales are whole multiples of it, by which they can be kept in fewer bytes."""
+    offset_units_NU: Tensor | None = None
+    """The same of offsets."""
 
     def __post_init__(self) -> None:
         is_packed = self.codes.dtype is torch.uint8
@@ -141,7 +145,14 @@ class GroupedWeight:
     def outputs(self, chosen: slice | Tensor) -> Self:
         """Some outputs, in the order given: a slice or int64 indices."""
         offsets = None if self.offsets_NG is None else self.offsets_NG[chosen]
-        return replace(self, codes=self.codes[chosen], scales_NG=self.scales_NG[chosen], offsets_NG=offsets)
+        return replace(
+            self,
+            codes=self.codes[chosen],
+            scales_NG=self.scales_NG[chosen],
+            offsets_NG=offsets,
+            scale_units_NU=None if self.scale_units_NU is None else self.scale_units_NU[chosen],
+            offset_units_NU=None if self.offset_units_NU is None else self.offset_units_NU[chosen],
+        )
 
     def inputs(self, start: int, end: int) -> Self:
         """Inputs [start, end); groups become smaller where that cuts one. Raises ValueError if permuted."""
@@ -161,6 +172,8 @@ class GroupedWeight:
             codes=self.codes[:, start // per_byte : end // per_byte],
             scales_NG=self.scales_NG[:, groups],
             offsets_NG=None if self.offsets_NG is None else self.offsets_NG[:, groups],
+            scale_units_NU=None,
+            offset_units_NU=None,
         )
 
     def merge(self, others: "Sequence[GroupedWeight]") -> "GroupedWeight":
@@ -175,6 +188,8 @@ class GroupedWeight:
             scales_NG=self.scales_NG.to(device),
             offsets_NG=None if self.offsets_NG is None else self.offsets_NG.to(device),
             permutation_K=None if self.permutation_K is None else self.permutation_K.to(device),
+            scale_units_NU=None if self.scale_units_NU is None else self.scale_units_NU.to(device),
+            offset_units_NU=None if self.offset_units_NU is None else self.offset_units_NU.to(device),
         )
 
 
@@ -210,6 +225,8 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         first,
         codes=torch.cat([weight.codes for weight in weights]),
         scales_NG=torch.cat([weight.scales_NG for weight in weights]),
+        scale_units_NU=_all_or_none([weight.scale_units_NU for weight in weights]),
+        offset_units_NU=_all_or_none([weight.offset_units_NU for weight in weights]),
         offsets_NG=torch.cat(
             [
                 torch.zeros_like(weight.scales_NG) if offset is None else offset
@@ -236,7 +253,13 @@ def _without_sign(weight: GroupedWeight) -> GroupedWeight:
     offsets = 8 * weight.scales_NG
     if weight.offsets_NG is not None:
         offsets = offsets + weight.offsets_NG
-    return replace(weight, table=UNSIGNED_TABLE.to(weight.device), offsets_NG=offsets)
+    table = UNSIGNED_TABLE.to(weight.device)
+    return replace(weight, table=table, offsets_NG=offsets, offset_units_NU=None)
+
+
+def _all_or_none(parts: list[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if len(there) == len(parts) else None
 
 
 def _cut(weight: _Weight, size: int) -> _Weight:

@@ -24,7 +24,7 @@ from worker.worker_config import WorkerConfig
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
-@pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
+@pytest.fixture(scope="module", params=["avx512-bf16", "avx512-expanded", "avx2", "plain"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     try:
         return Kernels(find_library() or build_library(), 2, request.param)

@@ -88,7 +88,7 @@ OTHER_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("instruction_set", ["avx512-bf16", "avx2", "plain"])
+@pytest.mark.parametrize("instruction_set", ["avx512-bf16", "avx512-expanded", "avx2", "plain"])
 @pytest.mark.parametrize("name", OTHER_BLOCKS)
 def test_a_block_of_another_make_is_fused_by_every_instruction_set(kernels, device, name, instruction_set):
     try:

@@ -21,7 +21,7 @@ int guarded(const Work& work) {
 }
 
 const AllKernels* find_kernels(const char* name) {
-  for (const AllKernels* all : {avx512_kernels(), avx2_kernels(), plain_kernels()}) {
+  for (const AllKernels* all : {avx512_kernels(), avx2_kernels(), plain_kernels(), avx512_expanded_kernels()}) {
     if (all != nullptr && (*name == '\0' || __builtin_strcmp(name, all->name) == 0)) return all;
   }
   return nullptr;

@@ -6,9 +6,12 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,avx2,fma,prefer-vector-width=512")
 #define TOKENYARD_BF16_DOT
 #define TOKENYARD_BYTE_DOT
-namespace tokenyard::avx512 {
+#if !defined(TOKENYARD_AVX512)
+#define TOKENYARD_AVX512 avx512
+#endif
+namespace tokenyard::TOKENYARD_AVX512 {
 #include "simd.h"
 
 #include "kernels_impl.h"
-}  // namespace tokenyard::avx512
+}  // namespace tokenyard::TOKENYARD_AVX512
 

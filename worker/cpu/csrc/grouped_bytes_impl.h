@@ -66,7 +66,7 @@ template <int M, int B, class Codes, typename T>
 inline void multiply_byte_blocks(const Product<T>& product, const Codes& codes, int64_t row, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   const int64_t size = weight.num_inputs, stride = size * Codes::kBytesPerInput;
-  const int64_t scale_stride = size / weight.grouped.group_size * kColumns, num_runs = weight.num_runs();
+  const int64_t num_runs = weight.num_runs();
   fetch_updates<M, B>(product, row, block);
   Floats totals[M][B * kParts] = {};
   for_each_run(weight, block, [&](const Run& run) {
@@ -87,7 +87,7 @@ inline void multiply_byte_blocks(const Product<T>& product, const Codes& codes, 
       const int32_t shift = weight.grouped.shift * static_cast<int32_t>(product.run_sums[(row + m) * num_runs + run.index]);
       for (int part = 0; part < B * kParts; ++part) shifted[m][part] = __builtin_convertvector(sums[m][part] - shift, Floats);
     }
-    add_run<M, B>(product, run, row, scale_stride, shifted, totals);
+    add_run<M, B>(product, run, row, shifted, totals);
   });
   for (int m = 0; m < M; ++m) {
     for (int part = 0; part < B * kParts; ++part) totals[m][part] *= splat(product.scales[row + m]);

@@ -7,6 +7,13 @@
 // Rows that share a run's decoded columns, if there are more than a tile of them.
 constexpr int kSharingRows = 96;
 
+// Inputs that are decoded at once: a block of them stays in the nearest cache while all rows read it.
+constexpr int64_t kSharedInputs = kRunInputs;
+
+// Rows of which both sums and totals have registers. Small groups are scaled so often that it pays to have fewer.
+constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
+constexpr int64_t kSmallGroup = 64;
+
 // Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
 template <typename T>
 struct FloatColumns {
@@ -19,7 +26,7 @@ struct FloatColumns {
 #else
   static constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
 #endif
-  static void add(Floats& total, const T* x, int step, Vector columns) { total += splat(load_one(x + step)) * columns; }
+  static void add(Floats& total, const T* x, int step, Vector columns) { total = fused(splat(load_one(x + step)), columns, total); }
 };
 
 inline Floats lookup(const float* table, Words codes) {
@@ -189,40 +196,72 @@ struct Run {
   int64_t index;
   int64_t first;  // of K
   int64_t size;
-  const float* scales;
-  const float* offsets;  // or null
+  int64_t place;       // of its scales
+  int64_t unit_place;  // of their units
 };
+
+inline Floats load_numbers(const GroupNumbers& numbers, int64_t place, int64_t unit_place) {
+  if (numbers.form == NumberForm::kHalf) return load_half(static_cast<const uint16_t*>(numbers.data) + place);
+  switch (numbers.form) {
+    case NumberForm::kFloat: return load(static_cast<const float*>(numbers.data) + place);
+    case NumberForm::kBf16: return load(static_cast<const Bf16*>(numbers.data) + place);
+    case NumberForm::kBytes:
+      return load_bytes(static_cast<const int8_t*>(numbers.data) + place) * load_half(numbers.units + unit_place);
+    case NumberForm::kHalf:
+    case NumberForm::kTimesScale: break;
+  }
+  return load_bytes(static_cast<const int8_t*>(numbers.data) + place);
+}
 
 template <typename T, class Work>
 inline void for_each_run(const PackedWeight<T>& weight, int64_t block, const Work& work) {
   const GroupedCodes& grouped = weight.grouped;
   const int64_t num_groups = weight.num_inputs / grouped.group_size;
+  const int64_t num_units = weight.num_inputs / kUnitInputs;
   int64_t index = 0;
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t place = (block * num_groups + group) * kColumns;
-    const float* offsets = grouped.offsets == nullptr ? nullptr : grouped.offsets + place;
+    const int64_t unit_place = (block * num_units + group * grouped.group_size / kUnitInputs) * kColumns;
     for (int64_t first = 0; first < grouped.group_size; first += kRunInputs, ++index) {
       const int64_t left = grouped.group_size - first;
-      work(Run{index, group * grouped.group_size + first, left < kRunInputs ? left : kRunInputs,
-               grouped.scales + place, offsets});
+      work(Run{index, group * grouped.group_size + first, left < kRunInputs ? left : kRunInputs, place, unit_place});
     }
   }
 }
 
-// Adds a run to the totals of M rows and B blocks, whose scales are `stride` apart.
+// Scale and offset of the columns of one part, `column` of block `block` after the run's first.
+template <typename T>
+inline void load_scale(const PackedWeight<T>& weight, const Run& run, int64_t block, int64_t column, Floats& scale,
+                       Floats& offset) {
+  const GroupedCodes& grouped = weight.grouped;
+  const int64_t place = run.place + block * (weight.num_inputs / grouped.group_size * kColumns) + column;
+  const int64_t unit = run.unit_place + block * (weight.num_inputs / kUnitInputs * kColumns) + column;
+  scale = load_numbers(grouped.scales, place, unit);
+  if (grouped.offsets.data == nullptr) return;
+  offset = load_numbers(grouped.offsets, place, unit);
+  if (grouped.offsets.form == NumberForm::kTimesScale) offset *= scale;
+}
+
+// Adds the sums of run `index` in one part to the totals of M rows.
+template <int M, int P, typename T>
+inline void add_scaled(const Product<T>& product, int64_t index, int64_t row, int part, Floats scale, Floats offset,
+                       const Floats (*sums)[P], Floats (*totals)[P]) {
+  for (int m = 0; m < M; ++m) totals[m][part] = fused(scale, sums[m][part], totals[m][part]);
+  if (product.weight.grouped.offsets.data == nullptr) return;
+  const float* inputs = product.run_sums + row * product.weight.num_runs() + index;
+  for (int m = 0; m < M; ++m) {
+    totals[m][part] = fused(-offset, splat(inputs[m * product.weight.num_runs()]), totals[m][part]);
+  }
+}
+
+// Adds a run to the totals of M rows and B blocks.
 template <int M, int B, typename T>
-inline void add_run(const Product<T>& product, const Run& run, int64_t row, int64_t stride,
-                    const Floats (*sums)[B * kParts], Floats (*totals)[B * kParts]) {
-  const int64_t num_runs = product.weight.num_runs();
+inline void add_run(const Product<T>& product, const Run& run, int64_t row, const Floats (*sums)[B * kParts],
+                    Floats (*totals)[B * kParts]) {
   for (int part = 0; part < B * kParts; ++part) {
-    const int64_t place = part / kParts * stride + part % kParts * kV;
-    const Floats scale = load(run.scales + place);
-    for (int m = 0; m < M; ++m) totals[m][part] += scale * sums[m][part];
-    if (run.offsets == nullptr) continue;
-    const Floats offset = load(run.offsets + place);
-    for (int m = 0; m < M; ++m) {
-      totals[m][part] -= offset * splat(product.run_sums[(row + m) * num_runs + run.index]);
-    }
+    Floats scale, offset = {};
+    load_scale(product.weight, run, part / kParts, part % kParts * kV, scale, offset);
+    add_scaled<M, B * kParts>(product, run.index, row, part, scale, offset, sums, totals);
   }
 }
 
@@ -230,14 +269,13 @@ template <int M, int B, class Codes, typename T>
 inline void multiply_grouped_blocks(const Product<T>& product, const Codes& codes, int64_t row, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   const int64_t size = weight.num_inputs, stride = size * Codes::kBytesPerInput;
-  const int64_t scale_stride = size / weight.grouped.group_size * kColumns;
   Floats totals[M][B * kParts] = {};
   fetch_updates<M, B>(product, row, block);
   for_each_run(weight, block, [&](const Run& run) {
     Floats sums[M][B * kParts];
     sum_run<M, B>(codes, weight.grouped.data + block * stride + run.first * Codes::kBytesPerInput, stride,
                   product.input + row * size + run.first, size, run.size, sums);
-    add_run<M, B>(product, run, row, scale_stride, sums, totals);
+    add_run<M, B>(product, run, row, sums, totals);
   });
   for (int m = 0; m < M; ++m) {
     for (int b = 0; b < B; ++b) finish_row(product, row + m, block + b, totals[m] + b * kParts);
@@ -261,16 +299,47 @@ inline void multiply_few_grouped_rows(const Product<T>& product, const Codes& co
   }
 }
 
-// One tile of M rows, or the last ones, with a run that is decoded.
+// Some runs of a block that are decoded for many rows.
+struct DecodedRun {
+  int64_t index;
+  int64_t first;  // of K
+  int64_t size;
+  Floats scales[kParts];
+  Floats offsets[kParts];
+};
+
+struct DecodedRuns {
+  const uint8_t* data;
+  const DecodedRun* runs;
+  int count;
+};
+
+// One tile of M rows, or the last ones, with runs that are decoded. The totals of few rows stay in registers.
 template <int M, class Decoded, typename T>
-inline void add_decoded_run(const Product<T>& product, const uint8_t* decoded, const Run& run, int64_t row,
-                            int64_t num_rows, Floats (*totals)[kParts]) {
+inline void add_decoded_runs(const Product<T>& product, const DecodedRuns& decoded, int64_t row, int64_t num_rows,
+                             Floats (*totals)[kParts]) {
   if constexpr (M > 0) {
-    if (num_rows < M) return add_decoded_run<M - 1, Decoded>(product, decoded, run, row, num_rows, totals);
+    if (num_rows < M) return add_decoded_runs<M - 1, Decoded>(product, decoded, row, num_rows, totals);
     const int64_t size = product.weight.num_inputs;
-    Floats sums[M][kParts];
-    sum_run<M, 1>(Decoded(), decoded, 0, product.input + row * size + run.first, size, run.size, sums);
-    add_run<M, 1>(product, run, row, 0, sums, totals);
+    const uint8_t* data = decoded.data;
+    constexpr bool kInRegisters = M <= kScaledTileRows;
+    Floats here[M][kParts];
+    for (int m = 0; m < M && kInRegisters; ++m) {
+      for (int part = 0; part < kParts; ++part) here[m][part] = totals[m][part];
+    }
+    for (int i = 0; i < decoded.count; ++i) {
+      const DecodedRun& run = decoded.runs[i];
+      Floats sums[M][kParts];
+      sum_run<M, 1>(Decoded(), data, 0, product.input + row * size + run.first, size, run.size, sums);
+      for (int part = 0; part < kParts; ++part) {
+        add_scaled<M, kParts>(product, run.index, row, part, run.scales[part], run.offsets[part], sums,
+                              kInRegisters ? here : totals);
+      }
+      data += run.size * Decoded::kBytesPerInput;
+    }
+    for (int m = 0; m < M && kInRegisters; ++m) {
+      for (int part = 0; part < kParts; ++part) totals[m][part] = here[m][part];
+    }
   }
 }
 
@@ -278,12 +347,33 @@ template <class Codes, class Decoded, typename T>
 inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& codes, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   const uint8_t* data = weight.grouped.data + block * weight.num_inputs * Codes::kBytesPerInput;
-  alignas(64) uint8_t decoded[kRunInputs * Decoded::kBytesPerInput];
+  alignas(64) uint8_t decoded[kSharedInputs * Decoded::kBytesPerInput];
+  DecodedRun runs[kSharedInputs / 16];
   for (int64_t first = 0; first < product.num_rows; first += kSharingRows) {
     const int64_t left = product.num_rows - first, num_rows = left < kSharingRows ? left : kSharingRows;
     Floats totals[kSharingRows][kParts] = {};
+    uint8_t* to = decoded;
+    int count = 0;
+    const auto add_all = [&] {
+      const DecodedRuns all = {decoded, runs, count};
+      const bool is_small = weight.grouped.group_size <= kSmallGroup;
+      for (int64_t row = 0; row < num_rows && is_small; row += kScaledTileRows) {
+        add_decoded_runs<kScaledTileRows, Decoded>(product, all, first + row, num_rows - row, totals + row);
+      }
+      for (int64_t row = 0; row < num_rows && !is_small; row += kTileRows) {
+        add_decoded_runs<kTileRows, Decoded>(product, all, first + row, num_rows - row, totals + row);
+      }
+      to = decoded;
+      count = 0;
+    };
     for_each_run(weight, block, [&](const Run& run) {
-      uint8_t* to = decoded;
+      if (to + run.size * Decoded::kBytesPerInput > decoded + sizeof decoded) add_all();
+      DecodedRun& kept = runs[count++];
+      kept.index = run.index, kept.first = run.first, kept.size = run.size;
+      for (int part = 0; part < kParts; ++part) {
+        kept.offsets[part] = Floats{};
+        load_scale(weight, run, 0, part * kV, kept.scales[part], kept.offsets[part]);
+      }
       for (int64_t k = run.first; k < run.first + run.size; k += 4) {
         typename Codes::Vector columns[Codes::kSteps][kParts];
         codes.read(data + k * Codes::kBytesPerInput, columns);
@@ -291,10 +381,8 @@ inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& c
           keep(to, columns[i / kParts][i % kParts]);
         }
       }
-      for (int64_t row = 0; row < num_rows; row += kTileRows) {
-        add_decoded_run<kTileRows, Decoded>(product, decoded, run, first + row, num_rows - row, totals + row);
-      }
     });
+    add_all();
     for (int64_t row = 0; row < num_rows; ++row) finish_row(product, first + row, block, totals[row]);
   }
 }

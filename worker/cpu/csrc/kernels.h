@@ -25,6 +25,18 @@ constexpr int64_t kRunInputs = 256;
 
 enum class CodeKind : int { kNibbles, kInt8, kFloat8 };
 
+// Bytes are multiples of a unit of so many inputs.
+constexpr int64_t kUnitInputs = 256;
+
+// Numbers by output and group in one of several forms, so that those of a checkpoint take no more memory than there.
+enum class NumberForm : int { kFloat, kHalf, kBf16, kBytes, kTimesScale };
+
+struct GroupNumbers {
+  const void* data;  // [N / 32][K / group_size][32]; null: there are none
+  NumberForm form;
+  const uint16_t* units;  // of bytes: half [N / 32][K / kUnitInputs][32], by which they are multiplied
+};
+
 // A weight as codes with scales of groups of inputs: of output n and input k it is
 // number(code[n, k]) * scales[n, k / group_size] - offsets[n, k / group_size].
 //
@@ -40,11 +52,11 @@ struct GroupedCodes {
   // 256 numbers as bf16, then the upper ones. For whole inputs 16 bytes, which are `shift` too large.
   const uint8_t* lookup;
   int32_t shift;
-  const float* scales;         // [N / 32][K / group_size][32]
-  const float* offsets;        // the same, or null
+  GroupNumbers scales;
+  GroupNumbers offsets;        // or none; kTimesScale: bytes times the scale
   const int32_t* permutation;  // [K]: where input k of the codes is in a row; or null
 
-  bool needs_sums() const { return takes_bytes || offsets != nullptr; }
+  bool needs_sums() const { return takes_bytes || offsets.data != nullptr; }
   int64_t runs_in_group() const { return (group_size + kRunInputs - 1) / kRunInputs; }
 };
 
@@ -268,6 +280,7 @@ struct AllKernels {
 
 // Null where this build or this processor has no such instructions.
 const AllKernels* avx512_kernels();
+const AllKernels* avx512_expanded_kernels();  // taken by name only
 const AllKernels* avx2_kernels();
 const AllKernels* plain_kernels();
 

@@ -4,7 +4,9 @@
 #define TOKENYARD_LANES 8
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#pragma GCC target("avx2,fma")
+#include <immintrin.h>
+
+#pragma GCC target("avx2,fma,f16c")
 namespace tokenyard::avx2 {
 #include "simd.h"
 
@@ -14,7 +16,7 @@ namespace tokenyard::avx2 {
 namespace tokenyard {
 const AllKernels* avx2_kernels() {
   static const AllKernels all = {"avx2", avx2::kernels_of<Bf16>(), avx2::kernels_of<float>()};
-  const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   return can ? &all : nullptr;
 }
 }  // namespace tokenyard

@@ -30,7 +30,7 @@ inline void multiply_tile(const float* x, int64_t num_inputs, const float* weigh
   }
 }
 
-#if defined(TOKENYARD_BF16_DOT)
+#if defined(TOKENYARD_BF16_DOT) && !defined(TOKENYARD_EXPANDED)
 template <int M, int B>
 inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, int64_t stride,
                           Floats (*sums)[B * kParts]) {
@@ -54,19 +54,28 @@ inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight,
   }
 }
 #else
+// Rows are expanded some inputs at a time: a float is loaded into all lanes at once, which half of a pair is not.
+constexpr int64_t kExpandedInputs = 256;
+
 template <int M, int B>
 inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, int64_t stride,
                           Floats (*sums)[B * kParts]) {
   Floats total[M][B * kParts] = {};
-  for (int64_t k = 0; k < num_inputs; k += 2, weight += 2 * kColumns) {
-    for (int part = 0; part < B * kParts; ++part) {
-      Words pairs;
-      __builtin_memcpy(&pairs, weight + part / kParts * stride + part % kParts * 2 * kV, sizeof pairs);
-      const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
-      for (int m = 0; m < M; ++m) {
-        const Bf16* pair = x + m * num_inputs + k;
-        total[m][part] += splat(load_one(pair)) * even;
-        total[m][part] += splat(load_one(pair + 1)) * odd;
+  alignas(64) float rows[M][kExpandedInputs];
+  for (int64_t first = 0; first < num_inputs; first += kExpandedInputs) {
+    const int64_t left = num_inputs - first, size = left < kExpandedInputs ? left : kExpandedInputs;
+    for (int m = 0; m < M; ++m) {
+      for (int64_t k = 0; k < size; k += kV) store(rows[m] + k, load(x + m * num_inputs + first + k));
+    }
+    for (int64_t k = 0; k < size; k += 2, weight += 2 * kColumns) {
+      for (int part = 0; part < B * kParts; ++part) {
+        Words pairs;
+        __builtin_memcpy(&pairs, weight + part / kParts * stride + part % kParts * 2 * kV, sizeof pairs);
+        const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+        for (int m = 0; m < M; ++m) {
+          total[m][part] += splat(rows[m][k]) * even;
+          total[m][part] += splat(rows[m][k + 1]) * odd;
+        }
       }
     }
   }

@@ -11,6 +11,7 @@ using Floats = float __attribute__((vector_size(4 * TOKENYARD_LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * TOKENYARD_LANES)));
 using Words = uint32_t __attribute__((vector_size(4 * TOKENYARD_LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * TOKENYARD_LANES)));
+using Bytes = int8_t __attribute__((vector_size(TOKENYARD_LANES)));
 
 #if TOKENYARD_LANES == 16
 constexpr Ints kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -34,6 +35,32 @@ inline Floats load(const Bf16* from) {
   return (Floats)(__builtin_convertvector(raw, Words) << 16);
 }
 
+#if TOKENYARD_LANES == 16
+inline Floats load_half(const uint16_t* from) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+#elif TOKENYARD_LANES == 8
+inline Floats load_half(const uint16_t* from) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+#else
+// Numbers of 16 bits with 5 bits of exponent, all of them finite: 2^112 brings their exponents to where they belong,
+// those of subnormal numbers too.
+inline Floats load_half(const uint16_t* from) {
+  Halves raw;
+  __builtin_memcpy(&raw, from, sizeof raw);
+  const Words bits = __builtin_convertvector(raw, Words);
+  const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+  return (Floats)((Words)size | (bits & 0x8000) << 16);
+}
+#endif
+
+inline Floats load_bytes(const int8_t* from) {
+  Bytes raw;
+  __builtin_memcpy(&raw, from, sizeof raw);
+  return __builtin_convertvector(__builtin_convertvector(raw, Ints), Floats);
+}
+
 inline void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
 // Rounds to nearest, ties to even; what is not a number stays so.
@@ -43,6 +70,17 @@ inline void store(Bf16* to, Floats value) {
   bits = (value == value) ? bits : Words{} + 0x7fc00000u;
   Halves raw = __builtin_convertvector(bits >> 16, Halves);
   __builtin_memcpy(to, &raw, sizeof raw);
+}
+
+// a * b + c, rounded once where the instructions can, whatever a compiler makes of the loop around it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if TOKENYARD_LANES == 16
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif TOKENYARD_LANES == 8
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
 }
 
 inline float load_one(const float* from) { return *from; }

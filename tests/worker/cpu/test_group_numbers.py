@@ -1,0 +1,128 @@
+"""Scales and offsets keep every number in fewer bytes, and products and rows are those of the weight."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gguf_checkpoints import RandomBlocks
+from worker.checkpoint.gguf_file import GgufType
+from worker.cpu.cpu_proof import prove_product
+from worker.cpu.group_numbers import pack_offsets, pack_scales
+from worker.cpu.grouped_packing import Inputs, grouped_rows, pack_grouped
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.native import Kernels
+from worker.quantized.gguf_blocks import weight_of_blocks
+from worker.quantized.grouped_weight import UNSIGNED_TABLE, GroupedWeight
+
+N, K, GROUP = 77, 512, 32
+EVERY = torch.arange(N)
+
+
+@pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    try:
+        return Kernels(find_library() or build_library(), 1, request.param)
+    except (ValueError, CannotBuild) as error:
+        pytest.skip(str(error))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])) + 0.25
+
+
+def whole(highest: int, *shape: int) -> torch.Tensor:
+    return torch.randint(1, highest, shape, generator=torch.Generator().manual_seed(highest)).float()
+
+
+def spread(units: torch.Tensor) -> torch.Tensor:
+    return units.float().repeat_interleave(K // GROUP // units.shape[1], dim=1)
+
+
+SHAPE = (N, K // GROUP)
+HALF, BF16 = (random(*SHAPE) / 1000).half().float(), (random(*SHAPE) * 1e-30).bfloat16().float()
+UNITS = random(N, K // 256).half() / 100
+CASES = {
+    "float32": ({"scales_NG": random(*SHAPE)}, 4),
+    "half": ({"scales_NG": HALF}, 2),
+    "subnormal half": ({"scales_NG": HALF.clone().fill_(3e-7).half().float()}, 2),
+    "bfloat16": ({"scales_NG": BF16}, 2),
+    "zero points": ({"scales_NG": HALF, "offsets_NG": HALF * whole(15, *SHAPE)}, 3),
+    "float offsets": ({"scales_NG": HALF, "offsets_NG": random(*SHAPE)}, 6),
+    "units": (
+        {
+            "scales_NG": spread(UNITS) * whole(63, *SHAPE),
+            "offsets_NG": spread(UNITS) * -whole(60, *SHAPE),
+            "scale_units_NU": UNITS,
+            "offset_units_NU": UNITS,
+        },
+        2.5,
+    ),
+}
+"""What a weight has, and bytes of all of it for each group."""
+
+
+def weight(name: str, *, is_byte: bool = False) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(3)
+    if is_byte:
+        codes = torch.randint(-127, 128, (N, K), generator=generator).to(torch.int8)
+        return GroupedWeight(codes=codes, **CASES[name][0])
+    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, generator=generator)
+    return GroupedWeight(codes=codes, table=UNSIGNED_TABLE, **CASES[name][0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_is_kept_in_as_few_bytes_as_hold_it(name):
+    parts, num_bytes = CASES[name]
+    made = weight(name)
+    scales = pack_scales(made.scales_NG, made.scale_units_NU)
+    offsets = pack_offsets(made.offsets_NG, made.scales_NG, made.offset_units_NU)
+    found = scales.rows(EVERY // 32, EVERY % 32)
+    assert torch.equal(found, parts["scales_NG"])
+    if "offsets_NG" in parts:
+        assert torch.equal(offsets.rows(EVERY // 32, EVERY % 32, found), parts["offsets_NG"])
+    padded = 96 * K // GROUP
+    assert scales.num_bytes + offsets.num_bytes == num_bytes * padded
+
+
+@pytest.mark.parametrize("is_byte", [False, True], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_product_is_that_of_the_dequantized_weight(kernels, name, is_byte):
+    for inputs in Inputs:
+        prove_product(name, weight(name, is_byte=is_byte), kernels, inputs)
+
+
+@pytest.mark.parametrize("is_byte", [False, True], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_row_depends_on_how_many_there_are(kernels, name, is_byte):
+    packed = pack_grouped(weight(name, is_byte=is_byte))
+    x = torch.randn((110, K), generator=torch.Generator().manual_seed(0)).bfloat16()
+    alone = torch.cat([kernels.multiply_to_float(row[None], packed) for row in x])
+    for num_rows in (2, 5, 7, 13, 18, 110):
+        assert torch.equal(kernels.multiply_to_float(x[:num_rows].contiguous(), packed), alone[:num_rows])
+
+
+@pytest.mark.parametrize("is_byte", [False, True], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_looked_up_in_what_was_packed(name, is_byte):
+    made = weight(name, is_byte=is_byte)
+    chosen = torch.tensor([0, 76, 5, 5, 33, 64])
+    assert torch.equal(grouped_rows(pack_grouped(made), chosen), made.dequantized()[chosen])
+
+
+def test_units_follow_the_outputs_and_are_dropped_where_others_have_none():
+    made = weight("units")
+    both = made.outputs(slice(40)).merge([made.outputs(slice(40, N))])
+    assert torch.equal(both.scale_units_NU, UNITS)
+    plain = replace(made, scale_units_NU=None, offset_units_NU=None)
+    merged = made.merge([plain])
+    assert merged.scale_units_NU is None
+    assert torch.equal(merged.dequantized(), made.dequantized().repeat(2, 1))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_packed_blocks_take_no_more_than_a_twentieth_above_their_file(kind):
+    blocks = RandomBlocks().of(kind, 64, 1024)
+    packed = pack_grouped(weight_of_blocks(torch.from_numpy(blocks), GgufType[kind]))
+    num_bytes = packed.data.nbytes + sum(each.num_bytes for each in packed.numbers)
+    assert blocks.nbytes <= num_bytes <= 1.05 * blocks.nbytes

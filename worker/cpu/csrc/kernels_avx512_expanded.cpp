@@ -1,0 +1,22 @@
+// The kernels of kernels_avx512.cpp with other products of plain bf16 weights: multiply-adds of expanded numbers, which
+// some processors do faster than the instruction for bf16. Which one a machine takes is measured (cpu_arithmetic.py).
+#include "kernels.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define TOKENYARD_EXPANDED
+#define TOKENYARD_AVX512 avx512_expanded
+#include "avx512_impl.h"
+
+namespace tokenyard {
+Kernels<float> avx512_float_kernels();
+
+const AllKernels* avx512_expanded_kernels() {
+  static const AllKernels all = {"avx512-expanded", avx512_expanded::kernels_of<Bf16>(), avx512_float_kernels()};
+  return avx512_kernels() == nullptr ? nullptr : &all;
+}
+}  // namespace tokenyard
+#else
+namespace tokenyard {
+const AllKernels* avx512_expanded_kernels() { return nullptr; }
+}  // namespace tokenyard
+#endif
