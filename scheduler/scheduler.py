@@ -271,6 +271,7 @@ class Scheduler:
             num_used_host_blocks=self.swap_space.num_used,
             num_host_blocks=self.swap_space.num_blocks,
             num_steps=self._counters.num_steps,
+            num_scheduled_tokens=self._counters.num_scheduled_tokens,
             num_stalls=self._counters.num_stalls,
             num_out_of_memory=self._counters.num_out_of_memory,
             preemptions=self._counters.preemptions(),
@@ -295,6 +296,7 @@ class Scheduler:
         self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
         finished = plan.finished(self._counters.num_steps, released)
+        self._counters.num_scheduled_tokens += finished.num_scheduled_tokens
         self._in_flight.add(finished)
         return finished
 
@@ -303,6 +305,7 @@ class Scheduler:
         self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
         plan = plan_of_decodes(self._counters.num_steps, released, tuple(shares))
+        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens
         self._in_flight.add(plan)
         return plan
 

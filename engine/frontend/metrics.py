@@ -135,7 +135,9 @@ class EngineMetrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.num_used_blocks / stats.num_blocks)
-        self._steps.inc(stats.num_steps - last.num_steps)
+        num_steps = stats.num_steps - last.num_steps
+        self._steps.inc(num_steps)
+        self._vllm.stepped(num_steps, stats.num_scheduled_tokens - last.num_scheduled_tokens)
         for reason, gauge in self._waiting_by_reason.items():
             gauge.set(stats.num_waiting if reason is stats.wait_reason else 0)
         self._stalls.inc(stats.num_stalls - last.num_stalls)
