@@ -3,9 +3,9 @@
 Owns: the order of the layers.
 Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
 
-From outside in: request id, log, count, origins of pages, error replies, places in reserve, pages without
-a key, key, memory, body size, router. Each layer may
-rely on those outside of it; whatever one of them raises becomes a reply in exactly one place.
+From outside in: prefix of a proxy, request id, log, count, origins of pages, error replies, places in
+reserve, pages without a key, key, memory, body size, router. Each layer may rely on those outside of it;
+whatever one of them raises becomes a reply in exactly one place.
 """
 
 from collections.abc import Sequence
@@ -44,6 +44,7 @@ from server.http.connections import LastReplies, ReservedPlaces
 from server.http.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
 from server.http.endpoint import Endpoint
 from server.http.request_log import RequestLog
+from server.http.root_path import RootPath
 from server.observe.http_metrics import HttpMetrics
 from server.observe.request_ids import RequestIds
 from server.observe.spans import NoSpans, Spans
@@ -82,6 +83,8 @@ def build_app(
         if not page:
             without_key = _open_paths(settings) if keys.is_locked else None
             page.append(document(app, endpoints, without_key=without_key))
+            if settings.edge.root_path:
+                page[0]["servers"] = [{"url": settings.edge.root_path}]
         return page[0]
 
     # FastAPI's documented way to extend the document.
@@ -122,6 +125,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
+            *([Middleware(RootPath, prefix=prefix)] if (prefix := settings.edge.root_path) else []),
             Middleware(RequestIds),
             Middleware(
                 RequestLog,

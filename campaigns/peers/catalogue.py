@@ -19,6 +19,7 @@ _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Settings that our engine process makes for itself: threads that wait by spinning take processors from the
 client and from the server's own other threads, and are many times slower
 where two processors are all there is."""
+_LLAMA_SLOTS = 8
 MAX_MODEL_LEN = 2048
 """Context window of every server that wants to know: enough for all workloads, and little memory."""
 
@@ -119,6 +120,22 @@ def _llama_cpp(site: Site) -> Launch:
     )
 
 
+def _llama_server(site: Site) -> Launch:
+    threads = str(site.num_threads)
+    return Launch(
+        command=(
+            *(str(site.python.with_name("llama-server")), "--model", str(site.gguf), "--alias", "model"),
+            *("--host", "127.0.0.1", "--port", str(site.port), "--no-webui"),
+            # Its context is divided among the sequences that it computes together.
+            *("--parallel", str(_LLAMA_SLOTS), "--ctx-size", str(MAX_MODEL_LEN * _LLAMA_SLOTS)),
+            *("--threads", threads, "--threads-batch", threads),
+        ),
+        variables=_PASSIVE,
+        folder=site.model,
+        served_name="model",
+    )
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -139,6 +156,14 @@ PEERS = {
             launch=_llama_cpp,
             ignores_eos=False,
             usage=UsageMode.FINAL,
+            needs_gguf=True,
+        ),
+        Peer(
+            name="llama-server",
+            package="gguf",
+            launch=_llama_server,
+            usage=UsageMode.FINAL,
+            ready_path="/health",
             needs_gguf=True,
         ),
         Peer(
