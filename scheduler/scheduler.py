@@ -292,19 +292,16 @@ class Scheduler:
         if plan.is_empty:
             self._watch()
             return plan.finished(self._counters.num_steps, ())
-        self._watchdog.note_progress()
-        self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
-        finished = plan.finished(self._counters.num_steps, released)
-        self._counters.num_scheduled_tokens += finished.num_scheduled_tokens
-        self._in_flight.add(finished)
-        return finished
+        return self._counted(plan.finished(self._counters.num_steps + 1, released))
 
     def _close_decodes(self, shares: list[ScheduledSequence]) -> SchedulerOutput:
+        released, self._released = tuple(self._released), []
+        return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares)))
+
+    def _counted(self, plan: SchedulerOutput) -> SchedulerOutput:
         self._watchdog.note_progress()
         self._counters.num_steps += 1
-        released, self._released = tuple(self._released), []
-        plan = plan_of_decodes(self._counters.num_steps, released, tuple(shares))
         self._counters.num_scheduled_tokens += plan.num_scheduled_tokens
         self._in_flight.add(plan)
         return plan
