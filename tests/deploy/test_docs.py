@@ -77,7 +77,7 @@ def test_the_test_command_of_the_readme_is_what_ci_runs() -> None:
     commands = [line for block in fenced(read("README.md"), "sh") for line in block.splitlines()]
     (develop,) = [line for line in commands if "[test]" in line]
     install, test = develop.split(" && ")[-2:]
-    ci = read(".ci/run").splitlines()
+    ci = [line.strip() for line in read(".ci/run").splitlines()]
     assert test in ci
     assert install.replace("pip install", "pip install --quiet") in ci
     assert develop.startswith("python3 -m venv .venv && . .venv/bin/activate && ")
