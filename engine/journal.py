@@ -70,6 +70,13 @@ class Journal:
     def num_preemptions(self) -> int:
         return sum(self._preemptions.values())
 
+    @property
+    def generation_s(self) -> float | None:
+        """Seconds from the first token to the end of the last choice; None if either is not known."""
+        times = {event.stage: event.time_ns for event in self.events}
+        first, last = times.get(JournalStage.FIRST_TOKEN), times.get(JournalStage.FINISHED)
+        return None if first is None or last is None else (last - first) / 1e9
+
     def note_admission(self, num_prompt_tokens: int, priority: int) -> None:
         """Note that one of its prompts was admitted."""
         self.num_prompt_tokens += num_prompt_tokens

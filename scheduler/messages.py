@@ -465,6 +465,8 @@ class SchedulerStats:
     num_used_blocks: int = 0
     num_blocks: int
     num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    """Tokens of all steps."""
     num_used_host_blocks: int = 0
     num_host_blocks: int = 0
     num_stalls: int = 0

@@ -271,6 +271,7 @@ class Scheduler:
             num_used_host_blocks=self.swap_space.num_used,
             num_host_blocks=self.swap_space.num_blocks,
             num_steps=self._counters.num_steps,
+            num_scheduled_tokens=self._counters.num_scheduled_tokens,
             num_stalls=self._counters.num_stalls,
             num_out_of_memory=self._counters.num_out_of_memory,
             preemptions=self._counters.preemptions(),
@@ -291,18 +292,17 @@ class Scheduler:
         if plan.is_empty:
             self._watch()
             return plan.finished(self._counters.num_steps, ())
-        self._watchdog.note_progress()
-        self._counters.num_steps += 1
         released, self._released = tuple(self._released), []
-        finished = plan.finished(self._counters.num_steps, released)
-        self._in_flight.add(finished)
-        return finished
+        return self._counted(plan.finished(self._counters.num_steps + 1, released))
 
     def _close_decodes(self, shares: list[ScheduledSequence]) -> SchedulerOutput:
+        released, self._released = tuple(self._released), []
+        return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares)))
+
+    def _counted(self, plan: SchedulerOutput) -> SchedulerOutput:
         self._watchdog.note_progress()
         self._counters.num_steps += 1
-        released, self._released = tuple(self._released), []
-        plan = plan_of_decodes(self._counters.num_steps, released, tuple(shares))
+        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens
         self._in_flight.add(plan)
         return plan
 

@@ -31,10 +31,13 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "logprob_token_ids": EMPTY,
     "prompt_embeds": (),  # tensors from outside are never read
     "repetition_detection": (),
+    "return_prompt_text": OFF,
     "return_token_offsets": OFF,
     "spaces_between_special_tokens": OFF,  # special tokens stand in the text as they are
     "stream_interval": (1,),
+    "thinking_token_budget": (),
     "use_beam_search": OFF,
+    "watermarking": OFF,
 }
 
 _REASONS: Final = {
@@ -42,6 +45,7 @@ _REASONS: Final = {
     "logits_processors": "code from outside is never run",
     "logprob_token_ids": "log-probabilities are those of the likeliest tokens: ask for more of them",
     "prompt_embeds": "tensors from outside are never read",
+    "thinking_token_budget": "reasoning_effort says how long a model thinks, where its template reads it",
     "use_beam_search": "every choice is sampled by itself: ask for several with n, or best_of in completions",
 }
 _INSTEAD: Final = {
@@ -53,6 +57,7 @@ _INSTEAD: Final = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "json_schema": "response_format",
+    "return_prompt_text": "return_token_ids, and /detokenize",
 }
 """Fields that do the same here."""
 

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.adapters.adapter_metrics import AdapterMetrics
@@ -39,7 +40,7 @@ from engine.processes.engine_processes import Death, GaveUp
 from engine.reports.joined_views import JoinedViews
 from engine.reports.questions import Questions, report_in_line
 from engine.text.checkpoint_texts import load_texts
-from engine.text.tokenizer import SpecialTokens
+from engine.text.tokenizer import SpecialTokens, read_json
 from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
     ChatOptions,
@@ -207,6 +208,11 @@ class AsyncEngine:
         """Return the text and the bytes of one token in the middle of a text."""
         tokenizer = self._tokenizer
         return TokenText(token_id, tokenizer.token_string(token_id), tokenizer.token_bytes(token_id))
+
+    async def tokenizer_config(self) -> dict[str, Any]:
+        """Return tokenizer_config.json of the checkpoint; empty without one."""
+        path = Path(self._config.worker.model_path) / "tokenizer_config.json"
+        return await asyncio.to_thread(read_json, path)
 
     async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them. Raises Overloaded."""

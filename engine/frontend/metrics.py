@@ -169,7 +169,9 @@ class EngineMetrics:
         last = self.live_load.last.get(engine) or SchedulerStats(num_blocks=stats.num_blocks)
         self.live_load.last[engine] = stats
         self._kv_usage[engine].set(stats.num_used_blocks / stats.num_blocks)
-        self._steps.inc(stats.num_steps - last.num_steps)
+        num_steps = stats.num_steps - last.num_steps
+        self._steps.inc(num_steps)
+        self._vllm.stepped(num_steps, stats.num_scheduled_tokens - last.num_scheduled_tokens)
         self._stalls.inc(stats.num_stalls - last.num_stalls)
         self._out_of_memory.inc(stats.num_out_of_memory - last.num_out_of_memory)
         self._swapped[engine].set(stats.num_swapped)

@@ -74,10 +74,19 @@ class VllmMetrics(Collector):
         self._max_tokens = _histogram(
             "request_params_max_tokens", "Tokens that a choice may have", _LENGTH_BUCKETS
         )
+        self._iteration = _histogram(
+            "iteration_tokens_total", "Tokens of a step, the mean of those between two beats", _LENGTH_BUCKETS
+        )
         self._histograms = (
+            self._iteration,
             *(self._prefill, self._decode, self._inference, self._token_time),
             *(self._num_max, self._num_computed, self._n, self._max_tokens),
         )
+
+    def stepped(self, num_steps: int, num_tokens: int) -> None:
+        """Observe steps that computed so many tokens together."""
+        if num_steps > 0:
+            self._iteration.observe(num_tokens / num_steps, num=num_steps)
 
     def request_admitted(self, *, n: int, max_tokens: int) -> None:
         """Observe the parameters of a request that generates."""

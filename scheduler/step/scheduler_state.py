@@ -66,6 +66,7 @@ class Counters:
 
     num_added: int = 0
     num_steps: int = 0
+    num_scheduled_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_prefix_host_hits: int = 0

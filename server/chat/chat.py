@@ -48,6 +48,7 @@ async def create_chat_completion(request: Request) -> Response:
         prompts=(turn.prompt_ids,) if body.return_token_ids else (),
         has_prediction=body.prediction is not None,
         num_prompt_logprobs=body.prompt_logprobs,
+        journal=origin.journal if body.include_metrics and turn.request.n == 1 else None,
     )
     outputs = edge.engine.generate_all([turn.request])
     if body.stream:

@@ -6,7 +6,7 @@ Never: imported by code that builds replies.
 
 from typing import Literal
 
-from server.generate.reply_models import FinishReasonName, PromptLogprobs, TokenLogprob, Usage
+from server.generate.reply_models import FinishReasonName, PromptLogprobs, RequestTimes, TokenLogprob, Usage
 from server.http.endpoint import ReplyModel
 
 
@@ -55,6 +55,7 @@ class ChatCompletion(ReplyModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestTimes | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -99,4 +100,5 @@ class ChatCompletionChunk(ReplyModel):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    metrics: RequestTimes | None = None
     prompt_token_ids: list[int] | None = None

@@ -17,7 +17,7 @@ from server.chat.message_reader import (
     reasoning_fields,
 )
 from server.chat.reasoning import Reasoning
-from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, Tally
+from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, Tally, shown_times
 from server.generate.wire_logprobs import chat_logprobs, prompt_logprobs
 from server.tool_calls.events import Arguments, Content
 
@@ -49,7 +49,7 @@ class ChatReply:
             )
         if self._plan.has_token_ids:
             reply["prompt_token_ids"] = list(self._plan.prompts[0])
-        return reply
+        return reply | shown_times(self._plan.journal)
 
     def _choice(self, number: int, choice: CollectedChoice) -> dict[str, Any]:
         names = self._plan.token_names

@@ -7,6 +7,7 @@ A grammar holds from the first token of the answer on. Where the model reasons f
 before: so the block of reasoning is opened in the prompt, and the token that ends it begins the grammar.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import RequestRejected
@@ -28,7 +29,7 @@ from server.generate.engine_requests import (
     engine_requests,
     kept_prompt,
 )
-from server.generate.structured_output import WantedGrammar, check_can_end, wanted_grammar
+from server.generate.structured_output import WantedGrammar, answer_schema, check_can_end, wanted_grammar
 from server.http.edge import Edge, Engine
 from server.tool_calls.dialects import find_dialect
 
@@ -57,7 +58,7 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     limit = body.max_completion_tokens or body.max_tokens or 1
     prompt_ids = kept_prompt(body, rendered, info, max_tokens=limit)
     if tool_use.offered:
-        tool_use = tool_use.opened_by(_text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]))
+        tool_use = tool_use.opened_by(raw_text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]))
         grammar = _wanted_grammar(body, tool_use, info)
     style = find_style(edge.parsers.reasoning, info)
     start = _reasoning_start(edge.engine, style, body, prompt_ids)
@@ -147,11 +148,14 @@ def _wanted_grammar(body: ChatCompletionRequest, tool_use: ToolUse, info: ModelI
     wanted = wanted_grammar(body)
     of_calls = tool_use.grammar
     if wanted is not None and tool_use.offered:
-        raise RequestRejected(
-            f"{wanted.param} and tools exclude each other: a reply that must match it cannot call tools;"
-            " use tool_choice none",
-            param=wanted.param,
-        )
+        answer = None if body.response_format is None else answer_schema(body.response_format)
+        of_calls = None if answer is None else tool_use.grammar_beside(answer)
+        if of_calls is None:
+            raise RequestRejected(
+                f"{wanted.param} and tools exclude each other here: a reply that must match it could not call"
+                " tools; use tool_choice none",
+                param=wanted.param,
+            )
     if of_calls is not None:
         wanted = WantedGrammar(grammar=of_calls, param="tools")
     if wanted is not None:
@@ -168,7 +172,7 @@ def _reasoning_start(
         begun = _last_text(body)
         is_open = begun.rfind(style.begin) > begun.rfind(style.end)
         return ReasoningStart.OPEN if is_open else ReasoningStart.NONE
-    end = _text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]).rstrip()
+    end = raw_text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]).rstrip()
     if end.endswith(style.begin):
         return ReasoningStart.OPEN
     return ReasoningStart.NONE if end.endswith(style.end) else ReasoningStart.POSSIBLE
@@ -204,7 +208,8 @@ def _last_text(body: ChatCompletionRequest) -> str:
     return "".join(part.text or "" for part in body.messages[-1].content or ())
 
 
-def _text(engine: Engine, token_ids: TokenIds) -> str:
+def raw_text(engine: Engine, token_ids: Sequence[int]) -> str:
+    """The text of token ids, with all their marks."""
     return b"".join(engine.token_text(token_id).token_bytes for token_id in token_ids).decode(
         errors="replace"
     )

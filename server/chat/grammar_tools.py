@@ -36,6 +36,17 @@ def free_or_calls(body: dict[str, Any], max_calls: int | None) -> Grammar:
     )
 
 
+def answer_or_calls(answer: dict[str, Any], body: dict[str, Any], max_calls: int | None) -> Grammar:
+    """JSON that matches the schema `answer`, or calls."""
+    more = "" if max_calls == 1 else " (again call)*"
+    schema = json.dumps(answer, ensure_ascii=False).replace("::=", r"\u003a:=")
+    return _grammar(
+        f'start: answer | "{OPENING}" call{more}',
+        f"answer: %json {schema}",
+        body=body,
+    )
+
+
 def opened_call(body: dict[str, Any], max_calls: int | None) -> Grammar:
     """The rest of a reply whose prompt ends with the mark of a call."""
     return _grammar("start: call" + ("" if max_calls == 1 else " (again call)*"), body=body)

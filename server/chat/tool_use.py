@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind
 from server.chat.chat_protocol import ChatCompletionRequest
-from server.chat.grammar_tools import OPENING, free_or_calls, opened_call
+from server.chat.grammar_tools import OPENING, answer_or_calls, free_or_calls, opened_call
 from server.chat.message_reader import call_id, no_calls, short_call_id
 from server.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.generate.schema_formats import without_unknown_formats
@@ -97,6 +97,14 @@ class ToolUse:
         text = json.dumps({**self.schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
         # By "::=", which may stand in a description, grammars in another language are recognized.
         return Grammar(kind=GrammarKind.LARK, text="start: %json " + text.replace("::=", r"\u003a:="))
+
+    def grammar_beside(self, answer: dict[str, Any]) -> Grammar | None:
+        """Grammar of a reply that matches the schema `answer` or calls; None if the dialect has none."""
+        if self.mode is not ToolMode.AUTO:
+            return self.grammar  # it calls, and has no other text
+        if self.dialect is None or not (self.is_shown_in_messages or self.dialect.marks == HERMES.marks):
+            return None
+        return answer_or_calls({**answer, "x-guidance": _JSON_OPTIONS}, self._call_body, self.max_calls)
 
     @property
     def _call_body(self) -> dict[str, Any]:

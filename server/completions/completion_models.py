@@ -6,7 +6,7 @@ Never: imported by code that builds replies.
 
 from typing import Literal
 
-from server.generate.reply_models import FinishReasonName, PromptLogprobs, Usage
+from server.generate.reply_models import FinishReasonName, PromptLogprobs, RequestTimes, Usage
 from server.http.endpoint import ReplyModel
 
 
@@ -41,3 +41,4 @@ class Completion(ReplyModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: RequestTimes | None = None

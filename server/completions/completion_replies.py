@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.types import FinishReason, TokenLogprob, TokenOutput, TokenText
-from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan
+from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, shown_times
 from server.generate.wire_logprobs import (
     TokenOffsets,
     completion_logprobs,
@@ -80,6 +80,7 @@ class CompletionReply:
             **self._plan.shared.head.body("text_completion"),
             "choices": [self._choice(index, number, choices[number]) for index, number in enumerate(kept)],
             "usage": usage,
+            **shown_times(self._plan.shared.journal),
         }
 
     def _choice(self, index: int, number: int, choice: CollectedChoice) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Owns: the way from body to reply. Each step is in a module of its own.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -49,6 +50,8 @@ async def create_completion(request: Request) -> Response:
     prompt_ids = {f"{reply_id}-{place}": prompt.token_ids for place, prompt in enumerate(prompts)}
     requests = await engine_requests(engine, body, prompt_ids, wanted, origin)
     plan = _plan(body, prompts, new_head(origin, engine.info), engine)
+    if body.include_metrics and plan.shared.num_choices == 1:
+        plan = replace(plan, shared=replace(plan.shared, journal=origin.journal))
     outputs = engine.generate_all(requests)
     if body.stream:
         return EventStream(outputs, CompletionStream(plan), edge)

@@ -227,6 +227,8 @@ class GenerationFields(SamplingFields):
     """The end of the prompt at which truncate_prompt_tokens cuts; left if absent."""
     prompt_logprobs: NumLogprobs | None = None
     """Number of alternatives for each token of the prompt."""
+    include_metrics: bool | None = None
+    """Return the times of the request with its reply; only of one choice of one prompt."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and reply."""
     return_tokens_as_token_ids: bool | None = None

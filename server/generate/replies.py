@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from engine.journal import Journal
 from engine.types import FinishReason, TokenLogprob, TokenOutput
 from server.error_replies import ReplyAborted
 from server.generate.wire_logprobs import TokenNames
@@ -67,6 +68,8 @@ class ReplyPlan:
     """Token ids of each prompt; empty if token ids are not returned."""
     has_prediction: bool = False
     """Whether the request came with a text that the client expects."""
+    journal: Journal | None = None
+    """Record of the request if its times are returned, else None."""
     num_prompt_logprobs: int | None = None
     """Alternatives returned for each token of the prompt; None: no log-probabilities."""
 
@@ -77,6 +80,27 @@ class ReplyPlan:
     @property
     def has_token_ids(self) -> bool:
         return bool(self.prompts)
+
+
+def shown_times(journal: Journal | None) -> dict[str, Any]:
+    """Times of a request at its end, as vLLM names them; empty if they are not asked for."""
+    if journal is None:
+        return {}
+    generation_s = journal.generation_s
+    num_later = journal.num_output_tokens - 1
+    has_pace = bool(generation_s) and num_later > 0
+    times = {
+        "time_to_first_token_ms": _ms(journal.first_token_s),
+        "generation_time_ms": _ms(generation_s),
+        "queue_time_ms": _ms(journal.queue_s),
+        "mean_itl_ms": _ms(generation_s / num_later) if generation_s and has_pace else None,
+        "tokens_per_second": round(num_later / generation_s, 3) if generation_s and has_pace else None,
+    }
+    return {"metrics": times}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
 
 
 class StreamReply(Protocol):
@@ -195,6 +219,7 @@ class ChunkWriter:
         self._base = plan.head.body(kind)
         self._report = plan.usage
         self._has_token_ids = plan.has_token_ids
+        self._journal = plan.journal
         self.tally = Tally(plan)
 
     @property
@@ -211,8 +236,10 @@ class ChunkWriter:
         return chunk
 
     def finish(self) -> list[dict[str, Any]]:
-        """The chunk after the last choice, if usage was asked for."""
+        """The chunk after the last choice, if usage or times were asked for."""
         self.tally.check_complete()
-        if not self._report.at_end:
-            return []
-        return [{**self._base, "choices": [], "usage": self.tally.usage()}]
+        last: dict[str, Any] = {}
+        if self._report.at_end:
+            last["usage"] = self.tally.usage()
+        last |= shown_times(self._journal)
+        return [{**self._base, "choices": [], **last}] if last else []

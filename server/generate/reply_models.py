@@ -33,6 +33,18 @@ class Usage(ReplyModel):
     """Present if one of its fields is."""
 
 
+class RequestTimes(ReplyModel):
+    """Times of one request, for `include_metrics`; null where they are not known."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    """From the first token to the last."""
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    """Time between two tokens."""
+    tokens_per_second: float | None
+
+
 class PromptLogprob(ReplyModel):
     logprob: float
     rank: int

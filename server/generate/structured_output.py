@@ -144,6 +144,15 @@ def json_schema_grammar(schema: dict[str, Any]) -> Grammar:
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
 
 
+def answer_schema(wanted: ResponseFormat) -> dict[str, Any] | None:
+    """The schema of a reply in this format; None if it is free text."""
+    if wanted.type == "text":
+        return None
+    if wanted.json_schema is None:
+        return {"type": "object"}
+    return dict(without_unknown_formats(wanted.json_schema.schema_))
+
+
 def choice_grammar(choices: Sequence[str]) -> Grammar:
     """Exactly one of the texts."""
     # Lark's strings are written as JSON's are, but know no surrogate pairs.

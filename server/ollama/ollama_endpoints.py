@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, and the model described: GET /api/tags, POST /api/show, GET /api/version.
+"""POST /api/chat and /api/generate, and the model described: GET /api/tags and /api/ps, POST /api/show.
 
 Owns: the way from body to reply, and the description of the served model.
 Never: rendering or generating: that is the chat path, step for step.
@@ -31,6 +31,7 @@ from server.ollama.ollama_input import chat_request_of, served_name
 from server.ollama.ollama_lines import LineFraming, LineShape, LineStream, WholeLine, error_body
 from server.ollama.ollama_models import (
     OllamaError,
+    OllamaLoadedList,
     OllamaModelList,
     OllamaModelPage,
     OllamaReply,
@@ -46,7 +47,9 @@ from server.ollama.ollama_protocol import (
 from server.tool_calls.dialects import find_dialect
 
 _CHAT, _GENERATE, _SHOW = "/api/chat", "/api/generate", "/api/show"
-_TAGS, _VERSION = "/api/tags", "/api/version"
+_TAGS, _LOADED, _VERSION = "/api/tags", "/api/ps", "/api/version"
+_NEVER = "2318-04-10T00:00:00Z"
+"""A time that clients read as never."""
 _STREAM_NOTE = "Unless `stream` is false: lines of JSON, each of this shape; the last one has `done`: true."
 
 
@@ -69,7 +72,7 @@ ENDPOINT = Endpoint(
         OllamaShowRequest: (),
     },
     operations={_CHAT: "chat", _GENERATE: "generate_content"},
-    error_shapes=dict.fromkeys((_CHAT, _GENERATE, _SHOW, _TAGS, _VERSION), error_body),
+    error_shapes=dict.fromkeys((_CHAT, _GENERATE, _SHOW, _TAGS, _LOADED, _VERSION), error_body),
 )
 
 
@@ -91,18 +94,15 @@ async def generate_in_lines(request: Request) -> Response:
 async def list_in_ollamas_words(request: Request) -> Response:
     """List the names under which the model is served."""
     info = edge_of(request).engine.info
-    models = [
-        {
-            "name": name,
-            "model": name,
-            "modified_at": _time(info.created_s),
-            "size": 0,
-            "digest": "",
-            "details": _details(info),
-        }
-        for name in info.names
-    ]
-    return _json({"models": models})
+    return _json({"models": _listed(info, {"modified_at": _time(info.created_s)})})
+
+
+@router.get(_LOADED, **_documentation(OllamaLoadedList))
+async def list_loaded_in_ollamas_words(request: Request) -> Response:
+    """List the same names: the model stays loaded."""
+    info = edge_of(request).engine.info
+    facts = {"expires_at": _NEVER, "size_vram": 0, "context_length": info.max_model_len}
+    return _json({"models": _listed(info, facts)})
 
 
 @router.post(_SHOW, **_documentation(OllamaModelPage, request=OllamaShowRequest))
@@ -158,6 +158,12 @@ async def _answer(
     if body.stream is not False:
         return EventStream(outputs, stream, edge, framing=LineFraming())
     return await whole(request, outputs, WholeLine(stream))
+
+
+def _listed(info: ModelInfo, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each served name."""
+    described = {"size": 0, "digest": "", "details": _details(info), **facts}
+    return [{"name": name, "model": name, **described} for name in info.names]
 
 
 def _reply_id() -> str:

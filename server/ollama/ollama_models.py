@@ -59,6 +59,21 @@ class OllamaModelList(ReplyModel):
     models: list[OllamaModel]
 
 
+class OllamaLoadedModel(ReplyModel):
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaLoadedList(ReplyModel):
+    models: list[OllamaLoadedModel]
+
+
 class OllamaModelPage(ReplyModel):
     modelfile: str
     parameters: str

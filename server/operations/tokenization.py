@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: text to tokens, and back.
+"""POST /tokenize and POST /detokenize: text to tokens, and back; GET /tokenizer_info.
 
 Owns: the shapes of both, which are vLLM's.
 Never: how messages are rendered: that is the chat path, so that counts agree with a chat's usage.
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import orjson
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -54,6 +54,8 @@ class TokenizeRequest(WireModel):
     """Return each token as the tokenizer spells it, too."""
 
 
+_PLACES = ("name_or_path", "auto_map")
+"""Entries that name folders of the machine where the checkpoint was made, or code."""
 MAX_DECODED_TOKENS = 64 * 1024
 """To decode so many takes 0.03 s, in which the tokenizer holds the interpreter's lock."""
 
@@ -75,6 +77,15 @@ class Tokenization(ReplyModel):
 
 class Detokenization(ReplyModel):
     prompt: str
+
+
+class TokenizerInfo(ReplyModel):
+    """The checkpoint's tokenizer_config.json, and the chat template that is used."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str | None = None
+    chat_template: str | None
 
 
 router = APIRouter()
@@ -114,6 +125,16 @@ async def detokenize(request: Request) -> Response:
         )
     check_token_ids(body.tokens, info, param="tokens")
     return _json({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
+
+
+@router.get("/tokenizer_info", **documentation(TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """The configuration of the tokenizer, for clients that tokenize by themselves."""
+    engine = edge_of(request).engine
+    info = engine.info
+    config = await engine.tokenizer_config()
+    shown = {name: value for name, value in config.items() if name not in _PLACES}
+    return _json({**shown, "chat_template": info.chat_template or None})
 
 
 async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:

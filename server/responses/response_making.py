@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ import orjson
 from engine.errors import ContextLengthExceeded, RequestRejected
 from engine.types import GenerationRequest
 from server.chat.chat_replies import ChatStream
-from server.chat.chat_turn import ChatTurn, prepare_turn
+from server.chat.chat_turn import ChatTurn, prepare_turn, raw_text
 from server.generate.answering import new_head
 from server.generate.calls import Origin
 from server.generate.replies import ReplyHead, ReplyPlan, UsageReport
@@ -69,6 +70,8 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd) -> Making:
         body=task.body,
         params=turn.request.params,
         is_stored=task.is_stored,
+        prompt_ids=turn.prompt_ids,
+        raw_text=partial(raw_text, edge.engine) if task.body.enable_response_messages else None,
     )
     chat = ChatStream(_chat_plan(task.body, turn, head), turn.reading)
     return Making(

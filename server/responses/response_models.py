@@ -77,6 +77,14 @@ class ResponseUsage(ReplyModel):
     total_tokens: int
 
 
+class RawMessage(ReplyModel):
+    """Tokens as the model has them."""
+
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(ReplyModel):
     """A response, whole or on its way."""
 
@@ -108,6 +116,9 @@ class ResponseObject(ReplyModel):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
+    input_messages: list[RawMessage] | None = None
+    """Present with `enable_response_messages`, as is `output_messages`."""
+    output_messages: list[RawMessage] | None = None
 
 
 class ResponseEvent(ReplyModel):

@@ -33,6 +33,7 @@ from server.responses.responses_replies import (
     ended,
     failed,
     queued,
+    raw_messages,
     status_of,
 )
 
@@ -62,6 +63,7 @@ class ResponseStream:
         self._open: OutputItem | None = None
         self._held_logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose item is not known yet."""
+        self._output_ids: list[int] = []
         self._finish_reason: str | None = None
         self._has_begun = self._was_queued = False
         self.response: dict[str, Any] = {}
@@ -81,6 +83,8 @@ class ResponseStream:
         ]
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        if self._plan.raw_text is not None:
+            self._output_ids += output.token_ids
         chunks = self._chat.update(prompt_index, output)
         return [*self._begin(), *(event for chunk in chunks for event in self._take(chunk))]
 
@@ -98,7 +102,7 @@ class ResponseStream:
             finish_reason=self._finish_reason,
             usage=last["usage"],
             now_s=int(self._unix_time_s()),
-        )
+        ) | raw_messages(self._plan, self._output_ids)
         self._on_end(self.response)
         return [*events, self._event(f"response.{status}", response=self.response)]
 

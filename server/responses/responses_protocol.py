@@ -205,6 +205,8 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
     """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
+    enable_response_messages: bool | None = None
+    """Return prompt and output as the model has them, as text and token ids."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives to each token; asks for logprobs by itself."""
 

@@ -5,6 +5,7 @@ Never: the order of events (responses_events.py), or the store (responses.py).
 Pure: fed with deltas of chat completions, read as dicts.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +27,9 @@ class ResponsePlan:
     params: SamplingParams
     """Resolved parameters, for the fields that the request left open."""
     is_stored: bool
+    prompt_ids: tuple[int, ...] = ()
+    raw_text: Callable[[Sequence[int]], str] | None = None
+    """Text of token ids with all their marks, if the response shall have its messages; else None."""
 
     def item_id(self, prefix: str, place: int) -> str:
         return f"{prefix}_{self.id.partition('_')[2]}{place:02x}"
@@ -114,6 +118,17 @@ def ended(
     else:
         response["completed_at"] = now_s
     return response
+
+
+def raw_messages(plan: ResponsePlan, output_ids: list[int]) -> dict[str, Any]:
+    """Prompt and output as the model has them; empty if they are not asked for."""
+    if plan.raw_text is None:
+        return {}
+    sides = (("input_messages", list(plan.prompt_ids)), ("output_messages", output_ids))
+    return {
+        name: [{"type": "raw_message_tokens", "message": plan.raw_text(ids), "tokens": ids}]
+        for name, ids in sides
+    }
 
 
 def status_of(finish_reason: str) -> str:

@@ -159,6 +159,9 @@ class FakeEngine:
     def token_text(self, token_id: int) -> TokenText:
         return TokenText(token_id, chr(token_id), chr(token_id).encode())
 
+    async def tokenizer_config(self) -> dict[str, Any]:
+        return {"tokenizer_class": "Fake", "name_or_path": "/secret/place", "model_max_length": 128}
+
     async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{token_id}>" for token_id in token_ids]
 

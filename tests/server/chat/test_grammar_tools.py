@@ -154,3 +154,62 @@ async def test_a_template_that_reads_tools_in_the_system_message_finds_them_ther
     await ask(client)
     system, _ = engine.chats[0][0]
     assert json.loads(system["tools"])[1] == {"name": "get_time"}
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"say": {"type": "string", "description": "a ::= b"}},
+    "required": ["say"],
+    "additionalProperties": False,
+}
+AS_JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_possible", "is_whole"),
+    [
+        ('{"say": "hi"}', True, True),
+        (f"<tool_call>{BONN}</tool_call>", True, True),
+        ("hi", False, False),
+        ('{"say": 5', False, False),
+        ('{"say": "hi"}<tool_call>', False, False),
+        ('<tool_call>{"name": "unheard_of"', False, False),
+    ],
+)
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ messages }} {{ tools }} <tool_call>"])
+async def test_with_a_response_format_the_reply_matches_it_or_is_calls(
+    client, engine, template, text, is_possible, is_whole
+):
+    engine.model_info = dataclasses.replace(engine.model_info, chat_template=template)
+    await ask(client, response_format=AS_JSON)
+    grammar = engine.requests[0].params.grammar
+    assert "::=" not in grammar.text
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, grammar.text)
+    assert not matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    assert (matcher.validate_tokens(tokens) == len(tokens)) == is_possible
+    if is_possible:
+        matcher.consume_tokens(tokens)
+        assert matcher.is_accepting() == is_whole
+
+
+async def test_with_a_response_format_the_calls_are_read(client, engine):
+    engine.texts = (f"<tool_call>{BONN}</tool_call>",)
+    choice = await ask(client, response_format=AS_JSON, max_tokens=1)
+    assert choice["finish_reason"] == "tool_calls"
+    engine.texts = ('{"say": "hi"}',)
+    choice = await ask(client, response_format=AS_JSON, max_tokens=1)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", '{"say": "hi"}')
+
+
+async def test_a_required_call_is_not_text_and_other_structures_exclude_tools(client, engine):
+    engine.texts = (f"[{BONN.replace('arguments', 'parameters')}]",)
+    await ask(client, response_format=AS_JSON, tool_choice="required", max_tokens=1)
+    assert '"say"' not in engine.requests[-1].params.grammar.text
+    body = {"messages": [HI], "tools": [TIME], "structured_outputs": {"regex": "a"}}
+    reply = await client.post(CHAT, json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs.regex")
+    engine.model_info = dataclasses.replace(engine.model_info, chat_template="<|python_tag|> tools")
+    reply = await client.post(CHAT, json={"messages": [HI], "tools": [TIME], "response_format": AS_JSON})
+    assert "exclude each other here" in reply.json()["error"]["message"]

@@ -258,8 +258,8 @@ BAD_CHATS = [
         "invalid_value",
     ),
     (
-        {"tools": [tool("f")], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
+        {"tools": [tool("f")], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "structured_outputs.regex",
         "invalid_value",
     ),
     (

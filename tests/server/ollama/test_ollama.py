@@ -8,7 +8,13 @@ import pytest
 
 from engine.errors import RequestFailed
 from engine.types import FinishReason
-from server.ollama.ollama_models import OllamaError, OllamaModelList, OllamaModelPage, OllamaReply
+from server.ollama.ollama_models import (
+    OllamaError,
+    OllamaLoadedList,
+    OllamaModelList,
+    OllamaModelPage,
+    OllamaReply,
+)
 from tests.server.conftest import connect, impatient
 from tests.server.fake_engine import INFO, FakeEngine
 
@@ -97,6 +103,9 @@ async def test_the_model_is_listed_and_described(client, thinker):
     listed = (await client.get("/api/tags")).json()
     OllamaModelList.model_validate(listed, strict=True)
     assert [model["name"] for model in listed["models"]] == list(INFO.served_names)
+    loaded = (await client.get("/api/ps")).json()
+    OllamaLoadedList.model_validate(loaded, strict=True)
+    assert [model["name"] for model in loaded["models"]] == list(INFO.served_names)
     page = (await client.post("/api/show", json={"model": "fake:latest"})).json()
     OllamaModelPage.model_validate(page, strict=True)
     assert page["capabilities"] == ["completion", "tools", "thinking"]

@@ -1,6 +1,8 @@
 """Replies as each family of models writes them: whole, and cut in every place."""
 
+import codecs
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -200,6 +202,17 @@ def test_a_familys_calls_are_read_however_the_text_is_cut(dialect, text, content
     assert read(dialect, *text) == whole
     for cut in range(1, len(text)):
         assert read(dialect, text[:cut], text[cut:]) == whole
+
+
+@pytest.mark.parametrize(("dialect", "text", "content"), GOLDEN)
+def test_a_familys_calls_are_read_from_tokens_that_end_at_any_byte(dialect, text, content) -> None:
+    """As the detokenizer hands tokens on: a character that is not whole waits for its last byte."""
+    data, whole = text.encode(), read(dialect, text)
+    for cuts in (range(1, len(data)), *((cut,) for cut in range(1, len(data)))):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        ends = [*cuts, len(data)]
+        pieces = [decoder.decode(data[begin:end]) for begin, end in pairwise([0, *ends])]
+        assert read(dialect, *pieces) == whole
 
 
 @pytest.mark.parametrize(("dialect", "text", "content"), GOLDEN)
