@@ -16,12 +16,15 @@ from campaigns.gpu.shapes import Shape
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerCache, LayerShape
 from worker.gpu.device_batch import AttentionBatch
+from worker.gpu.kernels.attention_work import AttentionWork
 
 _BLOCK_SIZE = 16
 _LONGEST = 8192
 """What the host says of all sequences, as a captured step does."""
 _BEYOND_CACHES_BYTES = 256 << 20
 _MOST_LAYERS = 32
+_MOST_PROGRAMS_EACH = 4
+"""Programs of a processor, of all candidates."""
 _SCALE = 0.1
 
 
@@ -66,7 +69,7 @@ class AttentionInputs:
             scaling=1 / math.sqrt(head_dim), sliding_window=None, softcap=None, sinks=None
         )
         integers = {"dtype": torch.int32, "device": device}
-        self.batch = AttentionBatch(
+        batch = AttentionBatch(
             num_decodes=load.num_sequences if load.query_len == 1 else 0,
             max_query_len=load.query_len,
             max_seq_len=_LONGEST if device.type == "cuda" else load.context,
@@ -77,6 +80,16 @@ class AttentionInputs:
             .view(load.num_sequences, -1),
             slots_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         )
+        self.work = work_of(batch)
+
+
+def work_of(batch: AttentionBatch) -> AttentionWork:
+    """A step's work, with counters of its own."""
+    device = batch.seq_lens_R.device
+    is_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+    counters = batch.seq_lens_R.new_zeros(AttentionWork.num_counters(_MOST_PROGRAMS_EACH * processors))
+    return AttentionWork(batch, counters, processors)
 
 
 def rows(num_rows: int, width: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
