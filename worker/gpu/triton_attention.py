@@ -89,6 +89,6 @@ def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> At
         max_seq_len=int(metadata.seq_lens.max()),
         query_starts_R=device.tensor(metadata.query_starts.astype(np.int32)),
         seq_lens_R=device.tensor(metadata.seq_lens.astype(np.int32)),
-        block_tables_RB=device.tensor(np.ascontiguousarray(metadata.block_tables)),
+        block_tables_CB=device.tensor(np.ascontiguousarray(metadata.block_tables)),
         slots_T=device.tensor(metadata.token_blocks * block_size + metadata.token_offsets),
     )

@@ -99,10 +99,10 @@ class _Step:
             max_seq_len=max(lengths),
             query_starts_R=place.integers(self._starts),
             seq_lens_R=place.integers(lengths),
-            block_tables_RB=place.integers(self._tables_RB),
+            block_tables_CB=place.integers(self._tables_RB),
             slots_T=place.integers([-1] * sum(counts), torch.int64),
         )
-        self._tables = batch.block_tables_RB
+        self._tables = batch.block_tables_CB
         self.arguments = (self.queries_THD, self._layer, work_of(batch), self._options)
 
     def trial(self, name: str, attend: Attend) -> Trial:

@@ -99,7 +99,7 @@ def _batch(num_sequences: int, num_tokens: int, *, num_decodes: int, longest: in
         max_seq_len=longest,
         query_starts_R=_integers(num_sequences + 1),
         seq_lens_R=_integers(num_sequences),
-        block_tables_RB=_integers(num_sequences, _LONGEST // _BLOCK_SIZE),
+        block_tables_CB=_integers(num_sequences, _LONGEST // _BLOCK_SIZE),
         slots_T=_new(num_tokens, dtype=torch.int64),
     )
 

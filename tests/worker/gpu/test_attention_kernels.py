@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from worker.attention.interface import AttentionMetadata, AttentionOptions, Reach
+from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables, Reach
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import CpuDevice
@@ -132,7 +132,7 @@ class Step:
             num_decodes=counts.count(1) if sorted(counts, key=lambda each: each > 1) == counts else 0,
             query_starts=np.cumsum([0, *counts]),
             seq_lens=np.array([end for _, end in spans]),
-            block_tables=tables,
+            tables=BlockTables.of(tables),
             token_blocks=np.concatenate(blocks).astype(np.int64),
             token_offsets=np.concatenate(positions) % self.case.block_size,
         )
@@ -165,7 +165,7 @@ class Step:
             max_seq_len=1000,
             query_starts_R=torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)),
             seq_lens_R=torch.from_numpy(np.append(self.metadata.seq_lens, 0)[row_of].astype(np.int32)),
-            block_tables_RB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of]),
+            block_tables_CB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of]),
             slots_T=torch.from_numpy(np.append(slots, np.full(padding, -1))),
         )
         self.triton.begin_batch(batch)

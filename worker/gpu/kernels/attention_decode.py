@@ -32,6 +32,7 @@ from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
     HeadGroups,
     attend_tiles,
+    find_line,
     first_seen,
     head_groups,
     layer_constants,
@@ -117,9 +118,9 @@ def attend_decodes(
     keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
     decode_kernel[(num_programs,)](
         queries_THD, out_THV, parts, work.arrivals, keys, values,
-        listed, batch.block_tables_RB, batch.query_starts_R, batch.seq_lens_R, options.sinks,
-        batch.num_decodes or batch.num_sequences,
-        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_RB.stride(0), score_scale(options),
+        listed, batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R,
+        options.sinks, batch.num_decodes or batch.num_sequences,
+        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, cache, options),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
@@ -130,8 +131,8 @@ def attend_decodes(
 
 @triton.jit(do_not_specialize=["most_listed", "table_stride"])
 def decode_kernel(
-    queries, out, parts, arrivals, keys, values, listed, tables, query_starts, seq_lens, sinks, most_listed,
-    query_token_stride, query_head_stride, block_stride, table_stride, scale,
+    queries, out, parts, arrivals, keys, values, listed, tables, table_rows, query_starts, seq_lens, sinks,
+    most_listed, query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -162,7 +163,7 @@ def decode_kernel(
         num_now = tl.minimum((end - here).to(tl.int32), tiles_each - passed)
 
         _attend_part(
-            queries, out, parts, arrivals, keys, values, tables, query_starts, seq_lens, sinks,
+            queries, out, parts, arrivals, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
             tl.load(listed + 1 + place), head, passed, num_now, (here - passed) // share,
             (here - passed + tiles_each - 1) // share,
             query_token_stride, query_head_stride, block_stride, table_stride, scale,
@@ -175,7 +176,7 @@ def decode_kernel(
 
 @triton.jit
 def _attend_part(
-    queries, out, parts, arrivals, keys, values, tables, query_starts, seq_lens, sinks,
+    queries, out, parts, arrivals, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
     sequence, head, passed, num_tiles, first_program, last_program,
     query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -199,7 +200,7 @@ def _attend_part(
         tl.zeros([NUM_ROWS, VALUE_WIDTH], dtype=tl.float32), tl.zeros([NUM_ROWS], dtype=tl.float32),
         tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32), queries_MD, rows_M * 0 + (seq_len - 1),
         keys + kv_head * (BLOCK_SIZE * KEY_DIM), values + kv_head * (BLOCK_SIZE * VALUE_DIM),
-        tables + sequence.to(tl.int64) * table_stride, block_stride, scale,
+        tables + find_line(table_rows, sequence) * table_stride, block_stride, scale,
         first_key, seq_len, first_key // NUM_KEYS + passed, first_key // NUM_KEYS + passed + num_tiles,
         KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
         NUM_KEYS, MASKED=True,

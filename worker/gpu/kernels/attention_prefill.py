@@ -25,6 +25,7 @@ from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
     HeadGroups,
     attend_tiles,
+    find_line,
     first_seen,
     head_groups,
     layer_constants,
@@ -87,9 +88,9 @@ def attend_prefills(
     prefill_kernel[(num_programs,)](
         queries_THD, out_THV, keys, values,
         work.list_prefills(tokens_per_program), work.counters,
-        batch.block_tables_RB, batch.query_starts_R, batch.seq_lens_R, options.sinks,
+        batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
         batch.num_tokens, batch.num_sequences, batch.num_decodes,
-        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_RB.stride(0), score_scale(options),
+        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, cache, options),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=head_parts, TOKENS=tokens_per_program,
@@ -100,7 +101,7 @@ def attend_prefills(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "first_sequence", "table_stride"])
 def prefill_kernel(
-    queries, out, keys, values, listed, counters, tables, query_starts, seq_lens, sinks,
+    queries, out, keys, values, listed, counters, tables, table_rows, query_starts, seq_lens, sinks,
     num_tokens, num_sequences, first_sequence,
     query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr,
@@ -124,7 +125,7 @@ def prefill_kernel(
         head = item % HEAD_GROUPS
         place = find_listed(starts, num_listed, block, SEQUENCES_AT_ONCE)
         _attend_block(
-            queries, out, keys, values, tables, query_starts, seq_lens, sinks,
+            queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
             tl.load(listed + 1 + place), block - tl.load(starts + place), head, num_tokens, num_sequences,
             query_token_stride, query_head_stride, block_stride, table_stride, scale, tl.minimum(item, 0),
             NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
@@ -139,7 +140,7 @@ def prefill_kernel(
 
 @triton.jit
 def _attend_block(
-    queries, out, keys, values, tables, query_starts, seq_lens, sinks,
+    queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
     sequence, block, head, num_tokens, num_sequences,
     query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -172,7 +173,8 @@ def _attend_block(
     sums_MV, totals_M, peaks_M = _attend(
         queries_MD, first_position + rows_M // HEADS,
         keys + kv_head * (BLOCK_SIZE * KEY_DIM), values + kv_head * (BLOCK_SIZE * VALUE_DIM),
-        tables + sequence.to(tl.int64) * table_stride, block_stride, scale,
+        tables + find_line(table_rows, tl.where(is_sequence, sequence, 0)) * table_stride,
+        block_stride, scale,
         first_position, tl.minimum(first_position + TOKENS, seq_len),
         KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, NUM_ROWS, NUM_KEYS,
     )  # fmt: skip
