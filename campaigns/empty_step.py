@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def _scheduler(num_running: int, *, fair: Fairness = Fairness.NONE) -> Scheduler:
-    """So many decode, and each has room for all the steps."""
+    """Number of sequences that decode; each has room for all the steps."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_running * 64 + 64,

@@ -38,25 +38,25 @@ _NUM_WORDS = 24
 _COME_AGAIN_S = 0.05
 _TIMEOUT_S = 120.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
-"""What Retry-After may say."""
+"""Bounds of what Retry-After may say."""
 _REFUSAL_P99_S = 0.050
 _MAX_TTFT_RATIO = 1.2
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the clients of one round have seen."""
+    """Replies that the clients of one round have seen."""
 
     ttft_s: list[float] = field(default_factory=list)
-    """Of those who were served, from sending."""
+    """Times of the served requests, from sending."""
     e2e_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     """From sending to the whole 429."""
     retry_after_s: list[int] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
-    """What should not happen."""
+    """Replies that should not happen."""
     late_s: list[float] = field(default_factory=list)
-    """How much later than planned the open loop sent: where it is long, the client is what is measured."""
+    """Delay of the open loop behind its plan: where it is long, the client is what is measured."""
     took_s: float = 0.0
 
 
@@ -135,7 +135,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """How many cores each process kept busy."""
+    """Number of cores that each process kept busy."""
 
     client: float
     api: float
@@ -144,14 +144,14 @@ class Cores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """All that was measured."""
+    """All figures that were measured."""
 
     alone: Seen
     full_queue: Seen
     overload: Seen
     factor: float
     grown_bytes: int
-    """How much the API process has grown meanwhile."""
+    """Growth of the API process meanwhile."""
     cores: "Cores"
     """While the crowd was there."""
 
@@ -161,11 +161,11 @@ class Rounds:
 
     @property
     def ttft_ratio(self) -> float:
-        """Of the 99th percentiles, with the crowd outside and without."""
+        """Ratio of the 99th percentiles, with the crowd outside and without."""
         return _p(self.overload.ttft_s, 99) / _p(self.full_queue.ttft_s, 99)
 
     def faults(self) -> list[str]:
-        """What is not as it should be; nothing on a good day."""
+        """Faults that were found; nothing on a good day."""
         faults = [f"{num} times {kind}" for each in self._all() for kind, num in each.others.items()]
         if _p(self.overload.refused_s, 99) > _REFUSAL_P99_S:
             faults.append(f"the 99th percentile of the 429s is over {_REFUSAL_P99_S * 1e3:.0f} ms")

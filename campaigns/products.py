@@ -1,4 +1,4 @@
-"""What one product costs on this machine's CPU, by kind of weight and number of rows.
+"""Cost of one product on this machine's CPU, by kind of weight and number of rows.
 
     python -m campaigns.products --threads 2
 

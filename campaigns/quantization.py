@@ -49,7 +49,7 @@ class Comparison:
     num_same_best: int
     """At how many places both think the same token the most likely."""
     mean_difference: float
-    """Of the log-probabilities of the true text's tokens, as they are without a sign."""
+    """Mean difference of the log-probabilities of the true text's tokens, without its sign."""
     perplexities: tuple[float, float]
     num_answers: int
     num_same_answers: int

@@ -36,7 +36,7 @@ _SERVED_NAME = "tiny"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one run."""
+    """Cost of one run."""
 
     api_s: float
     """Processor seconds of the API process, both kinds."""

@@ -24,6 +24,7 @@ from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
 from server.access.page_origins import PageOrigins
+from server.access.rate_limits import RATE_HEADERS
 from server.endpoints import (
     ADMIN,
     BATCH_PATHS,
@@ -171,7 +172,10 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=list(origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
+            expose_headers=[
+                *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+                *RATE_HEADERS,
+            ],
         )
     ]
 

@@ -106,7 +106,8 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
         429,
         "rate_limit_error",
         Retry.LATER,
-        "this key has as many requests under way, or prompt tokens waiting, as it may",
+        "this key has as many requests under way, or prompt tokens waiting, or has used as many requests or"
+        " tokens in the last minute, as it may",
     ),
     "head_too_large": Entry(
         431, _CALLER, Retry.NEVER, "request line and headers exceed 64 KiB", header=HANG_UP

@@ -150,6 +150,14 @@ class TooManyOfOneKey(EdgeError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(EdgeError):
+    """The key has used the requests or tokens of this minute."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ReplyAborted(EdgeError):
     """The engine gave the request up while the client still waited: the server is being shut down."""
 
@@ -161,6 +169,7 @@ _CODES: dict[type[Exception], str | None] = {
     ForeignPage: "origin_not_allowed",
     ForeignHost: "host_not_allowed",
     TooManyOfOneKey: "rate_limit_exceeded",
+    RateLimited: "rate_limit_exceeded",
     HeadTooLarge: "head_too_large",
     LowMemory: "low_memory",
     ModelNotFound: "model_not_found",

@@ -263,7 +263,7 @@ def headless_docstrings(source: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    python_files(*INSTALLED),
+    python_files(*PACKAGES),
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_a_docstring_begins_with_a_noun_or_a_verb(path: Path) -> None:

@@ -36,7 +36,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all streams of a run. Times are of time.monotonic, which all processes share."""
+    """Figures of all streams of a run. Times are of time.monotonic, which all processes share."""
 
     streams: list[list[Arrival]]
     ended_s: float

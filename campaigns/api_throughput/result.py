@@ -19,7 +19,7 @@ HEADER = (
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """What the stand-in did."""
+    """Work that the stand-in did."""
 
     sent_s: list[float]
     """When it sent each step: with the n-th, the n-th token of every stream. Of time.monotonic."""
@@ -29,7 +29,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Of one run."""
+    """Figures of one run."""
 
     num_streams: int
     offered_per_s: float
@@ -77,7 +77,7 @@ def summarize(readings: Readings, steps: Steps, chars_per_token: int) -> Result:
 
 
 def _delays(stream: list[Arrival], sent_s: list[float], chars_per_token: int) -> Iterator[float]:
-    """Of each token of one stream."""
+    """Delay of each token of one stream."""
     num_tokens = num_chars = 0
     for arrival in stream:
         num_chars += arrival.num_chars

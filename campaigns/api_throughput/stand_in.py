@@ -46,14 +46,14 @@ _FACTS: dict[str, Any] = {
 
 
 class Params(msgspec.Struct, frozen=True):
-    """What is read of SamplingParams."""
+    """Fields of SamplingParams that are read here."""
 
     max_tokens: int
     allowed_token_ids: tuple[int, ...]
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """As much of the message as is read here; so are the next ones."""
+    """Fields of the message that are read here; likewise the next classes."""
 
     sequence_ids: tuple[SequenceId, ...]
     params: Params
@@ -146,7 +146,7 @@ class StandIn:
         self._send(Outputs(outputs))
 
     def _take(self, wait_s: float) -> None:
-        """What comes within this time; returns with the first message, and all that came with it."""
+        """Return the messages that come within this time: with the first one, all that came with it."""
         timeout_ms = max(0, int(wait_s * 1000))
         if timeout_ms == 0 and wait_s > 0:  # finer than the clock of a poll
             time.sleep(wait_s)
@@ -174,7 +174,7 @@ class StandIn:
 
 
 def _processor_s(pid: int) -> float:
-    """As in campaigns/stack_cost.py, which older trees may lack."""
+    """Count as campaigns/stack_cost.py does, which older trees may lack."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -119,7 +119,7 @@ def _interleaved(values: NDArray[Any], head_dim: int) -> NDArray[Any]:
 
 
 def _llama_3_factors(config: dict[str, Any]) -> NDArray[Any]:
-    """What each rotary frequency is divided by."""
+    """Divisor of each rotary frequency."""
     rope = config["rope_parameters"]
     frequencies = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
     wavelengths = 2 * np.pi / frequencies

@@ -37,7 +37,7 @@ _SMOKE_PATIENCE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What each part is told."""
+    """Arguments of each part."""
 
     out: Path
     is_smoke: bool
@@ -145,7 +145,7 @@ def _run(
     *,
     suffix: str = "",
 ) -> tuple[str, bool]:
-    """How it ended, and whether that is a failure. Ended by its limit, it leaves what it has found.
+    """End of the part, and whether it is a failure. Ended by its limit, it leaves what it has found.
 
     With a suffix for the names of its files, the host waits for each kernel.
     """

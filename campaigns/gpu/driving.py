@@ -32,7 +32,7 @@ class TimedStep(NamedTuple):
     num_sequences: int
     num_tokens: int
     launch_s: float
-    """What launching took of the host's time."""
+    """Time of the host that launching took."""
     took_s: float
     """From the result before it, or from its own launch if that was later."""
 
@@ -119,7 +119,7 @@ def open_worker(folder: Path, target: str, **settings: Any) -> "tuple[Worker, Mo
 
 
 def scheduler_config(facts: "ModelFacts", **settings: Any) -> SchedulerConfig:
-    """As the engine makes it of what the worker found."""
+    """Result as the engine makes it of the worker's."""
     found = {
         "num_blocks": facts.num_blocks,
         "block_size": facts.block_size,

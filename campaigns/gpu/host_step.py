@@ -53,7 +53,7 @@ _VOCAB_SIZE = 151_936
 _NUM_COUNTED = 4
 """Steps whose operations are counted: torch carries them out meanwhile."""
 _LAUNCH_US = (5, 10)
-"""What a launch takes besides, with Triton's own launcher: an estimate, for where there is no GPU."""
+"""Estimate of what a launch takes besides, with Triton's own launcher, for machines without a GPU."""
 _GPU = WorkerConfig(model_path="", device="cuda")
 _PHASES = ("schedule", "build", "fill", "replay", "sample", "launch", "collect", "update", "encode", "loop")
 """Each without those within it: `launch` is the rest of the worker's launch, `loop` the rest of a turn."""
@@ -98,14 +98,14 @@ class _Encoder:
 
 
 class HostCost(NamedTuple):
-    """Of one step."""
+    """Figures of one step."""
 
     total_s: float
     phases_s: list[float]
 
 
 class Step(NamedTuple):
-    """What is measured."""
+    """Parts of the host's time that are measured."""
 
     params: SamplingParams
     num_sequences: int
@@ -150,7 +150,7 @@ class Engine:
 
 
 def _most_tokens(step: Step) -> int:
-    """None of the first ends before the last one's prompt is computed, and all steps are measured."""
+    """Tokens that keep the first running until the last one's prompt is computed and all is measured."""
     return 2 * step.num_steps + _NUM_WARM + step.num_sequences * step.context // _MOST_TOKENS
 
 
@@ -312,7 +312,7 @@ def _measure_on(device: Device, step: Step) -> HostCost:
 
 
 def _count(step: Step) -> Asked:
-    """What _NUM_COUNTED steps asked for."""
+    """Operations that _NUM_COUNTED steps asked for."""
     device = NullGpu()
     with no_kernels(device):
         engine = Engine(device, step, vocab_size=_VOCAB_SIZE)

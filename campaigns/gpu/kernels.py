@@ -65,7 +65,7 @@ def run(record: Record, settings: "Settings") -> None:
 
 
 def kernel_test_files(settings: "Settings") -> list[Path]:
-    """Where there is only the interpreter, those that need not even that."""
+    """Files of kernel tests; where there is only the interpreter, those that need not even that."""
     names = KERNEL_TESTS[-1:] if settings.is_smoke else KERNEL_TESTS
     return [_TESTS / name for name in names]
 
@@ -98,7 +98,7 @@ def _log(path: Path, settings: "Settings") -> Path:
 
 
 def _so_far(path: Path, settings: "Settings") -> Row:
-    """Of tests that still run: should this part be ended, that is what it leaves."""
+    """Row of a test file that still runs: should this part be ended, that is what it leaves."""
     words = Counter(_log(path, settings).read_text(encoding="utf-8", errors="replace").split())
     return (path.name, words["PASSED"], words["FAILED"], words["SKIPPED"], "not done")
 

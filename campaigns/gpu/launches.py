@@ -1,4 +1,4 @@
-"""Which of our kernels was launched last, and with what: for the last words of a part that fails.
+"""The kernel of ours that was launched last, and its arguments: the last words of a part that fails.
 
 Owns: one note, written at each launch.
 Never: waits. A device fails later than it was asked to: only with CUDA_LAUNCH_BLOCKING=1 is the last kernel

@@ -30,7 +30,7 @@ _WITHOUT_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 
 @dataclass(slots=True)
 class Asked:
-    """How often what was asked for."""
+    """Count of each operation that was asked for."""
 
     kernels: int = 0
     """Outside of graphs, of Triton and of torch."""

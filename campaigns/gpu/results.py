@@ -26,7 +26,7 @@ class Table:
         self._record.save()
 
     def replace(self, rows: Iterable[Sequence[object]]) -> None:
-        """All of them by others, where they do not come in their order."""
+        """Parts that sort all of them, where they do not come in their order."""
         self.rows = [tuple(str(cell) for cell in row) for row in rows]
         self._record.save()
 
@@ -73,7 +73,7 @@ class Record:
 
 
 def read_record(folder: Path, name: str) -> dict[str, Any]:
-    """What a part has written so far; empty if that is nothing."""
+    """Results that a part has written so far; empty if there are none."""
     try:
         document: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def read_record(folder: Path, name: str) -> dict[str, Any]:
 
 
 def write_page(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
-    """All that there is, as one page. `ends` are the name, the title and the end of each part that began."""
+    """Page of all results. `ends` are the name, the title and the end of each part that began."""
     lines = ["# The GPU path, measured", ""]
     for name, title, end in ends:
         lines += [f"## {title}", "", f"{end}.", ""]

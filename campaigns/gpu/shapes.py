@@ -22,7 +22,7 @@ _ONE_IN_BF16 = 0x3F80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """As far as it decides the time of a step."""
+    """Shape of a model as far as it decides the time of a step."""
 
     model_type: str
     architecture: str
@@ -39,7 +39,7 @@ class Shape:
     is_tied: bool
     """The output layer is the input embedding."""
     scale: float = _SCALE
-    """Of the weights. Larger in the smallest, so that the two best tokens are well apart."""
+    """Standard deviation of the weights. Larger in the smallest: the two best tokens are well apart."""
 
 
 SHAPES = {

@@ -1,4 +1,4 @@
-"""How long steps take, against what the device's memory and arithmetic allow; and where the time goes.
+"""Time of steps, against what the device's memory and arithmetic allow; and where the time goes.
 
 Owns: the measurement of decodes and of prefill, the floors, and the goals they are compared with.
 Never: judges: the page has measured, floor and goal side by side.

@@ -24,7 +24,7 @@ _EVERY = 4
 
 
 class _Way(NamedTuple):
-    """What is added to every so many plans, and to those behind them."""
+    """Copies that are added to every so many plans, and to those behind them."""
 
     name: str
     goes_out: bool
@@ -67,7 +67,7 @@ def measure_swaps(
     *,
     num_warm: int,
 ) -> None:
-    """All of the host's pool, out and back. `drive_on` takes a worker, and how many blocks it may use.
+    """Swap all of the host's pool, out and back. `drive_on` takes a worker, and how many blocks it may use.
 
     Nothing is measured where the worker has no host pool. The first `num_warm` decodes do not count.
     """

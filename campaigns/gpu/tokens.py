@@ -34,9 +34,9 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     chunk_tokens: int
-    """Of a step, where prompts are to be computed in chunks."""
+    """Tokens of a step, where prompts are to be computed in chunks."""
     num_scarce_blocks: int
-    """So few that somebody is preempted."""
+    """Blocks so few that a sequence is preempted."""
     worker: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,15 +16,17 @@ from campaigns.servers.running import ROOT, Launch
 
 OURS = "tokenyard"
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""As our engine process sets for itself: threads that wait by spinning take processors from the client and
-from the server's own other threads, and are many times slower here where two processors are all there is."""
+"""Settings that our engine process makes for itself: threads that wait by spinning take processors from the
+client and from the server's own other threads, and are many times slower
+where two processors are all there is."""
+_LLAMA_SLOTS = 8
 MAX_MODEL_LEN = 2048
-"""Of every server that wants to know: enough for all workloads, and little memory."""
+"""Context window of every server that wants to know: enough for all workloads, and little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where and on what a server is started."""
+    """Machine and folder in which a server is started."""
 
     python: Path
     """The interpreter of the peer's environment."""
@@ -51,7 +53,7 @@ class Peer:
     """Answered with 200 once requests are served."""
     needs_gguf: bool = False
     not_comparable: str = ""
-    """Why there is no `launch`."""
+    """Reason why there is no `launch`."""
 
 
 def _tokenyard(site: Site) -> Launch:
@@ -118,6 +120,22 @@ def _llama_cpp(site: Site) -> Launch:
     )
 
 
+def _llama_server(site: Site) -> Launch:
+    threads = str(site.num_threads)
+    return Launch(
+        command=(
+            *(str(site.python.with_name("llama-server")), "--model", str(site.gguf), "--alias", "model"),
+            *("--host", "127.0.0.1", "--port", str(site.port), "--no-webui"),
+            # Its context is divided among the sequences that it computes together.
+            *("--parallel", str(_LLAMA_SLOTS), "--ctx-size", str(MAX_MODEL_LEN * _LLAMA_SLOTS)),
+            *("--threads", threads, "--threads-batch", threads),
+        ),
+        variables=_PASSIVE,
+        folder=site.model,
+        served_name="model",
+    )
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -141,6 +159,14 @@ PEERS = {
             needs_gguf=True,
         ),
         Peer(
+            name="llama-server",
+            package="gguf",
+            launch=_llama_server,
+            usage=UsageMode.FINAL,
+            ready_path="/health",
+            needs_gguf=True,
+        ),
+        Peer(
             name="openvino",
             package="openvino-genai",
             not_comparable="the package has no HTTP server, and needs the model in its own format",
@@ -154,7 +180,7 @@ def _processors() -> list[int]:
 
 
 def num_processors() -> int:
-    """Those that this process may use."""
+    """Processors that this process may use."""
     return len(_processors())
 
 

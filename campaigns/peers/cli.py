@@ -86,7 +86,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Comparison, Setting]:
 
 
 def _processor() -> str:
-    """As Linux calls it."""
+    """Name of the processor, as Linux calls it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_servers(group: Any) -> None:
     group.add_argument("--model", type=_folder, required=True, metavar="FOLDER", help="the checkpoint")
-    group.add_argument("--gguf", type=_file, metavar="FILE", help="the same checkpoint for llama-cpp")
+    group.add_argument("--gguf", type=_file, metavar="FILE", help="the same checkpoint for llama-cpp and llama-server")
     group.add_argument(
         "--peers",
         type=_names(PEERS),

@@ -24,10 +24,10 @@ class UnreadableCheckpoint(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """What a decode step must read."""
+    """Bytes that a decode step must read."""
 
     weights: int
-    """All; of the input embedding, unless it is the output layer too, a step takes only a few rows."""
+    """Bytes of all weights; an input embedding that is not the output layer too counts a few rows."""
     kv_per_token: int
 
     def step_s(self, workload: Workload, bandwidth: float) -> float:
@@ -72,6 +72,6 @@ def _tensors(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _num_bytes(tensor: dict[str, Any]) -> int:
-    """As every peer computes: whatever the file holds, it is made 16 bits wide."""
+    """Bytes that every peer reads: whatever the file holds, it is made 16 bits wide."""
     num_elements: int = math.prod(tensor["shape"])
     return num_elements * min(2, _BYTES_OF_DTYPE[tensor["dtype"]])

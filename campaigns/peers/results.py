@@ -34,7 +34,7 @@ class Measurement:
     workload: Workload
     records: Sequence[RequestRecord]
     last_log: str
-    """What the server wrote last; said where requests failed."""
+    """Last lines that the server wrote; shown where requests failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Row:
     num_completed: int
     num_planned: int
     num_output_tokens: int
-    """Of completed requests. Fewer than the others' means that it ended replies early."""
+    """Tokens of completed requests. Fewer than the others' means that it ended replies early."""
     output_tokens_per_s: float
     latencies: Latencies
     ratio_to_ours: float | None
-    """Of output tokens per second; above 1 it is faster than Tokenyard. None without figures of ours."""
+    """Ratio of output tokens per second; above 1 it is faster than Tokenyard. None without ours."""
     first_failure: str
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All that was seen, in order."""
+    """Runs that were seen, in order."""
 
     starts: Sequence[Start]
     measurements: Sequence[Measurement]
@@ -80,7 +80,7 @@ class Results:
         return median(times) if times else None
 
     def rows(self, *, per_client: int) -> list[Row]:
-        """By workload, then by peer, as they were measured first."""
+        """Results by workload, then by peer, in the order in which they were measured first."""
         places = dict.fromkeys((each.workload.name, each.peer) for each in self.measurements)
         names = dict.fromkeys(workload for workload, _ in places)
         ordered = [(name, peer) for name in names for workload, peer in places if workload == name]

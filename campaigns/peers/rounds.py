@@ -28,13 +28,13 @@ _WARM_UP_SEED = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared, and with how much patience."""
+    """Servers that are compared, and the patience with them."""
 
     peers: Sequence[str]
     environments: Mapping[str, Path]
     """Folders of environments by peer, where they are not under .peers."""
     extra_words: Mapping[str, tuple[str, ...]]
-    """What is added to the command line of a peer."""
+    """Arguments that are added to the command line of a peer."""
     model: Path
     gguf: Path | None
     workloads: Sequence[Workload]
@@ -76,7 +76,7 @@ def package_version(peer: Peer, comparison: Comparison) -> str:
 
 
 def _obstacle(peer: Peer, comparison: Comparison) -> str:
-    """Why `peer` cannot take part; empty if it can."""
+    """Reason why `peer` cannot take part; empty if it can."""
     if peer.launch is None:
         return f"not comparable: {peer.not_comparable}"
     if python_of(peer.name, comparison.environments) is None:

@@ -15,7 +15,7 @@ from campaigns.peers.workloads import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What was measured where."""
+    """Machine and servers of a measurement."""
 
     date: str
     machine: str
@@ -25,9 +25,9 @@ class Setting:
     bandwidth: float
     """Bytes per second."""
     floors: Mapping[str, float]
-    """By workload: output tokens per second that reading weights and KV cache allows."""
+    """Output tokens per second that reading weights and KV cache allows, by workload."""
     floor_steps_s: Mapping[str, float]
-    """By workload: seconds of a step that does nothing but read."""
+    """Seconds of a step that does nothing but read, by workload."""
     versions: Mapping[str, str]
 
 

@@ -75,7 +75,7 @@ WORKLOADS = {
 
 
 def word_cost(model: Path) -> WordCost:
-    """What words cost in tokens of this checkpoint. Raises OSError where there is no tokenizer.json."""
+    """Tokens of this checkpoint that words cost. Raises OSError where there is no tokenizer.json."""
     path = model / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")

@@ -20,7 +20,7 @@ _READY_WITHIN_S = 120.0
 _METRICS_WITHIN_S = 30.0
 
 Metrics = dict[str, float]
-"""By name and labels, as they stand on the page."""
+"""Metrics by name and labels, as they stand on the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class OwnServer:
     """A server that is ready."""
 
     pid: int
-    """Of the API process."""
+    """Process id of the API process."""
     target: Target
     log: Path
 
     @property
     def engine_pid(self) -> int | None:
-        """None while there is no engine process."""
+        """Process id of the engine process; None while there is none."""
         return engine_of(self.pid)
 
     async def metrics(self) -> Metrics:

@@ -35,7 +35,7 @@ class Launch:
     folder: Path
     """To run it in. The packages of this project lie in ours alone, where they can hide nobody else's."""
     served_name: str
-    """How requests name the model."""
+    """Name by which requests choose the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

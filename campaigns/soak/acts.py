@@ -49,17 +49,17 @@ class Act:
     hangs_up_s: float | None = None
     """When the client leaves, if it does."""
     choices: bytes | None = None
-    """What the reply must bring; None: anything."""
+    """Content that the reply must bring; None: anything."""
 
 
 @dataclass(slots=True)
 class Ends:
-    """What became of all acts."""
+    """Outcome of all acts."""
 
     is_engine_gone: bool = False
     """While the engine process is being replaced, and shortly after: then anybody may be told so."""
     ends: dict[str, Counter[str]] = field(default_factory=dict)
-    """By act, how often each end was seen."""
+    """Count of each end, by act."""
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class Events:
             self.finish_reasons[choice["index"]] += choice.get("finish_reason") is not None
 
     def fault(self, num_choices: int) -> str:
-        """What is wrong, now that it has ended; empty if nothing is."""
+        """Fault of the act, now that it has ended; empty if there is none."""
         if self.num_done != 1:
             return f"{self.num_done} ends"
         if len(self.error_codes) > 1:

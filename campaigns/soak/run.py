@@ -48,7 +48,7 @@ _NUM_CLIENTS, _NUM_KNOWN = 48, 12
 _KILLED_AT = 0.15
 """After this share of the time the engine process is killed: the next one has the rest to show a leak."""
 _ENGINE_GONE_S = 3.0
-"""How long after the next engine process is ready its predecessor's death may still be told."""
+"""Time after the next engine process is ready, within which its predecessor's death may still be reported."""
 _SAMPLE_EVERY_S = 0.5
 _IDLE_WITHIN_S = 20.0
 _SETTLED_AFTER_H = 0.05
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """What one process held, from sample to sample under load, and at the end when nothing was asked."""
+    """Memory of one process, from sample to sample under load, and at the end when nothing was asked."""
 
     name: str
     samples: list[Sample]
@@ -190,7 +190,7 @@ class Soak:
         self.lives.append(Life(name, own, before, held_by(pid)))
 
     async def _rest(self) -> None:
-        """Nobody asks for anything: what is still in use now is lost."""
+        """Wait until all is idle: what is still in use now is lost."""
         ends_s = time.monotonic() + _IDLE_WITHIN_S
         while busy := {
             name: used for name in IDLE_GAUGES if (used := total(await self._server.metrics(), name))

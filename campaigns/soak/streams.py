@@ -34,7 +34,7 @@ _NUM_EXAMPLES = 5
 
 @dataclass(slots=True)
 class StreamText:
-    """What one stream has brought so far. `faults` is empty for one that keeps its promises."""
+    """Pieces that one stream has brought so far. `faults` is empty for one that keeps its promises."""
 
     text: str = ""
     num_tokens: int = 0
@@ -53,7 +53,7 @@ class StreamText:
             self._take_chunk(orjson.loads(data))
 
     def check(self) -> list[str]:
-        """What is wrong with it, now that it has ended."""
+        """Fault of the stream, now that it has ended."""
         if not self.is_done:
             self.faults.append("no end")
         if bool(self.finish_reason) == bool(self.error_code):
@@ -77,7 +77,7 @@ class StreamText:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of all streams."""
+    """Outcome of all streams."""
 
     num_streams: int = 0
     num_tokens: int = 0
@@ -134,7 +134,7 @@ async def read_stream(target: Target, fields: dict[str, Any]) -> StreamText | No
 
 
 class ManyStreams:
-    """So many streams open at a time, until the time is over and the last of them has ended."""
+    """Keep so many streams open at a time, until the time is over and the last of them has ended."""
 
     def __init__(self, target: Target, *, num_streams: int, seed: int = 0) -> None:
         self._target = target
@@ -194,6 +194,6 @@ class ManyStreams:
 
 
 def _num_equal(text: Sequence[str], other: Sequence[str]) -> int:
-    """How many characters they begin with in common."""
+    """Number of characters with which they begin in common."""
     pairs = zip(text, other, strict=False)
     return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(text), len(other)))

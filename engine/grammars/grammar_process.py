@@ -115,7 +115,8 @@ def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> GrammarVerdi
     mask = new_bitmasks(tokenizer, 1)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
-        return GrammarVerdict(refusal=_shortened(matcher.get_error()))
+        reason = f"its first token fails; make it simpler: {matcher.get_error()}"
+        return GrammarVerdict(refusal=_shortened(reason))
     cost_s = time.process_time() - began_s
     try:
         mask_s = _write_plain_text(matcher, mask, plain_ids)

@@ -36,6 +36,9 @@ class ApiKey:
     max_concurrent_requests: int | None = None
     max_queued_tokens: int | None = None
     """Limit on the waiting prompt tokens of its requests; None: only the queue's own limit."""
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    """Limit on the tokens of prompts and outputs; None: none."""
     most_urgent_priority: int | None = None
     """Lowest priority value that its requests may ask for; None: any."""
     cache_salt: str = ""
@@ -50,6 +53,8 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     max_concurrent_requests: Annotated[int, msgspec.Meta(ge=1, le=2**16)] | None = None
     max_queued_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None = None
+    max_requests_per_minute: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    max_tokens_per_minute: Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None = None
     most_urgent_priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     prefix_cache: Literal["private", "shared"] = "private"
     may_administer: bool = False
@@ -137,6 +142,8 @@ def _key_of(entry: _Entry) -> ApiKey:
         digest=digest,
         max_concurrent_requests=entry.max_concurrent_requests,
         max_queued_tokens=entry.max_queued_tokens,
+        max_requests_per_minute=entry.max_requests_per_minute,
+        max_tokens_per_minute=entry.max_tokens_per_minute,
         most_urgent_priority=entry.most_urgent_priority,
         cache_salt=salt,
         may_administer=entry.may_administer,

@@ -8,7 +8,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
+from server.access.rate_limits import Allowance, Caller, RateLimits
 from server.error_replies import InvalidApiKey, NotPermitted
+from server.observe.request_ids import journal_of
 
 ADMIN_PATHS = "/admin/"
 
@@ -17,6 +19,7 @@ KEY_NAME = "tokenyard.key"
 OWNER_NAME = "tokenyard.owner"
 """The scope's entry with the name of the key for which this process itself calls; no socket can set it."""
 _KEY = "tokenyard.api_key"
+_ALLOWANCE = "tokenyard.allowance"
 
 
 class Auth:
@@ -35,14 +38,23 @@ class Auth:
         owner = scope.get(OWNER_NAME)
         if owner is not None:
             self._admit(scope, self._named(owner))
-            await self._app(scope, receive, send)
+            await self._settled(scope, receive, send)
             return
         key = self._identify(scope)
         if scope["path"].startswith(ADMIN_PATHS) and not key.may_administer:
             raise NotPermitted("this key may not administer the server; use one that may")
         self._admit(scope, key)
         with self._keys.under_way(key):
+            await self._settled(scope, receive, send)
+
+    async def _settled(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, and count the tokens of its output when it is over."""
+        try:
             await self._app(scope, receive, send)
+        finally:
+            allowance: Allowance | None = scope.get(_ALLOWANCE)
+            if allowance is not None:
+                allowance.settle(journal_of(scope).num_output_tokens)
 
     def _admit(self, scope: Scope, key: ApiKey) -> None:
         scope[KEY_NAME] = key.name
@@ -65,6 +77,14 @@ class Auth:
         if len(given) > 1 or scheme.lower() != b"bearer" or key is None:
             raise InvalidApiKey("this API key is not known here")
         return key
+
+
+def open_allowance(scope: Scope, rates: RateLimits) -> Allowance:
+    """The part of this request in the limits of its key, settled when it is over."""
+    caller = Caller.BATCH if scope.get(OWNER_NAME) is not None else Caller.CLIENT
+    allowance = rates.allowance(key_of(scope), caller)
+    scope[_ALLOWANCE] = allowance
+    return allowance
 
 
 def key_of(scope: Scope) -> ApiKey | None:

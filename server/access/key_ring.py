@@ -1,4 +1,4 @@
-"""The keys that are valid now, and how many requests each of them has under way.
+"""The keys that are valid now, how many requests each of them has under way, and its rates.
 
 Owns: the comparison, in constant time, and the limit of concurrent requests, which a reload does not reset.
 Never: reads headers (auth.py) or files (engine/options/api_keys.py).
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from engine.options.api_keys import ApiKey, digest_of
+from server.access.rate_limits import RateLimits
 from server.error_replies import TooManyOfOneKey
 
 _RETRY_AFTER_S = 1.0
@@ -21,6 +22,7 @@ class KeyRing:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
         self._under_way: Counter[str] = Counter()
+        self.rates = RateLimits()
         self._is_locked = bool(self._keys)
 
     @property

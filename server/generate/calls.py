@@ -8,14 +8,16 @@ Never: whether there is room (engine/frontend/active_requests.py has the last wo
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 
 from engine.journal import Journal
 from engine.options.api_keys import ApiKey
 from engine.types import ServiceTerms, TimeLimits
-from server.access.auth import KEY_NAME, key_of
+from server.access.auth import KEY_NAME, key_of, open_allowance
+from server.access.key_ring import KeyRing
+from server.access.rate_limits import Allowance, no_limits
 from server.error_replies import NotPermitted
 from server.generate.header_fields import (
     asks_for_forecast,
@@ -26,7 +28,7 @@ from server.generate.header_fields import (
 from server.generate.protocol import ServiceFields
 from server.http.edge import edge_of
 from server.http.json_body import read_request
-from server.observe.request_ids import journal_of, set_reply_headers
+from server.observe.request_ids import add_reply_headers, journal_of
 
 FieldsT = TypeVar("FieldsT", bound=ServiceFields)
 
@@ -42,6 +44,12 @@ class Origin:
     """Prompt tokens that the key may have waiting; None: no limit."""
     journal: Journal = field(default_factory=Journal, compare=False)
     """The record of the request, for logs and traces."""
+    allowance: Allowance = field(default_factory=no_limits, compare=False)
+    """Its part of the tokens and requests that the key may use a minute."""
+
+    def settle(self) -> None:
+        """Count its output so far against the limits of its key."""
+        self.allowance.settle(self.journal.num_output_tokens)
 
 
 async def read_call(
@@ -50,15 +58,19 @@ async def read_call(
     """Read headers and body. Raises Overloaded, NotPermitted, and the errors of `read_request`."""
     engine = edge_of(request).engine
     key = key_of(request.scope)
+    allowance = open_allowance(request.scope, cast(KeyRing, request.app.state.keys).rates)
+    add_reply_headers(request.scope, allowance.headers)
+    allowance.take_request()
     from_headers = fields_from_headers(request.headers)
     engine.require_room(_best_priority(from_headers, key))
     body = await read_request(request, model, refusals, from_headers=from_headers)
     # With keys, the key is the tenant: another name in a header brings no further share.
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
-    terms = _service_terms(body, key, tenant)
+    terms = service_terms(body, key, tenant)
     engine.require_room(terms.priority)
     if asks_for_forecast(request.headers):
-        set_reply_headers(request.scope, forecast_headers(engine.forecast(terms)))
+        forecast = forecast_headers(engine.forecast(terms))
+        add_reply_headers(request.scope, lambda: forecast)
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""
@@ -67,6 +79,7 @@ async def read_call(
         terms=terms,
         max_tenant_tokens=key.max_queued_tokens if key else None,
         journal=journal,
+        allowance=allowance,
     )
 
 
@@ -78,7 +91,7 @@ def _best_priority(from_headers: Mapping[str, Any], key: ApiKey | None) -> int |
     return key.most_urgent_priority if key else None
 
 
-def _service_terms(body: ServiceFields, key: ApiKey | None, tenant: str | None) -> ServiceTerms:
+def service_terms(body: ServiceFields, key: ApiKey | None, tenant: str | None) -> ServiceTerms:
     """Priority, tenant and time limits of a request. A null is no limit."""
     salt = body.cache_salt or ""
     return ServiceTerms(
@@ -97,13 +110,14 @@ def _service_terms(body: ServiceFields, key: ApiKey | None, tenant: str | None) 
 def _priority(body: ServiceFields, key: ApiKey | None) -> int:
     """The priority asked for, or the default. Raises NotPermitted for one that the key may not ask for."""
     ceiling = key.most_urgent_priority if key else None
+    asked = body.default_priority if body.priority is None else body.priority
     if ceiling is None:
-        return body.priority or 0
+        return asked
     if body.priority is not None and body.priority < ceiling:
         raise NotPermitted(
             f"priority: this key may ask for {ceiling} or more, which is less urgent", param="priority"
         )
-    return max(0, ceiling) if body.priority is None else body.priority
+    return max(asked, ceiling)
 
 
 def _or_no_limit(seconds: float | None) -> float:

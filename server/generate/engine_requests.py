@@ -66,6 +66,7 @@ async def engine_requests(
     _check_something_is_left(body, bad_words, info)
     # The last of the checks, since it costs the most.
     grammar = await _compiled(engine, wanted, num_choices=len(prompts) * wanted.num_choices)
+    origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
         GenerationRequest(
             request_id=request_id,

@@ -170,6 +170,11 @@ class ServiceFields(WireModel):
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     """The tenant, if tenants are treated fairly and neither a key nor a header names it."""
 
+    @property
+    def default_priority(self) -> int:
+        """Priority of a request that asks for none."""
+        return 0
+
 
 class SamplingFields(ServiceFields):
     """Sampling parameters; every endpoint that generates understands them."""

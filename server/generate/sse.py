@@ -41,8 +41,8 @@ def events(payloads: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(map(event, payloads))
 
 
-class Framing(Protocol):
-    """Payloads of a stream to bytes, and the bytes of its end."""
+class Frame(Protocol):
+    """The bytes of a stream that are no payload."""
 
     media_type: str
     keep_alive: bytes
@@ -50,11 +50,15 @@ class Framing(Protocol):
     end: bytes
     """Written after the last event, after a failure as well."""
 
-    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes: ...
-
     def failure(self, error: ErrorReply) -> bytes:
         """The last event of a stream that has begun and cannot go on."""
         ...
+
+
+class Framing(Frame, Protocol):
+    """Payloads of a stream to bytes, and the bytes around them."""
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes: ...
 
 
 class ServerSentEvents:
@@ -83,24 +87,20 @@ class SlowClient(ClientDisconnect):
     """The client is still there, but its socket has been full for too long."""
 
 
-class EventStream(Response):
-    """Streams a reply. Starts it with the first output, so that a refusal still gets its own status.
+class StreamedResponse(Response):
+    """A response in pieces. Starts with the first of them, so that a refusal still gets its own status.
 
     A request that waits longer than the keep-alive interval is started by a comment; errors from
     then on become an error event.
     """
 
-    def __init__(
-        self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge, *, framing: Framing = CHUNKS
-    ) -> None:
+    def __init__(self, edge: Edge, frame: Frame) -> None:
         # Response.__init__ would declare an empty body and its length.
         self.status_code = 200
-        self.media_type = framing.media_type
+        self.media_type = frame.media_type
         self.background = None
         self.init_headers(_HEADERS)
-        self._outputs = outputs
-        self._reply = reply
-        self._framing = framing
+        self._frame = frame
         self._patience = edge.patience
         self._slow_client_aborts = edge.metrics.slow_client_aborts
         self._count_error = edge.metrics.count_error
@@ -127,15 +127,7 @@ class EventStream(Response):
 
     async def _write(self, scope: Scope, send: Send) -> None:
         try:
-            async with aclosing(self._outputs) as outputs:
-                async for prompt_index, output in outputs:
-                    if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
-                        body = await asyncio.to_thread(self._events, prompt_index, output)
-                    else:
-                        body = self._events(prompt_index, output)
-                    if body and not self._sent_at_once(body):
-                        await self._send(send, body)
-            last = self._framing.events(self._reply.finish())
+            last = await self._pass_on(send)
         except SlowClient:
             raise
         except Exception as error:
@@ -147,13 +139,13 @@ class EventStream(Response):
             log_failure(error, reply, request_id_of(scope))
             note_error(scope, reply.code)
             self._count_error(reply.code)
-            last = self._framing.failure(reply)
-        await self._send(send, last + self._framing.end)
+            last = self._frame.failure(reply)
+        await self._send(send, last + self._frame.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _events(self, prompt_index: int, output: TokenOutput) -> bytes:
-        chunks = self._reply.update(prompt_index, output)
-        return self._framing.events(chunks) if chunks else b""
+    async def _pass_on(self, send: Send) -> bytes:
+        """Send everything but the last events, and return these."""
+        raise NotImplementedError
 
     def _sent_at_once(self, body: bytes) -> bool:
         """Write a chunk without waiting; False if another one is before it, or the socket is full."""
@@ -177,13 +169,41 @@ class EventStream(Response):
 
     async def _keep_alive(self, send: Send) -> None:
         """Break every silence. Ends when a send is stuck: the next chunk will find that out as well."""
-        if self._patience.keep_alive_s <= 0 or not self._framing.keep_alive:
+        if self._patience.keep_alive_s <= 0 or not self._frame.keep_alive:
             return
         clock = asyncio.get_running_loop().time
         self._last_sent_s = clock()
         while not self._is_refused:  # a comment now would take the refusal its status
             silence_s = clock() - self._last_sent_s
             if silence_s >= self._patience.keep_alive_s:
-                await self._send(send, self._framing.keep_alive)
+                await self._send(send, self._frame.keep_alive)
             else:
                 await asyncio.sleep(self._patience.keep_alive_s - silence_s)
+
+
+class EventStream(StreamedResponse):
+    """Streams the outputs of the engine."""
+
+    def __init__(
+        self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge, *, framing: Framing = CHUNKS
+    ) -> None:
+        super().__init__(edge, framing)
+        self._outputs = outputs
+        self._reply = reply
+        self._framing = framing
+
+    async def _pass_on(self, send: Send) -> bytes:
+        """Send everything but the last events, and return these."""
+        async with aclosing(self._outputs) as outputs:
+            async for prompt_index, output in outputs:
+                if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
+                    body = await asyncio.to_thread(self._events, prompt_index, output)
+                else:
+                    body = self._events(prompt_index, output)
+                if body and not self._sent_at_once(body):
+                    await self._send(send, body)
+        return self._framing.events(self._reply.finish())
+
+    def _events(self, prompt_index: int, output: TokenOutput) -> bytes:
+        chunks = self._reply.update(prompt_index, output)
+        return self._framing.events(chunks) if chunks else b""

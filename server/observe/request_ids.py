@@ -6,7 +6,7 @@ Never: the engine's request ids: two clients may send the same x-request-id.
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,7 +34,7 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [*message.get("headers", ()), (_HEADER, request_id), *scope.get(_REPLY_HEADERS, ())]
+                headers = [*message.get("headers", ()), (_HEADER, request_id), *_late_headers(scope)]
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -63,9 +63,14 @@ def journal_of(scope: Scope) -> Journal:
     return journal
 
 
-def set_reply_headers(scope: Scope, headers: Mapping[str, str]) -> None:
-    """Add headers to the reply, whatever it will be."""
-    scope[_REPLY_HEADERS] = [(name.encode(), value.encode()) for name, value in headers.items()]
+def add_reply_headers(scope: Scope, make: Callable[[], Mapping[str, str]]) -> None:
+    """Add headers to the reply, whatever it will be; `make` is called when it starts."""
+    scope.setdefault(_REPLY_HEADERS, []).append(make)
+
+
+def _late_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    makers: list[Callable[[], Mapping[str, str]]] = scope.get(_REPLY_HEADERS, [])
+    return [(name.encode(), value.encode()) for make in makers for name, value in make().items()]
 
 
 def note_error(scope: Scope, code: str) -> None:

@@ -25,7 +25,7 @@ from server.generate.model_checks import check_model
 from server.generate.replies import ReplyPlan, UsageReport
 from server.generate.sse import EventStream
 from server.http.edge import Edge, edge_of
-from server.http.endpoint import Endpoint, documentation
+from server.http.endpoint import Endpoint, documentation, reference
 from server.http.json_body import read_request
 from server.ollama.ollama_input import chat_request_of, served_name
 from server.ollama.ollama_lines import LineFraming, LineShape, LineStream, WholeLine, error_body
@@ -47,12 +47,16 @@ from server.tool_calls.dialects import find_dialect
 
 _CHAT, _GENERATE, _SHOW = "/api/chat", "/api/generate", "/api/show"
 _TAGS, _VERSION = "/api/tags", "/api/version"
+_STREAM_NOTE = "Unless `stream` is false: lines of JSON, each of this shape; the last one has `done`: true."
 
 
 def _documentation(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:
     found = documentation(reply, request=request)
     for status in ("4XX", "5XX"):
         found["responses"][status] = {**found["responses"][status], "model": OllamaError}
+    if reply is OllamaReply:
+        lines = {"application/x-ndjson": {"schema": reference(reply)}}
+        found["responses"][200] |= {"description": _STREAM_NOTE, "content": lines}
     return found
 
 

@@ -118,6 +118,7 @@ def pooling_requests(
                 journal=origin.journal,
             )
         )
+    origin.allowance.take_prompt(sum(len(text.token_ids) for text in texts))
     return requests
 
 

@@ -84,8 +84,8 @@ class ResponseObject(ReplyModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -116,7 +116,7 @@ class ResponseEvent(ReplyModel):
     type: str
     sequence_number: int
     response: ResponseObject | None = None
-    """Present in response.created, response.in_progress and the last event."""
+    """Present in response.created, response.queued, response.in_progress and the last event."""
     item_id: str | None = None
     output_index: int | None = None
     content_index: int | None = None

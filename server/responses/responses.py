@@ -1,13 +1,13 @@
-"""POST /v1/responses, and the routes of a stored response.
+"""POST /v1/responses, and the routes of a response that is stored or under way in the background.
 
-Owns: the way from body to reply, the conversation that a request continues, and the stored part of a reply.
-Never: rendering or generating: that is the chat path, step for step.
+Owns: who may see a response, and in which form it is asked for.
+Never: the making of a response (response_making.py, background.py).
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import orjson
@@ -15,36 +15,27 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import ContextLengthExceeded, RequestRejected
+from engine.errors import RequestRejected
+from engine.journal import Journal
 from server.access.auth import KEY_NAME
-from server.chat.chat_replies import ChatStream
-from server.chat.chat_turn import ChatTurn, prepare_turn
 from server.error_replies import ResponseNotFound
-from server.generate.answering import new_head, whole
-from server.generate.calls import Origin, read_call
-from server.generate.replies import ReplyHead, ReplyPlan, UsageReport
+from server.generate.answering import whole
+from server.generate.calls import read_call
 from server.generate.sse import EventStream
-from server.http.edge import Edge, EdgeSettings, edge_of
-from server.http.endpoint import ERRORS, Endpoint, documentation, documentation_of_one, reference
+from server.http.edge import EdgeSettings, edge_of
+from server.http.endpoint import Endpoint, documentation, documentation_of_one, reference
 from server.refusals import unsupported
+from server.responses.background import BackgroundResponses, Work
+from server.responses.event_log import EventLog, LoggedEvents
 from server.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
+from server.responses.kept_responses import KeptResponses
+from server.responses.response_making import Making, ResponseTask, begin_making, stored_response
 from server.responses.response_models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
-from server.responses.response_store import ResponseStore, StoredResponse, weigh
-from server.responses.responses_events import ResponseFraming, ResponseStream, WholeResponse
-from server.responses.responses_input import (
-    chat_request_of,
-    cut_before,
-    in_our_words,
-    num_parts,
-    said_item,
-    turns,
-    wants_logprobs,
-)
-from server.responses.responses_protocol import RESPONSES_REFUSALS, InputItem, ResponsesRequest
-from server.responses.responses_replies import ResponsePlan
+from server.responses.response_store import ResponseStore, StoredResponse
+from server.responses.responses_events import ResponseFraming, WholeResponse
+from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
+from server.state.state_desk import add_desk
 
-_MAX_INLINE_PARTS = 1024
-"""More are converted in a thread, so that other streams go on meanwhile: 4096 took 60 ms."""
 _PATH = "/v1/responses"
 _ONE = "/v1/responses/{response_id}"
 _NO_STORE = {"cache-control": "no-store"}
@@ -52,6 +43,10 @@ _PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string"},
+}
+_FOLLOW_PARAMETERS: dict[str, dict[str, Any]] = {
+    "stream": {"type": "boolean", "default": False},
+    "starting_after": {"type": "integer", "minimum": 0},
 }
 _STREAM_NOTE = (
     "With `stream`: server-sent events whose names are their types, `response.created` first, and"
@@ -76,17 +71,15 @@ def _create_documentation() -> dict[str, Any]:
     return found
 
 
-def _cancel_documentation() -> dict[str, Any]:
-    """Errors only: there is no response that could be cancelled."""
-    return {**documentation_of_one(ResponseObject, "response_id"), "responses": dict(ERRORS)}
-
-
 def _add_store(app: FastAPI, settings: EdgeSettings) -> None:
     app.state.response_store = ResponseStore(
         max_responses=settings.responses_store_size,
         max_bytes=settings.responses_store_bytes,
         ttl_s=settings.responses_store_ttl_s,
     )
+    add_desk(app, settings)
+    app.state.kept_responses = KeptResponses(app.state.response_store, app.state.desk, settings)
+    app.state.background = BackgroundResponses(app.state.edge, max_event_bytes=settings.responses_store_bytes)
 
 
 router = APIRouter()
@@ -106,30 +99,58 @@ async def create_response(request: Request) -> Response:
     edge, store = edge_of(request), store_of(request)
     reply_id = f"resp_{secrets.token_hex(24)}"
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
-    is_stored = _is_stored(body, store)
-    earlier = _earlier(request, store, body)
-    turn = await _prepare(edge, body, _conversation(body, earlier), origin)
-    head = new_head(origin, edge.engine.info)
+    task = ResponseTask(
+        body=body,
+        earlier=_earlier(request, store, body),
+        origin=origin,
+        created_s=int(time.time()),
+        is_stored=_is_stored(body, store),
+    )
+    if body.background:
+        return await _begin_in_background(request, task)
 
     def keep(response: dict[str, Any]) -> None:
-        if is_stored:
-            stored = _stored(_owner(request), body, earlier, response)
+        if task.is_stored:
+            stored = stored_response(_owner(request), body, task.earlier, response)
             store.add(reply_id, stored, now_s=time.monotonic())
 
-    plan = ResponsePlan(
-        id=reply_id,
-        created_s=head.created_s,
-        model=head.model,
-        body=body,
-        params=turn.request.params,
-        is_stored=is_stored,
-    )
-    chat = ChatStream(_chat_plan(body, turn, head), turn.reading)
-    reply = ResponseStream(plan, chat, on_end=keep, unix_time_s=time.time)
-    outputs = edge.engine.generate_all([turn.request])
+    making = await begin_making(edge, task, on_end=keep)
+    outputs = edge.engine.generate_all([making.request])
     if body.stream:
-        return EventStream(outputs, reply, edge, framing=ResponseFraming(reply))
-    return await whole(request, outputs, WholeResponse(reply))
+        return EventStream(outputs, making.reply, edge, framing=ResponseFraming(making.reply))
+    return await whole(request, outputs, WholeResponse(making.reply))
+
+
+async def _begin_in_background(request: Request, task: ResponseTask) -> Response:
+    """Answer with the response object before its first token, or with the stream of its events."""
+    edge, background, kept = edge_of(request), _background_of(request), _kept(request)
+    owner, is_stream = _owner(request), bool(task.body.stream)
+    background.require_place(owner)
+    # The request is checked, and its prompt made, while the client can still be answered with an error.
+    # The record of the HTTP request ends with it, so that the response has its own.
+    task = replace(task, origin=replace(task.origin, journal=Journal()))
+    making = await begin_making(edge, task, on_end=lambda _: None)
+
+    async def make() -> Making:
+        return making
+
+    events = making.reply.queue()
+    response = making.reply.response
+    await kept.begin(owner, task, response)
+    log = EventLog() if is_stream else None
+    if log is not None:
+        log.add(events)
+    work = Work(
+        owner=owner,
+        make=make,
+        save=kept.saver(owner, task),
+        response=response,
+        events=log,
+        settle=task.origin.settle,
+        can_be_left=kept.is_on_disk and not is_stream,
+    )
+    background.begin(response["id"], work)
+    return _json(orjson.dumps(response)) if log is None else LoggedEvents(log, 0, edge)
 
 
 @router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
@@ -138,10 +159,23 @@ async def use_stored_response(request: Request) -> Response:
     return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
 
 
-@router.get(_ONE, **documentation_of_one(ResponseObject, "response_id"))
+@router.get(_ONE, **documentation_of_one(ResponseObject, "response_id", query=_FOLLOW_PARAMETERS))
 async def retrieve_response(request: Request) -> Response:
-    """Return a stored response, as it was sent."""
-    return Response(_stored_here(request).body, headers=_NO_STORE, media_type="application/json")
+    """Return a response as it is now, or follow its events if it was begun as a stream in the background."""
+    work = _work_here(request)
+    body = _stored_here(request).body if work is None else orjson.dumps(work.response)
+    start = _start_of_stream(request)
+    if start is None:
+        return _json(body)
+    log = _background_of(request).events_of(request.path_params["response_id"])
+    if log is None:
+        raise RequestRejected(
+            "stream: only a response that was created with background and stream has events, for as long as"
+            " there is room for them; retrieve it without stream",
+            param="stream",
+        )
+    log.require(start)
+    return LoggedEvents(log, start, edge_of(request))
 
 
 @router.get(
@@ -157,10 +191,15 @@ async def list_input_items(request: Request) -> Response:
     return Response(page, headers=_NO_STORE, media_type="application/json")
 
 
-@router.post(f"{_ONE}/cancel", **_cancel_documentation())
+@router.post(f"{_ONE}/cancel", **documentation_of_one(ResponseObject, "response_id"))
 async def cancel_response(request: Request) -> Response:
-    """Refused, as by OpenAI, for a response that is not computed in the background: none is, here."""
-    _stored_here(request)
+    """Cancel a response of the background. One at its end stays as it is; any other cannot be cancelled."""
+    work = _work_here(request)
+    if work is not None:
+        return _json(orjson.dumps(await _background_of(request).cancel(work)))
+    body = _stored_here(request).body
+    if orjson.loads(body)["background"]:
+        return _json(body)
     raise RequestRejected(
         "Cannot cancel a synchronous response: only responses created with background set to true can be"
         " cancelled. To end this one early, close its connection",
@@ -170,12 +209,48 @@ async def cancel_response(request: Request) -> Response:
 
 @router.delete(_ONE, **documentation_of_one(ResponseDeletion, "response_id"))
 async def delete_response(request: Request) -> Response:
-    """Delete a stored response. Responses that continue it stay."""
-    response_id = request.path_params["response_id"]
-    if not store_of(request).delete(response_id, owner=_owner(request), now_s=time.monotonic()):
+    """Delete a response, under way or stored. Responses that continue it stay."""
+    response_id, owner = request.path_params["response_id"], _owner(request)
+    work = _work_here(request)
+    if work is not None:
+        await _background_of(request).cancel(work)
+    elif not store_of(request).find(response_id, owner=owner, now_s=time.monotonic()):
         raise ResponseNotFound(response_id)
-    body = {"id": response_id, "object": "response", "deleted": True}
-    return Response(orjson.dumps(body), media_type="application/json")
+    store_of(request).delete(response_id, owner=owner, now_s=time.monotonic())
+    _background_of(request).forget_events(response_id)
+    await _kept(request).delete(owner, response_id)
+    return _json(orjson.dumps({"id": response_id, "object": "response", "deleted": True}))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, headers=_NO_STORE, media_type="application/json")
+
+
+def _start_of_stream(request: Request) -> int | None:
+    """The number of the first event that is asked for; None: no events. Raises RequestRejected."""
+    stream, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
+    if stream not in ("true", "false"):
+        raise RequestRejected(f"stream must be true or false, not {stream[:32]!r}", param="stream")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream == "false":
+        raise RequestRejected("starting_after needs stream=true", param="starting_after")
+    if not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise RequestRejected("starting_after must be the number of an event", param="starting_after")
+    return int(after) + 1
+
+
+def _work_here(request: Request) -> Work | None:
+    """The response under way that the path names, if it is one."""
+    return _background_of(request).find(request.path_params["response_id"], owner=_owner(request))
+
+
+def _background_of(request: Request) -> BackgroundResponses:
+    return cast(BackgroundResponses, request.app.state.background)
+
+
+def _kept(request: Request) -> KeptResponses:
+    return cast(KeptResponses, request.app.state.kept_responses)
 
 
 def _stored_here(request: Request) -> StoredResponse:
@@ -197,10 +272,13 @@ def _owner(request: Request) -> str:
 
 
 def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
-    """True unless store is off. Raises RequestRejected for a request to store where that is impossible."""
+    """True unless store is off. Raises RequestRejected for a request that needs it where there is none."""
     if body.store and not store.is_open:
         raise unsupported("store", "store: this server stores no responses; send the whole conversation")
-    return store.is_open and body.store is not False
+    is_stored = store.is_open and body.store is not False
+    if body.background and not is_stored:
+        raise unsupported("background", "background: a response that is not stored could not be fetched")
+    return is_stored
 
 
 def _earlier(request: Request, store: ResponseStore, body: ResponsesRequest) -> StoredResponse | None:
@@ -215,75 +293,3 @@ def _earlier(request: Request, store: ResponseStore, body: ResponsesRequest) -> 
             code="previous_response_not_found",
         )
     return found
-
-
-def _conversation(body: ResponsesRequest, earlier: StoredResponse | None) -> tuple[InputItem, ...]:
-    """The items of the earlier response and of this request. Raises RequestRejected if there are none."""
-    items = (*(earlier.conversation if earlier else ()), *body.input)
-    if not items and body.instructions is None:
-        raise RequestRejected("input must not be an empty list", param="input")
-    return items
-
-
-def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> ReplyPlan:
-    return ReplyPlan(
-        head=head,
-        num_prompt_tokens=(len(turn.prompt_ids),),
-        n=1,
-        has_logprobs=wants_logprobs(body),
-        usage=UsageReport(at_end=True),
-    )
-
-
-def _stored(
-    owner: str, body: ResponsesRequest, earlier: StoredResponse | None, response: dict[str, Any]
-) -> StoredResponse:
-    new = (*body.input, *map(said_item, response["output"]))
-    return StoredResponse(
-        owner=owner,
-        body=orjson.dumps(response),
-        input=tuple(body.input),
-        conversation=(*(earlier.conversation if earlier else ()), *new),
-        num_conversation_bytes=weigh(new) + (earlier.num_conversation_bytes if earlier else 0),
-    )
-
-
-async def _prepare(
-    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
-) -> ChatTurn:
-    """The chat path up to the first token, its errors in the words of this endpoint."""
-    with in_our_words():
-        prepare = _turn_that_fits if body.truncation == "auto" else _turn
-        return await prepare(edge, body, items, origin)
-
-
-async def _turn(edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin) -> ChatTurn:
-    """The chat path up to the first token. Raises RequestRejected, Overloaded."""
-    if num_parts(items) > _MAX_INLINE_PARTS:
-        chat = await asyncio.to_thread(chat_request_of, body, items)
-    else:
-        chat = chat_request_of(body, items)
-    return await prepare_turn(edge, chat, origin)
-
-
-async def _turn_that_fits(
-    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
-) -> ChatTurn:
-    """Leave out as few of the oldest turns as possible. Raises ContextLengthExceeded if one is too long."""
-    try:
-        return await _turn(edge, body, items, origin)
-    except ContextLengthExceeded:
-        places = turns(items)
-        if not places:
-            raise
-    # The fewer turns, the shorter: each try rules out half of the remaining ones.
-    low, high = 0, len(places) - 1
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            await _turn(edge, body, cut_before(items, places[middle]), origin)
-        except ContextLengthExceeded:
-            low = middle + 1
-        else:
-            high = middle
-    return await _turn(edge, body, cut_before(items, places[low]), origin)

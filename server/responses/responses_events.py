@@ -4,7 +4,7 @@ Owns: the open item, sequence numbers, the bytes of an event, and the end of a s
 Never: the meaning of the text: the chat path has separated text, reasoning and function calls.
 Source: OpenAI's reference of streaming events; the accumulator of its Python SDK.
 
-    response.created, response.in_progress
+    response.created, response.queued (in the background), response.in_progress
     for each item: response.output_item.added
         message:        content_part.added, output_text.delta ..., output_text.done, content_part.done
         reasoning:      content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
@@ -29,8 +29,10 @@ from server.responses.responses_replies import (
     ReasoningItem,
     ResponsePlan,
     begun,
+    cancelled,
     ended,
     failed,
+    queued,
     status_of,
 )
 
@@ -44,7 +46,7 @@ _CODES = {"server_overloaded": "rate_limit_exceeded"}
 
 
 class ResponseStream:
-    """A streamed response. Also gathers it: `response` is the whole object once `finish` was called."""
+    """A streamed response. Also gathers it: `response` is the whole object once it has an end."""
 
     def __init__(
         self, plan: ResponsePlan, chat: StreamReply, *, on_end: OnEnd, unix_time_s: Callable[[], float]
@@ -61,8 +63,22 @@ class ResponseStream:
         self._held_logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose item is not known yet."""
         self._finish_reason: str | None = None
-        self._has_begun = False
+        self._has_begun = self._was_queued = False
         self.response: dict[str, Any] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """True once there was an output."""
+        return self._has_begun
+
+    def queue(self) -> list[dict[str, Any]]:
+        """The events of a response in the background before its turn."""
+        self._was_queued = True
+        self.response = queued(self._plan)
+        return [
+            self._event("response.created", response=self.response),
+            self._event("response.queued", response=self.response),
+        ]
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         chunks = self._chat.update(prompt_index, output)
@@ -93,15 +109,20 @@ class ResponseStream:
         self.response = failed(self._plan, self._output, {"code": code, "message": error.message})
         return [*events, self._event("response.failed", response=self.response)]
 
+    def cancel(self) -> list[dict[str, Any]]:
+        """The last events of a response in the background that shall not go on."""
+        events = self._close_item("incomplete")
+        self.response = cancelled(self._plan, self._output)
+        # No event is called after it: the status of the response tells it from one that was cut off.
+        return [*events, self._event("response.incomplete", response=self.response)]
+
     def _begin(self) -> list[dict[str, Any]]:
         if self._has_begun:
             return []
         self._has_begun = True
-        response = begun(self._plan)
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        response = self.response = begun(self._plan)
+        kinds = ("in_progress",) if self._was_queued else ("created", "in_progress")
+        return [self._event(f"response.{kind}", response=response) for kind in kinds]
 
     def _take(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -221,10 +242,13 @@ class ResponseFraming(ServerSentEvents):
         self._stream = stream
 
     def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(
-            b"event: " + payload["type"].encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
-            for payload in payloads
-        )
+        return b"".join(map(framed, payloads))
 
     def failure(self, error: ErrorReply) -> bytes:
         return self.events(self._stream.fail(error))
+
+
+def framed(payload: dict[str, Any]) -> bytes:
+    """One named event."""
+    name = str(payload["type"]).encode()
+    return b"event: " + name + b"\ndata: " + orjson.dumps(payload) + b"\n\n"

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from server.chat.chat_protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.generate.protocol import (
+    INT32_MAX,
     MAX_LOGPROBS,
     MAX_TEXT_CHARS,
     NumTokens,
@@ -23,8 +24,6 @@ from server.wire_model import WireModel
 MAX_TOOLS = 128
 MAX_INCLUDES = 16
 LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
-_INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
 
 _Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 _Word = Annotated[str, StringConstraints(max_length=64)]
@@ -193,6 +192,8 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = None
     """On by default, where the server has a store."""
     stream: bool | None = None
+    background: bool | None = None
+    """Answer at once, and make the response last in line; it is fetched, or followed, by its id."""
     max_output_tokens: NumTokens | None = None
     """Reasoning counts as well; absent: the rest of the context window."""
     truncation: Literal["auto", "disabled"] | None = None
@@ -206,6 +207,11 @@ class ResponsesRequest(SamplingFields):
     """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives to each token; asks for logprobs by itself."""
+
+    @property
+    def default_priority(self) -> int:
+        """The last place in line for what nobody waits for."""
+        return INT32_MAX if self.background else 0
 
 
 PASSED_ON: Final = (
@@ -231,7 +237,6 @@ _OFF: Final = (False,)
 
 RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "access_programs": (),
-    "background": _OFF,
     "background_options": (),
     "context_management": ([],),
     "conversation": (),

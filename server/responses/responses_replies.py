@@ -92,6 +92,11 @@ class FunctionCallItem:
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
+def queued(plan: ResponsePlan) -> dict[str, Any]:
+    """The response object of the background while it waits for its turn."""
+    return _response(plan, status="queued")
+
+
 def begun(plan: ResponsePlan) -> dict[str, Any]:
     """The response object before there is any output."""
     return _response(plan, status="in_progress")
@@ -120,6 +125,11 @@ def failed(plan: ResponsePlan, output: list[dict[str, Any]], error: dict[str, An
     return _response(plan, status="failed") | {"output": output, "error": error}
 
 
+def cancelled(plan: ResponsePlan, output: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response object of the background that its client has cancelled, with the output so far."""
+    return _response(plan, status="cancelled") | {"output": output}
+
+
 def _response(plan: ResponsePlan, *, status: str) -> dict[str, Any]:
     body, params = plan.body, plan.params
     return {
@@ -128,7 +138,7 @@ def _response(plan: ResponsePlan, *, status: str) -> dict[str, Any]:
         "created_at": plan.created_s,
         "completed_at": None,
         "status": status,
-        "background": False,
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

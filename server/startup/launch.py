@@ -35,6 +35,8 @@ from server.http.connections import ClientConnection
 from server.http.edge import Edge, Patience
 from server.http.health_listener import HealthListener
 from server.http.listening import CannotListen, Listeners, url_of
+from server.responses.background import BackgroundResponses
+from server.responses.kept_responses import go_on
 from server.sockets.accepting import ClientServer
 from server.startup.announcement import Announcement
 from server.state.state_desk import StateDesk
@@ -87,6 +89,8 @@ async def _serve(
     credentials = Credentials(server_config.api_keys, server_config.edge)
     spans = _open_spans(engine, engine_config, server_config)
     app = build_app(engine, server_config, patience=patience, keys=credentials.keys, spans=spans)
+    desk: StateDesk = app.state.desk
+    background: BackgroundResponses = app.state.background
     http = _http_server(app, credentials.tls)
     url = url_of(listeners.main, scheme="http" if credentials.tls is None else "https")
     signals = _Signals()
@@ -96,7 +100,7 @@ async def _serve(
     administering = asyncio.create_task(
         _administer(build_admin_app(app, server_config), credentials.tls, listeners.admin)
     )
-    batching = asyncio.create_task(_run_batches(app, engine_config, signals.first))
+    batching = asyncio.create_task(_work_unwatched(app, engine_config, signals.first))
     watching = asyncio.create_task(credentials.keep_current())
     serving = asyncio.create_task(http.serve(sockets=[listeners.main]))
     announcing = asyncio.create_task(_announce(announcement, engine, engine_config, server_config, url))
@@ -106,6 +110,7 @@ async def _serve(
         announcing.cancel()
         batching.cancel()
         await asyncio.gather(batching, return_exceptions=True)
+        await background.close()
         watching.cancel()
         administering.cancel()
         http.should_exit = True
@@ -116,18 +121,26 @@ async def _serve(
             health.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
+        await asyncio.to_thread(desk.close)
         signals.restore()
 
 
-async def _run_batches(app: FastAPI, config: EngineConfig, stopping: asyncio.Event) -> None:
-    """Work on batches, if there is a folder for them, until the server is to stop."""
-    desk: StateDesk = app.state.desk
-    if not desk.is_open:
-        return
+async def _work_unwatched(app: FastAPI, config: EngineConfig, stopping: asyncio.Event) -> None:
+    """Work on what no client waits for, batches and responses of the background, until the server stops."""
     # Without priorities nothing yields: then a few at a time.
     num_seqs = config.scheduler.max_num_seqs
     yields = config.scheduler.policy.value == "priority"
-    concurrency = num_seqs if yields else max(1, num_seqs // 4)
+    num_places = num_seqs if yields else max(1, num_seqs // 4)
+    await go_on(app, num_places=num_places)
+    desk: StateDesk = app.state.desk
+    if desk.is_open:
+        await _run_batches(app, desk, num_places, stopping)
+        background: BackgroundResponses = app.state.background
+        await background.leave_to_next_start()
+
+
+async def _run_batches(app: FastAPI, desk: StateDesk, concurrency: int, stopping: asyncio.Event) -> None:
+    """Work on batches until the server is to stop."""
     queue = BatchQueue(desk, lambda owner: AppClient(app, owner=owner), concurrency=concurrency)
     working = asyncio.create_task(queue.run())
     stopped = asyncio.create_task(stopping.wait())
@@ -139,7 +152,6 @@ async def _run_batches(app: FastAPI, config: EngineConfig, stopping: asyncio.Eve
         (end,) = await asyncio.gather(working, return_exceptions=True)
         if not isinstance(end, asyncio.CancelledError):
             log.error("no more batches are worked on until the next start", exc_info=end)
-        await asyncio.to_thread(desk.store.close)
 
 
 async def _administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket | None) -> None:

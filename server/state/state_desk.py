@@ -39,6 +39,11 @@ class StateDesk:
         self.changed = asyncio.Event()
         """Set when a batch was added or is to be cancelled."""
 
+    def close(self) -> None:
+        """Close the store, if there is one."""
+        if self._store is not None:
+            self._store.close()
+
     @property
     def is_open(self) -> bool:
         return self._store is not None

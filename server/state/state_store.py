@@ -1,4 +1,4 @@
-"""Files, batches and their answers in one SQLite database, in the folder of --state-folder.
+"""Files, batches and responses of the background in one SQLite database, in the folder of --state-folder.
 
 Owns: the tables, the owner of each row (the key that made it), and that an answer is kept once.
 Never: a clock of its own, HTTP, or the sending of requests.
@@ -32,6 +32,9 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS answers (
     batch TEXT NOT NULL, line INTEGER NOT NULL, is_error INTEGER NOT NULL, answer BLOB NOT NULL,
     PRIMARY KEY (batch, line)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    is_open INTEGER NOT NULL, changed_at INTEGER NOT NULL, request BLOB NOT NULL, body BLOB NOT NULL);
 """
 
 
@@ -59,6 +62,30 @@ class Page:
 
     limit: int
     after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRow:
+    """A response of the background."""
+
+    id: str
+    owner: str
+    is_open: bool
+    """True until it has an end."""
+    changed_s: int
+    request: bytes
+    """The request, as it is needed to make the response again, or to go on from it."""
+    body: bytes
+    """The response object, as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseBounds:
+    """Bounds of the responses at their end; the oldest go first."""
+
+    max_responses: int
+    max_bytes: int
+    ttl_s: float
 
 
 class StateStore:
@@ -222,6 +249,50 @@ class StateStore:
                     body[field] = _add_file(database, owner, file)["id"]
             _change(database, body, changes)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+
+    # Responses of the background.
+
+    def add_response(self, row: ResponseRow) -> None:
+        """Keep a response that is to be made."""
+        values = (row.id, row.owner, row.is_open, row.changed_s, row.request, row.body)
+        with self._transaction() as database:
+            database.execute(
+                "INSERT INTO responses (id, owner, is_open, changed_at, request, body)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                values,
+            )
+
+    def end_response(self, response_id: str, body: bytes, bounds: ResponseBounds, *, now_s: int) -> None:
+        """Keep the end of a response, and let older ones go for it."""
+        with self._transaction() as database:
+            database.execute(
+                "UPDATE responses SET is_open = 0, changed_at = ?, body = ? WHERE id = ?",
+                (now_s, body, response_id),
+            )
+            database.execute(
+                "DELETE FROM responses WHERE is_open = 0 AND (changed_at < ? OR number IN ("
+                " SELECT number FROM (SELECT number, row_number() OVER newest AS place,"
+                " sum(length(request) + length(body)) OVER newest AS num_bytes FROM responses"
+                " WHERE is_open = 0 WINDOW newest AS (ORDER BY changed_at DESC, number DESC))"
+                " WHERE place > ? OR num_bytes > ?))",
+                (now_s - bounds.ttl_s, bounds.max_responses, bounds.max_bytes),
+            )
+
+    def delete_response(self, owner: str, response_id: str) -> None:
+        with self._transaction() as database:
+            database.execute("DELETE FROM responses WHERE owner = ? AND id = ?", (owner, response_id))
+
+    def responses(self) -> list[ResponseRow]:
+        """List all responses, the one that changed last at the end."""
+        with self._transaction() as database:
+            rows = database.execute(
+                "SELECT id, owner, is_open, changed_at, request, body FROM responses"
+                " ORDER BY changed_at, number"
+            ).fetchall()
+        return [
+            ResponseRow(id=id_, owner=owner, is_open=bool(is_open), changed_s=at, request=request, body=body)
+            for id_, owner, is_open, at, request, body in rows
+        ]
 
 
 _FILES = "SELECT id, filename, purpose, created_at, length(content) FROM files WHERE owner = ?"

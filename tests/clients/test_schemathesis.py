@@ -28,5 +28,7 @@ def test_whatever_the_document_allows_or_forbids_is_answered_as_it_says(server, 
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr
+    # A body that was refused for its size would fill the report.
+    report = "\n".join(line[:500] for line in done.stdout.splitlines())
+    assert done.returncode == 0, report[-20_000:] + done.stderr
     server.wait_until_idle(within_s=5)

@@ -1,4 +1,4 @@
-"""Files and batches by the OpenAI SDK, on a real server, through a kill and a restart."""
+"""Files, batches and background responses by the OpenAI SDK, on a real server, through a kill and restart."""
 
 import io
 import json
@@ -61,6 +61,8 @@ def test_a_kill_in_the_middle_of_a_batch_loses_and_repeats_nothing(tmp_path: Pat
         assert batch.status == "validating"
         while client.batches.retrieve(batch.id).request_counts.completed < 3:
             time.sleep(0.02)
+        unseen = client.responses.create(model="tokenyard-demo", input="Count to 5.", background=True)
+        assert unseen.status == "queued"
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
         for folder in first_folder.glob("tokenyard-*"):  # what a killed process cannot remove
@@ -89,8 +91,30 @@ def test_a_kill_in_the_middle_of_a_batch_loses_and_repeats_nothing(tmp_path: Pat
         assert client.files.delete(file_id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(file_id)
+        made_again(client, unseen.id)
         cancelled(client)
         refused(client)
+
+
+def made_again(client: openai.OpenAI, response_id: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while client.responses.retrieve(response_id).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    response = client.responses.retrieve(response_id)
+    assert response.output_text
+    following = client.responses.create(
+        model="tokenyard-demo",
+        input="And to 6?",
+        previous_response_id=response_id,
+        background=True,
+        stream=True,
+    )
+    begun = next(iter(following)).response
+    following.close()
+    events = list(client.responses.retrieve(begun.id, stream=True, starting_after=0))
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].type in ("response.completed", "response.incomplete")
 
 
 def cancelled(client: openai.OpenAI) -> None:

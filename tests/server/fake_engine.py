@@ -224,6 +224,7 @@ class FakeEngine:
                     assert self.error is not None
                     raise self.error
                 await asyncio.sleep(self.pause_s)
+                request.journal.num_output_tokens += len(output.token_ids)
                 yield output
             is_over = True
         finally:

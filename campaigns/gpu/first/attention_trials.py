@@ -30,7 +30,7 @@ _LAYER = 1
 Attend = Callable[[Tensor], None]
 """Fill in what all queries attended to."""
 Shares = Sequence[tuple[int, int]]
-"""Of each sequence its length after the step, and its tokens in the step."""
+"""Length of each sequence after the step, and its tokens in the step."""
 
 
 def attention_trials(place: Place) -> list[Build]:
@@ -58,7 +58,7 @@ def _prefills(place: Place, name: str, head_dim: int, shares: Shares) -> Trial:
 
 
 def _mixed(place: Place, head_dim: int, shares: Shares) -> Trial:
-    """As in a captured step, where the host knows nobody's number of tokens."""
+    """Call as in a captured step, where the host knows no number of tokens."""
     step = _Step(place, head_dim, shares, num_decodes=0)
 
     def attend(out_THD: Tensor) -> None:

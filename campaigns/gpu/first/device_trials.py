@@ -133,7 +133,7 @@ class _Doubling:
 
 
 def _failed_graph(device: Device) -> str:
-    """What waits for the device within a step must be refused, and must leave nothing behind."""
+    """Try that waiting for the device within a step is refused, and leaves nothing behind."""
     source = device.zeros(64, torch.float32)
     target = torch.zeros_like(source)
 

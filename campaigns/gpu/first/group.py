@@ -35,7 +35,7 @@ INTERPRETED_NAMES = tuple(name for name in NAMES if "bfloat16" not in name)
 
 
 def trials_of(name: str, device: torch.device, folder: Path) -> list[Build]:
-    """Of one group; `folder` is for files of theirs. Modules are imported here: one may be what is broken."""
+    """Trials of one group; `folder` is for their files. Modules are imported here: one may be broken."""
     stand_in_for_grammars()
     if name == "device":
         module = importlib.import_module("campaigns.gpu.first.device_trials")
@@ -52,7 +52,7 @@ def trials_of(name: str, device: torch.device, folder: Path) -> list[Build]:
 
 
 def _opener(device: torch.device) -> Any:
-    """What opens the device for a worker."""
+    """Function that opens the device for a worker."""
     if device.type == "cuda":
         return importlib.import_module("worker.devices.device").open_device
     return importlib.import_module("tests.worker.gpu.interpreted_gpu").InterpretedGpu

@@ -87,7 +87,7 @@ def _cache(place: Place, num_heads: int, dim: int) -> KVCache:
 
 
 def _slots(place: Place) -> Tensor:
-    """Of two blocks and of padding."""
+    """Inputs of two blocks and of padding."""
     return place.integers(
         [3 * _BLOCK_SIZE + 1, _BLOCK_SIZE, 3 * _BLOCK_SIZE + 2, 2 * _BLOCK_SIZE, -1], torch.int64
     )

@@ -42,7 +42,7 @@ class Group:
     process: subprocess.Popen[bytes] | None = None
     is_done: bool = False
     num_deaths: int = 0
-    """Of its processes that were not done."""
+    """Processes of it that were not done."""
 
     def begin(self, settings: "Settings") -> None:
         command = [sys.executable, "-m", "campaigns.gpu.first.group", self.name, "--notes", str(self.notes)]
@@ -65,7 +65,7 @@ class Group:
         self.is_done = self.name == "worker" or self.num_deaths >= _MOST_DEATHS
 
     def outcomes(self) -> list[dict[str, Any]]:
-        """Of each trial that ended: its name, its inputs, whether it is right, a remark, its seconds."""
+        """Trials that ended, each with its name, its inputs, whether it is right, a remark, its seconds."""
         found, current = [], dict[str, Any]()
         for line in self._lines():
             current |= line

@@ -111,7 +111,7 @@ def _masks(place: Place) -> Trial:
 
 
 def _penalties(place: Place) -> Trial:
-    """Of float32, whatever the model's format is: logits are edited in it. The second line has none."""
+    """Logits in float32, whatever the model's format is: they are edited in it. The second line has none."""
     logits_EV = place.random(2, _VOCAB_SIZE).float()
     amounts = (1.3, 0.25, 0.5)
     ids_V = torch.arange(_VOCAB_SIZE)

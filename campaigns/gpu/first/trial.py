@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Disagreement(Exception):
-    """What was computed is not what its definition says."""
+    """Error of a result that differs from its definition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ Build = Callable[[], Trial]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where trials run, and in which format."""
+    """Place where trials run, and their format."""
 
     device: torch.device
     dtype: torch.dtype

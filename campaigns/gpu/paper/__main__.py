@@ -25,7 +25,7 @@ _KERNEL_HEADINGS = (
     *("KiB loaded", "Clocks to issue", "tensor clocks", "special clocks", "memory clocks", "KiB in flight"),
     *("Floor us", "us", "Bound by"),
 )
-"""Those from Issued to memory are of the main loop once, or of the kernel where it has none: instructions of
+"""Columns from Issued to memory: of the main loop once, or of the kernel where it has none: instructions of
 one warp, clocks of one program."""
 _STEP_HEADINGS = (
     *("Model", "Sequences", "Launches", "Floor ms", "Launching", "Products", "Attention", "Others"),

@@ -25,7 +25,7 @@ _HOPPER = 90
 
 
 class _AbsentDevice:
-    """What Triton asks of a driver to compile for its device."""
+    """Properties of a device that Triton asks of a driver to compile for it."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", _HOPPER, 32)

@@ -59,11 +59,11 @@ class Case:
     name: str
     launch: Launch
     moved_bytes: float
-    """What it cannot help reading and writing."""
+    """Bytes that it cannot help reading and writing."""
     num_working: int
     """Programs that do not return at once."""
     trips: float = 0.0
-    """Of such a program through its main loop."""
+    """Instructions of such a program once through its main loop."""
 
 
 def _new(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -241,7 +241,7 @@ def _mixtures() -> Iterator[Case]:
 
 
 def _mixture(name: str, weights: Experts, count: int) -> Iterator[Case]:
-    """As if the router chose evenly, but for one token: its experts are as many as it may choose."""
+    """Tokens of each expert, as if the router chose evenly; of one token, as many as it may choose."""
     num_pairs = count * _NUM_CHOSEN
     share = 1 - (1 - 1 / _NUM_EXPERTS) ** num_pairs if count > 1 else _NUM_CHOSEN / _NUM_EXPERTS
     num_chosen = round(share * _NUM_EXPERTS)
@@ -286,4 +286,4 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "edit": _edits,
     "experts": _mixtures,
 }
-"""By what they belong to; "between" is between a layer's products."""
+"""Counters of launches by what these belong to; "between" is between a layer's products."""

@@ -18,7 +18,7 @@ WARP = 32
 
 
 class Kind(Enum):
-    """Which part of a multiprocessor an instruction is for."""
+    """Part of a multiprocessor that an instruction is for."""
 
     TENSOR = "tensor core"
     SPECIAL = "special functions"
@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def bytes_per_thread(self) -> int:
-        """What it moves to or from memory."""
+        """Bytes that it moves to or from memory."""
         for part in reversed(self.opcode.split(".")):
             if part in ("U8", "S8"):
                 return 1
@@ -120,7 +120,7 @@ class Part:
 
     @property
     def copied_bytes(self) -> int:
-        """Of these, what goes to shared memory by itself."""
+        """Bytes of these that go to shared memory by themselves."""
         return self._moved_bytes("LDGSTS")
 
     def _moved_bytes(self, *names: str) -> int:
@@ -139,7 +139,7 @@ class MachineCode:
         return max(self.loops, key=_work, default=None)
 
     def widths(self, *names: str) -> Counter[int]:
-        """How many instructions of these names move so many bytes a thread."""
+        """Number of instructions of these names that move so many bytes a thread."""
         parts = (self.body, *self.loops)
         return Counter(
             each.bytes_per_thread for part in parts for each in part.instructions if each.name in names

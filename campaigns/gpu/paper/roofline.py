@@ -19,9 +19,9 @@ CLOCK_HZ = 1.7e9
 BYTES_PER_S = 3.0e12
 BYTES_PER_CLOCK = BYTES_PER_S / CLOCK_HZ / NUM_PROCESSORS
 MOST_BYTES_PER_CLOCK = 64
-"""That one multiprocessor takes from the second-level cache."""
+"""Bytes a cycle that one multiprocessor takes from the second-level cache."""
 LATENCY_CLOCKS = 700
-"""Of a load from memory."""
+"""Latency of a load from memory."""
 ISSUED_PER_CLOCK = 4
 PRODUCTS_PER_CLOCK = 2048
 """bfloat16, by instructions of a warp group; those before them have half of it."""
@@ -45,7 +45,7 @@ _SHARED_BYTES_RESERVED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Of one multiprocessor, for each thing that may bound it."""
+    """Rates of one multiprocessor, for each thing that may bound it."""
 
     issue: float
     tensor: float
@@ -70,7 +70,7 @@ class Clocks:
 
 
 def clocks_of(part: Part, num_warps: int) -> Clocks:
-    """Of one program, once through."""
+    """Time of one program, once through."""
     products_per_clock = PRODUCTS_PER_CLOCK if part.has_warp_group_products else PRODUCTS_PER_CLOCK / 2
     by_kind = part.by_kind
     lanes = {kind: by_kind[kind] * WARP * num_warps / each for kind, each in LANES.items()}
@@ -83,7 +83,7 @@ def clocks_of(part: Part, num_warps: int) -> Clocks:
 
 
 def resident_programs(launch: Launch) -> int:
-    """How many a multiprocessor has room for."""
+    """Number of programs that a multiprocessor has room for."""
     registers, _ = launch.resources
     of_warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
     by_registers = _REGISTERS // of_warp // launch.num_warps
@@ -107,10 +107,10 @@ def bytes_in_flight(launch: Launch) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a whole launch, without what every launch costs."""
+    """Time of a whole launch, without what every launch costs."""
 
     clocks: Clocks
-    """Of the processor that has the most programs."""
+    """Time of the processor that has the most programs."""
     memory_s: float
 
     @property
@@ -135,7 +135,7 @@ def estimate(launch: Launch, *, num_working: int, trips: float, moved_bytes: flo
 
 
 def _memory_s(launch: Launch, num_working: int, moved_bytes: float) -> float:
-    """By the bandwidth of all, or by what the processors at work can have on its way."""
+    """Time by the bandwidth of all, or by what the processors at work can have on its way."""
     bytes_per_clock = min(MOST_BYTES_PER_CLOCK, bytes_in_flight(launch) / LATENCY_CLOCKS)
     at_work = min(num_working, NUM_PROCESSORS)
     return max(moved_bytes / BYTES_PER_S, moved_bytes / at_work / bytes_per_clock / CLOCK_HZ)

@@ -16,9 +16,9 @@ from campaigns.gpu.shapes import SHAPES, Shape
 LAUNCH_US = 1.7
 """From the end of one small kernel to the end of the next that waits for it, in a graph."""
 _WEIGHTS_SHARE = 0.85
-"""Of the bandwidth, that cuBLAS reads weights with."""
+"""Share of the bandwidth with which cuBLAS reads weights."""
 _PRODUCT_FLOPS = 550e12
-"""What cuBLAS reaches of the tensor cores where tokens are a few hundred."""
+"""Share of the tensor cores that cuBLAS reaches where tokens are a few hundred."""
 _TILE = 64
 _ENOUGH_TILES = 132
 _HALF = 2

@@ -51,7 +51,7 @@ def run(record: Record, settings: "Settings") -> None:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Of the size that real ones have, with a text for each token."""
+    """Vocabulary of the size that real ones have, with a text for each token."""
     folder.mkdir()
     write_full_tokenizer(folder, max(vocab_size, _SMALLEST_TOKENIZER))
 
@@ -112,7 +112,7 @@ class _Served:
         return Request(prompt=prompt, max_tokens=output_len, arrival_s=arrival_s)
 
     def _arriving(self, rate: float) -> list[Request]:
-        """By a Poisson process."""
+        """Arrivals of a Poisson process."""
         requests, arrival_s = [], 0.0
         while arrival_s < self._open_s:
             requests.append(self._request(arrival_s))

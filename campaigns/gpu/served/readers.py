@@ -31,10 +31,10 @@ _IS_READY = b"ready\n"
 
 
 class Arrivals(NamedTuple):
-    """What one reader saw of its sequence."""
+    """Tokens of one sequence as one reader saw them."""
 
     times_s: list[float]
-    """Of each piece, by time.perf_counter: all processes of a machine have the same."""
+    """Time of each piece, by time.perf_counter: all processes of a machine have the same."""
     counts: list[int]
     """Tokens of each piece."""
     num_characters: int
@@ -68,14 +68,14 @@ class Readers:
         self._close()
 
     def send(self, news: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Of each sequence its number and its new tokens."""
+        """New tokens of each sequence, by its number."""
         numbers = array("q")
         for sequence, token_ids in news:
             numbers.extend((sequence, len(token_ids), *token_ids))
         self._write(numbers)
 
     def collect(self) -> dict[int, Arrivals]:
-        """What came since the last call, by sequence. Raises ReadersFailed."""
+        """Return what came since the last call, by sequence. Raises ReadersFailed."""
         self._write(array("q"))
         line = self._answers.readline()
         if not line:
@@ -95,7 +95,7 @@ class Readers:
 
 
 class _Reader:
-    """Of one sequence."""
+    """Summary of one sequence."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)

@@ -20,7 +20,7 @@ from worker.gpu.kernels.attention_work import AttentionWork
 
 _BLOCK_SIZE = 16
 _LONGEST = 8192
-"""What the host says of all sequences, as a captured step does."""
+"""Facts that the host gives of all sequences, as a captured step does."""
 _BEYOND_CACHES_BYTES = 256 << 20
 _MOST_LAYERS = 32
 _MOST_PROGRAMS_EACH = 4

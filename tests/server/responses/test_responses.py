@@ -287,7 +287,7 @@ async def test_without_truncation_too_long_is_an_error(client):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"stop": ["x"]}, "stop"),

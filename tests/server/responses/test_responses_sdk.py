@@ -85,5 +85,5 @@ async def test_parsed_text_follows_the_schema_that_was_sent(sdk, engine):
 
 async def test_a_mistake_is_a_bad_request_with_the_field(sdk):
     with pytest.raises(openai.BadRequestError) as caught:
-        await sdk.responses.create(model="fake", input="hi", background=True)
-    assert (caught.value.param, caught.value.code) == ("background", "unsupported_parameter")
+        await sdk.responses.create(model="fake", input="hi", conversation="conv_1")
+    assert (caught.value.param, caught.value.code) == ("conversation", "unsupported_parameter")
