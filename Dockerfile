@@ -11,7 +11,7 @@
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-# cpu keeps torch to the release that constraints-cpu.txt names; cuda takes what pip finds newest.
+# Each keeps torch to the release that constraints-cpu.txt or constraints-cuda.txt names, the latter by digest.
 ARG DEVICE=cpu
 # Where else pip looks for packages. Read by pip itself; empty is as if it were not set.
 ARG PIP_EXTRA_INDEX_URL=""
@@ -23,10 +23,11 @@ WORKDIR /src
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 # First what changes seldom: the dependencies are gigabytes, our own code is not.
-COPY pyproject.toml constraints-cpu.txt ./
+COPY pyproject.toml constraints-cpu.txt constraints-cuda.txt ./
 RUN case "$DEVICE" in \
       cpu) cp constraints-cpu.txt /constraints.txt ;; \
-      cuda) : > /constraints.txt ;; \
+      cuda) pip install --require-hashes --no-deps -r constraints-cuda.txt \
+        && pip freeze --all | grep -E '^(torch|triton)==' > /constraints.txt ;; \
       *) echo "DEVICE must be cpu or cuda, not '$DEVICE'" >&2; exit 1 ;; \
     esac
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(p['dependencies'] + p['optional-dependencies']['fast']))" > /requirements.txt \
@@ -52,11 +53,13 @@ LABEL org.opencontainers.image.title="Tokenyard" \
       org.opencontainers.image.description="An OpenAI-compatible inference server for language models." \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# Triton builds the launcher of its kernels with a C compiler, at the first start on a GPU.
+# Triton builds the launcher of its kernels with a C compiler, at the first start on a GPU. A volume at /cache,
+# with XDG_CACHE_HOME=/cache, keeps what it compiled for the next container.
 ARG DEVICE=cpu
 RUN if [ "$DEVICE" = cuda ]; then \
       apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
-      && rm -rf /var/lib/apt/lists/*; \
+      && rm -rf /var/lib/apt/lists/* \
+      && install -d -o 10001 -g 0 -m 2770 /cache; \
     fi
 
 COPY --from=build /opt/tokenyard /opt/tokenyard

@@ -8,9 +8,10 @@ Never: downloads, measures memory (the worker does), or opens a port (server/htt
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
@@ -30,6 +31,7 @@ from scheduler.config import (
 )
 from scheduler.messages import TimeLimits
 from worker.checkpoint.checksums import Checksums
+from worker.machine import least_gpu_memory_bytes
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -46,6 +48,21 @@ _DEFAULT_PREFILL_SHARE = 0.5
 
 # Ten levels of priority have grown old within half of the default time limit of a request.
 _DEFAULT_PRIORITY_AGING_S = 30.0
+
+
+# The cards from H100 up, as vLLM draws the line: keys and values of a thousand sequences fit beside a model.
+_LARGE_GPU_BYTES = 70 << 30
+
+
+class StepLimits(NamedTuple):
+    """The most that one step computes."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+_ON_LARGE_GPUS = StepLimits(1024, 8192)
+_ELSEWHERE = StepLimits(256, 2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +158,11 @@ def resolve(
 
 
 def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
-    utilization = options.gpu_memory_utilization
+    utilization, limits = options.gpu_memory_utilization, step_limits(options)
     return EngineConfig(
         model_path=str(folder),
         served_names=options.served_model_name or (name,),
-        scheduler=_scheduler_options(options),
+        scheduler=_scheduler_options(options, limits),
         time_limits=TimeLimits(
             queue_s=_or_no_limit(options.queue_timeout),
             first_token_s=_or_no_limit(options.first_token_timeout),
@@ -169,8 +186,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             gpu_memory_utilization=_DEFAULT_GPU_MEMORY_UTILIZATION if utilization is None else utilization,
             kv_cache_bytes=options.kv_cache_memory,
             swap_space_bytes=options.swap_space or 0,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=limits.num_sequences,
+            max_num_batched_tokens=limits.num_tokens,
             cpu_kernels=options.cpu_kernels,
             gpu_kernels=options.gpu_kernels,
             enforce_eager=options.enforce_eager,
@@ -184,10 +201,32 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     )
 
 
-def _scheduler_options(options: Options) -> SchedulerOptions:
+def step_limits(options: Options, gpu_bytes: int | None = None) -> StepLimits:
+    """Take what the operator asks for, and for the rest the device's default, as far as the two agree.
+
+    `gpu_bytes` is the memory of the smallest GPU; without it the driver is asked.
+    """
+    asked_sequences, asked_tokens = options.max_num_seqs, options.max_num_batched_tokens
+    default = _ELSEWHERE
+    if (asked_sequences is None or asked_tokens is None) and options.device != "cpu" and _torch_has_cuda():
+        found_bytes = least_gpu_memory_bytes() if gpu_bytes is None else gpu_bytes
+        default = _ON_LARGE_GPUS if found_bytes >= _LARGE_GPU_BYTES else _ELSEWHERE
+    num_tokens = max(default.num_tokens, asked_sequences or 0) if asked_tokens is None else asked_tokens
+    num_sequences = min(default.num_sequences, num_tokens) if asked_sequences is None else asked_sequences
+    return StepLimits(num_sequences, num_tokens)
+
+
+def _torch_has_cuda() -> bool:
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions:
     return SchedulerOptions(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=limits.num_sequences,
+        max_num_batched_tokens=limits.num_tokens,
         policy=SchedulingPolicy(options.scheduling_policy),
         prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
         watermark=options.watermark,
@@ -292,17 +331,17 @@ def _check_health_port(options: Options) -> None:
 
 
 def _check_limits(options: Options) -> None:
-    if options.max_num_batched_tokens < options.max_num_seqs:
+    limits = step_limits(options)
+    if limits.num_tokens < limits.num_sequences:
         raise OptionError(
-            f"--max-num-batched-tokens {options.max_num_batched_tokens} with "
-            f"--max-num-seqs {options.max_num_seqs}",
+            f"--max-num-batched-tokens {limits.num_tokens} with --max-num-seqs {limits.num_sequences}",
             "every running sequence needs one token of each step",
-            f"raise the first to {options.max_num_seqs} or more, or lower the second",
+            f"raise the first to {limits.num_sequences} or more, or lower the second",
         )
-    if (options.max_prefill_tokens or 0) > options.max_num_batched_tokens:
+    if (options.max_prefill_tokens or 0) > limits.num_tokens:
         raise OptionError(
             f"--max-prefill-tokens {options.max_prefill_tokens}",
-            f"a step has {options.max_num_batched_tokens} tokens at most",
+            f"a step has {limits.num_tokens} tokens at most",
             "raise --max-num-batched-tokens too, or use 0 for no limit",
         )
     if options.num_gpu_blocks_override is None:

@@ -146,13 +146,16 @@ class GpuSteps:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Compile now, with a step of padding, and not in the middle of the first one."""
-        sizes = BatchSizes(1, 1, 1, 1, 1, 1)
-        self._buffers.fill_with_padding(sizes)
-        batch = self._buffers.view(sizes)
+        """Compile now, with steps of padding, and not in the middle of service.
+
+        Attention's lists have one variant for steps of decodes alone, and one for others.
+        """
+        largest = self._buffers.limits.num_tokens
+        for sizes in (BatchSizes(1, 1, 1, 1, 1, 1), BatchSizes(min(2, largest), 1, 1, 0, min(2, largest), 2)):
+            self._buffers.fill_with_padding(sizes)
+            batch = self._buffers.view(sizes)
+            self._forward(batch)
         self._rows_N = batch.rows_N
-        change_tables(batch.changes, batch.attention.block_tables_CB)
-        fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
         remember_tokens(self._last_token_C, batch.rows_N, self._last_token_C[:1])
 
     @torch.inference_mode()
