@@ -45,13 +45,22 @@ class Load(NamedTuple):
 class AttentionInputs:
     """One step, and the caches of some layers."""
 
-    def __init__(self, shape: Shape, load: Load, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        load: Load,
+        device: torch.device,
+        dtype: torch.dtype,
+        pool_bytes: int = 0,
+        num_layers: int = 0,
+    ) -> None:
+        """Take a larger pool than the load needs, and the number of layers; by itself as many as count."""
         num_kv_heads, head_dim = shape.num_key_value_heads, shape.head_dim
         num_tokens = load.num_sequences * load.query_len
         blocks_each = -(-load.context // _BLOCK_SIZE)
         num_blocks = blocks_each * load.num_sequences
         kv_bytes = 2 * num_blocks * _BLOCK_SIZE * num_kv_heads * head_dim * dtype.itemsize
-        num_layers = (
+        num_layers = num_layers or (
             min(_MOST_LAYERS, math.ceil(_BEYOND_CACHES_BYTES / kv_bytes)) if device.type == "cuda" else 1
         )
         layout = BlockLayout(
@@ -59,8 +68,9 @@ class AttentionInputs:
             block_size=_BLOCK_SIZE,
             dtype=dtype,
         )
-        memory = torch.empty((num_blocks + 1) * layout.block_numel, dtype=dtype, device=device).normal_()
-        self.layers: list[LayerCache] = list(KVCache(layout, num_blocks, memory).layers.values())
+        num_pool_blocks = max(num_blocks, pool_bytes // layout.block_bytes)
+        memory = torch.empty((num_pool_blocks + 1) * layout.block_numel, dtype=dtype, device=device).normal_()
+        self.layers: list[LayerCache] = list(KVCache(layout, num_pool_blocks, memory).layers.values())
         self.queries_THD = torch.randn(
             num_tokens, shape.num_attention_heads, head_dim, dtype=dtype, device=device
         )
@@ -75,7 +85,7 @@ class AttentionInputs:
             max_seq_len=_LONGEST if device.type == "cuda" else load.context,
             query_starts_R=torch.arange(load.num_sequences + 1, **integers) * load.query_len,  # type: ignore[call-overload]
             seq_lens_R=torch.full((load.num_sequences,), load.context, **integers),  # type: ignore[call-overload]
-            block_tables_CB=(torch.randperm(num_blocks, device=device) + 1)
+            block_tables_CB=(torch.randperm(num_pool_blocks, device=device)[:num_blocks] + 1)
             .int()
             .view(load.num_sequences, -1),
             slots_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
