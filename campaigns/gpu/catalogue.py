@@ -74,7 +74,7 @@ PARTS = (
         name="steps-llama-3.1-8b",
         title="Steps of Llama-3.1-8B's shape",
         module="campaigns.gpu.steps",
-        limit_s=180,
+        limit_s=145,
         needs=_WORKER,
         shape="llama-3.1-8b",
     ),

@@ -56,7 +56,8 @@ class Bench:
         self._is_smoke = settings.is_smoke
         self._context = 12 if settings.is_smoke else _CONTEXT
         self._has_own_context = settings.has_own_context
-        self._batches = (1, 2) if settings.is_smoke else (1, 8, 16, 32, 64, 128, 256, 512)
+        batches = (1, 32, 64, 128, 256, 512) if settings.has_own_context else (1, 8, 16, 64, 256)
+        self._batches = (1, 2) if settings.is_smoke else batches
         self._num_decodes = 4 if settings.is_smoke else _NUM_DECODES
         self._num_warm = 1 if settings.is_smoke else _NUM_WARM
         device = read_record(settings.out, "device").get("figures", {})

@@ -120,7 +120,10 @@ class GpuSteps:
     def compute_and_draw(self, batch: DeviceBatch) -> None:
         """Compute a batch. Its logits go to the memory for graphs, its tokens to the sampler."""
         logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
-        logits_NV.copy_(self._forward(batch))
+        with self._runner.logits_into(logits_NV):
+            found_NV = self._forward(batch)
+        if found_NV.data_ptr() != logits_NV.data_ptr():
+            logits_NV.copy_(found_NV)
         self._draw(logits_NV, batch)
 
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
