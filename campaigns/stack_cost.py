@@ -78,9 +78,11 @@ def measure(
             engine_pid = engine_of(server.pid)
             if engine_pid is None:
                 raise PeerFailed("has no engine process")
-            asyncio.run(_load(port, endpoint, _CONCURRENCY, seed + 1, output_len))  # the first of everything
+            asyncio.run(
+                send_load(port, endpoint, _CONCURRENCY, seed + 1, output_len)
+            )  # the first of everything
             before = processor_s(server.pid), processor_s(engine_pid)
-            records = asyncio.run(_load(port, endpoint, num_requests, seed, output_len))
+            records = asyncio.run(send_load(port, endpoint, num_requests, seed, output_len))
             after = processor_s(server.pid), processor_s(engine_pid)
     summary = summarize(records, num_planned=num_requests)
     if summary.num_completed < num_requests:
@@ -96,7 +98,7 @@ def measure(
     )
 
 
-async def _load(
+async def send_load(
     port: int, endpoint: Endpoint, num_requests: int, seed: int, output_len: int
 ) -> list[RequestRecord]:
     target = Target.parse(f"http://127.0.0.1:{port}")

@@ -166,7 +166,7 @@ def _texts(config: EngineConfig) -> Iterator[Finding]:
             topic="chat template",
             verdict=Verdict.WARNING,
             what="the checkpoint has none: /v1/chat/completions will be refused",
-            fix="serve a checkpoint with one, or put chat_template.jinja beside it",
+            fix="serve a checkpoint with one, or name a file with --chat-template",
         )
 
 

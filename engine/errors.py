@@ -72,7 +72,7 @@ class NoChatTemplate(RequestRejected):
 
     def __init__(self) -> None:
         super().__init__(
-            "this model has no chat template; use /v1/completions, or serve a checkpoint with one",
+            "this model has no chat template; use /v1/completions, or start the server with --chat-template",
             param="messages",
             code="no_chat_template",
         )

@@ -3,9 +3,9 @@
 Owns: the order of the layers.
 Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
 
-From outside in: request id, log, count, origins of pages, error replies, places in reserve, pages without
-a key, key, memory, body size, router. Each layer may
-rely on those outside of it; whatever one of them raises becomes a reply in exactly one place.
+From outside in: prefix of a proxy, request id, log, count, origins of pages, error replies, places in
+reserve, pages without a key, key, memory, body size, router. Each layer may rely on those outside of it;
+whatever one of them raises becomes a reply in exactly one place.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ from server.endpoints import (
     KEYLESS_PATHS,
     OPEN_PATHS,
     OPENAPI_PATH,
+    OPERATIONS,
     PAGE,
     PUBLIC,
     ROUTES,
@@ -39,11 +40,13 @@ from server.endpoints import (
 )
 from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
+from server.generate.full_queue import FullQueue
 from server.http.body_limit import BodyLimit
 from server.http.connections import LastReplies, ReservedPlaces
 from server.http.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
 from server.http.endpoint import Endpoint
 from server.http.request_log import RequestLog
+from server.http.root_path import RootPath
 from server.observe.http_metrics import HttpMetrics
 from server.observe.request_ids import RequestIds
 from server.observe.spans import NoSpans, Spans
@@ -82,6 +85,8 @@ def build_app(
         if not page:
             without_key = _open_paths(settings) if keys.is_locked else None
             page.append(document(app, endpoints, without_key=without_key))
+            if settings.edge.root_path:
+                page[0]["servers"] = [{"url": settings.edge.root_path}]
         return page[0]
 
     # FastAPI's documented way to extend the document.
@@ -122,6 +127,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
+            *([Middleware(RootPath, prefix=prefix)] if (prefix := settings.edge.root_path) else []),
             Middleware(RequestIds),
             Middleware(
                 RequestLog,
@@ -150,6 +156,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
     app.state.edge = edge
     app.state.keys = keys
     app.state.batch_paths = BATCH_PATHS
+    app.state.full_queue = FullQueue(edge, keys, paths=frozenset(OPERATIONS), shapes=ERROR_SHAPES)
     return app
 
 

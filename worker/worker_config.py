@@ -6,6 +6,7 @@ Never: defaults that depend on the machine.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from scheduler.messages import PoolingTask, PromptComputation
 
@@ -42,6 +43,12 @@ class WorkerConfig:
     """Checkpoint folder on this machine."""
     checksums_file: str | None = None
     """List of checksums that every file which is read must be in. None: no file is compared."""
+    chat_template_file: str | None = None
+    """Chat template in the place of the checkpoint's. None: its own."""
+    sampling_overrides: dict[str, float] = field(default_factory=dict)
+    """Defaults of sampling that win over generation_config.json."""
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that are merged into config.json (worker/checkpoint/overrides.py)."""
     dtype: str = "auto"
     """auto takes the checkpoint's own; else float32, bfloat16 or float16."""
     task: str = "auto"
@@ -80,8 +87,10 @@ class WorkerConfig:
     num_threads: int | None = None
     """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
     ranks."""
+    num_stages: int = 1
+    """Groups of layers that are computed one after the other, each by ranks of its own."""
     num_ranks: int = 1
-    """Processes that compute the model together, each with a shard of its layers. They share the memory
+    """Processes that compute a stage together, each with a shard of its layers. They share the memory
     that is asked for here."""
 
 
@@ -153,5 +162,9 @@ class ModelFacts:
     """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
+    num_ranks: int = 1
+    """Processes that compute the model together."""
+    num_stages: int = 1
+    """Groups of layers that compute different steps at the same time."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""

@@ -38,7 +38,7 @@ that the first has filled. The API key is read from {API_KEY_VARIABLE} where --a
 def main(argv: Sequence[str]) -> int:
     """Run `tokenyard bench` with the words behind it. Returns the exit status."""
     try:
-        options = _parser().parse_args(list(argv))
+        options = build_parser().parse_args(list(argv))
     except SystemExit as parsed:  # argparse has said all there is to say
         return int(parsed.code or 0)
     try:
@@ -142,7 +142,7 @@ def _parameters(options: argparse.Namespace) -> dict[str, Any]:
     return {**given, "base_url": target.url}
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tokenyard bench", description="Send load to an OpenAI-compatible server and measure it."
     )

@@ -79,7 +79,7 @@ class _Usage(Exception):
 def main(argv: Sequence[str]) -> int:
     """Run `tokenyard simulate` with the words behind it. Returns the exit status."""
     try:
-        options = _parser().parse_args(list(argv))
+        options = build_parser().parse_args(list(argv))
     except SystemExit as parsed:  # argparse has said all there is to say
         return int(parsed.code or 0)
     try:
@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage="tokenyard simulate [options]",
         prog="tokenyard simulate",

@@ -24,7 +24,7 @@ _NAMES_IN_A_CELL = 4
 def main(argv: Sequence[str]) -> int:
     """Run `tokenyard trace` with the words behind it. Returns the exit status."""
     try:
-        options = _parser().parse_args(list(argv))
+        options = build_parser().parse_args(list(argv))
     except SystemExit as parsed:  # argparse has said all there is to say
         return int(parsed.code or 0)
     try:
@@ -173,7 +173,7 @@ def _write(path: Path, text: str) -> None:
         raise TraceError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tokenyard trace",
         description="Show what the scheduler did, from a file that `tokenyard serve --trace-steps` wrote.",

@@ -153,7 +153,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_servers(group: Any) -> None:
     group.add_argument("--model", type=_folder, required=True, metavar="FOLDER", help="the checkpoint")
-    group.add_argument("--gguf", type=_file, metavar="FILE", help="the same checkpoint for llama-cpp and llama-server")
+    group.add_argument(
+        "--gguf", type=_file, metavar="FILE", help="the same checkpoint for llama-cpp and llama-server"
+    )
     group.add_argument(
         "--peers",
         type=_names(PEERS),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine.options.options import OptionError, Options
 
+_MAX_SOCKET_PATH_BYTES = 107  # the kernel's sun_path
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
 
 
@@ -89,6 +90,10 @@ class EdgeConfig:
     """Folder of files and batches; None: there are none."""
     state_max_bytes: int
     page: Page
+    root_path: str
+    """Prefix that a proxy puts before paths, without a slash at its end; empty: none."""
+    uds: str | None
+    """Path of the Unix socket that is listened on in the place of host and port."""
     send_timeout_s: float
     max_memory_use: float
     """Share of memory in use above which requests are refused; 1: no limit."""
@@ -118,6 +123,8 @@ def edge_config(options: Options) -> EdgeConfig:
         state_folder=options.state_folder,
         state_max_bytes=options.state_max_size,
         page=_page(options),
+        root_path=(options.root_path or "").rstrip("/"),
+        uds=None if options.uds is None else _socket_path(options),
         send_timeout_s=options.send_timeout,
         max_memory_use=options.max_memory_use,
     )
@@ -138,7 +145,7 @@ def _check_access(options: Options) -> None:
                 "everybody who can reach this machine could see and order everything",
                 "set TOKENYARD_API_KEY, or use 127.0.0.1",
             )
-    if has_key or options.allow_unauthenticated or _is_loopback(options.host):
+    if has_key or options.allow_unauthenticated or options.uds is not None or _is_loopback(options.host):
         return
     raise OptionError(
         f"--host {options.host} without an API key",
@@ -148,7 +155,9 @@ def _check_access(options: Options) -> None:
 
 
 def _page(options: Options) -> Page:
-    is_private = bool(options.api_key) or options.api_keys_file is not None or _is_loopback(options.host)
+    # Behind a Unix socket stands a proxy, and nobody but the operator knows before whom.
+    is_local = options.uds is None and _is_loopback(options.host)
+    is_private = bool(options.api_key) or options.api_keys_file is not None or is_local
     if options.page == "off" or (options.page is None and not is_private):
         return Page.OFF
     # With a port for administration, the live view is served there.
@@ -157,9 +166,24 @@ def _page(options: Options) -> Page:
 
 def _hosts(options: Options) -> frozenset[str] | None:
     """Elsewhere than on a loopback address nobody but the operator knows the names of this machine."""
-    if not options.allowed_host and not _is_loopback(options.host):
+    if not options.allowed_host and (options.uds is not None or not _is_loopback(options.host)):
         return None
     return frozenset(name.lower() for name in options.allowed_host)
+
+
+def _socket_path(options: Options) -> str:
+    if options.tls_cert is not None:
+        raise OptionError("--uds with --tls-cert", "a Unix socket needs no encryption", "give one of them")
+    path = Path(str(options.uds)).expanduser().absolute()
+    if len(str(path).encode()) > _MAX_SOCKET_PATH_BYTES:
+        raise OptionError(
+            f"--uds {path}",
+            f"it is longer than {_MAX_SOCKET_PATH_BYTES} bytes",
+            "use a shorter path",
+        )
+    if not path.parent.is_dir():
+        raise OptionError(f"--uds {path}", "there is no such folder", "make it first")
+    return str(path)
 
 
 def _tls(options: Options) -> TlsFiles | None:

@@ -15,7 +15,7 @@ class EdgeOptions:
     """Part of Options."""
 
     api_keys_file: str | None = declared(
-        Group.EDGE,
+        Group.KEYS,
         Text(metavar="FILE"),
         "YAML list of keys by their SHA-256, each with its limits; read again when it changes. `tokenyard "
         "keys new` makes an entry.",
@@ -23,20 +23,20 @@ class EdgeOptions:
         default=None,
     )
     metrics_auth: bool = declared(
-        Group.EDGE,
+        Group.KEYS,
         Switch(),
         "Ask for a key at /metrics too. Probes never need one.",
         default=False,
     )
     metric_names: str = declared(
-        Group.SERVER,
+        Group.LOGS,
         Choice(words=("tokenyard", "vllm", "both")),
         "Names on /metrics: Tokenyard's own, the `vllm:` names that boards and autoscalers know, or both, "
         "which makes the page twice as long.",
         default="both",
     )
     admin_port: int | None = declared(
-        Group.EDGE,
+        Group.ADDRESS,
         Count(low=0, high=65535, metavar="PORT"),
         "Serve the admin routes on this port instead of --port, also without --enable-admin; 0 takes any "
         "free one.",
@@ -44,27 +44,27 @@ class EdgeOptions:
         default=None,
     )
     admin_host: str = declared(
-        Group.EDGE,
+        Group.ADDRESS,
         Text(metavar="HOST"),
         "Address of the admin port. An address that other machines can reach needs an API key.",
         default="127.0.0.1",
     )
     tls_cert: str | None = declared(
-        Group.EDGE,
+        Group.KEYS,
         Text(metavar="FILE"),
         "Certificate chain in PEM, for HTTPS. Read again when it changes; open connections stay.",
         open_default="no TLS",
         default=None,
     )
     tls_key: str | None = declared(
-        Group.EDGE,
+        Group.KEYS,
         Text(metavar="FILE"),
         "Private key of --tls-cert, in PEM, not encrypted.",
         open_default="in the certificate's file",
         default=None,
     )
     tls_client_ca: str | None = declared(
-        Group.EDGE,
+        Group.KEYS,
         Text(metavar="FILE"),
         "Certificate authorities in PEM. Every client, probes included, must show a certificate signed by "
         "one of them (mTLS). Read at the start only.",
@@ -72,7 +72,7 @@ class EdgeOptions:
         default=None,
     )
     cors_origin: tuple[str, ...] = declared(
-        Group.EDGE,
+        Group.ADDRESS,
         Text(metavar="ORIGIN"),
         "Origin whose web pages may call this server, such as https://app.example; * allows all. Repeat it "
         "for several. Cookies are never allowed.",
@@ -81,7 +81,7 @@ class EdgeOptions:
         default=(),
     )
     allowed_host: tuple[str, ...] = declared(
-        Group.EDGE,
+        Group.ADDRESS,
         Pattern(pattern=r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", form="gpu-box", metavar="NAME"),
         "Name under which clients may reach a server without keys, beside localhost and addresses: a page of "
         "a foreign name that points to this machine would else read what the server shows. Repeat it for "
@@ -91,7 +91,7 @@ class EdgeOptions:
         default=(),
     )
     state_folder: str | None = declared(
-        Group.EDGE,
+        Group.REPLIES,
         Text(metavar="FOLDER"),
         "Keep files and batches (/v1/files, /v1/batches) in a SQLite database in this folder, so that they "
         "survive a restart; one server to a folder. Each answer is written to disk before it counts.",
@@ -99,29 +99,45 @@ class EdgeOptions:
         default=None,
     )
     state_max_size: int = declared(
-        Group.EDGE,
+        Group.REPLIES,
         Bytes(low=2**20, high=2**44),
         "Uploads are refused when all files in the state folder would be larger together. Answers of batches "
         "under way are kept all the same.",
         default=4 * 2**30,
     )
     page: str | None = declared(
-        Group.EDGE,
+        Group.ADDRESS,
         Choice(words=("on", "off")),
         "Serve a web page at / with a chat and a live view of the scheduler. The live view needs a key that "
         "may administer; without keys it is shown on a loopback address only, or with --enable-admin.",
         open_default="on at a loopback address or with API keys, else off",
         default=None,
     )
+    root_path: str | None = declared(
+        Group.ADDRESS,
+        Pattern(pattern=r"(/[A-Za-z0-9._~-]+){1,8}/?", form="a path such as /llm", metavar="PATH"),
+        "Prefix under which a proxy shows this server. Paths are served with it and without it, and the API "
+        "description names it.",
+        open_default="no prefix",
+        default=None,
+    )
+    uds: str | None = declared(
+        Group.ADDRESS,
+        Text(metavar="PATH"),
+        "Unix socket to listen on instead of --host and --port, for a proxy on this machine. Its owner and "
+        "group may connect; without keys they may do what any client may.",
+        open_default="none",
+        default=None,
+    )
     send_timeout: float = declared(
-        Group.EDGE,
+        Group.REQUESTS,
         Duration(low=0.1, high=3600.0),
         "How long a client may leave the data of its stream unread before its request is aborted. Unread "
         "events are merged meanwhile.",
         default=30.0,
     )
     max_memory_use: float = declared(
-        Group.EDGE,
+        Group.REQUESTS,
         Share(low=0.1, high=1.0),
         "Refuse new requests with 503 from this share of memory in use, of the machine or its control group, "
         "whichever is fuller. File caches do not count. 1 never refuses.",

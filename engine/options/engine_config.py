@@ -6,18 +6,18 @@ Never: downloads, measures memory (the worker does), or opens a port (server/htt
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
+from engine.step_limits import StepLimits, step_limits
 from scheduler.config import (
     Batching,
     Displacement,
@@ -30,13 +30,15 @@ from scheduler.config import (
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
+from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
-from worker.machine import least_gpu_memory_bytes
+from worker.checkpoint.overrides import config_overrides, generation_overrides
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
+_GGUF_SUFFIX = ".gguf"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
@@ -48,21 +50,6 @@ _DEFAULT_PREFILL_SHARE = 0.5
 
 # Ten levels of priority have grown old within half of the default time limit of a request.
 _DEFAULT_PRIORITY_AGING_S = 30.0
-
-
-# The cards from H100 up, as vLLM draws the line: keys and values of a thousand sequences fit beside a model.
-_LARGE_GPU_BYTES = 70 << 30
-
-
-class StepLimits(NamedTuple):
-    """The most that one step computes."""
-
-    num_sequences: int
-    num_tokens: int
-
-
-_ON_LARGE_GPUS = StepLimits(1024, 8192)
-_ELSEWHERE = StepLimits(256, 2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +121,7 @@ def resolve(
     _check_ranks(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
-    _check_checksums(options.checksums)
+    _check_checksums(options.checksums, folder)
     return _engine_config(options, folder, name), ServerConfig(
         host=options.host,
         port=options.port,
@@ -158,7 +145,7 @@ def resolve(
 
 
 def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
-    utilization, limits = options.gpu_memory_utilization, step_limits(options)
+    utilization, limits = options.gpu_memory_utilization, _step_limits(options)
     return EngineConfig(
         model_path=str(folder),
         served_names=options.served_model_name or (name,),
@@ -177,6 +164,9 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         worker=WorkerConfig(
             model_path=str(folder),
             checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
+            chat_template_file=_chat_template(options.chat_template),
+            sampling_overrides=_overrides(generation_overrides, options.override_generation_config),
+            config_overrides=_overrides(config_overrides, options.hf_overrides),
             task=options.task,
             dtype=options.dtype,
             device=options.device,
@@ -197,30 +187,27 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             activations=options.activations,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
+            num_stages=options.pipeline_parallel_size,
         ),
     )
 
 
-def step_limits(options: Options, gpu_bytes: int | None = None) -> StepLimits:
-    """Take what the operator asks for, and for the rest the device's default, as far as the two agree.
-
-    `gpu_bytes` is the memory of the smallest GPU; without it the driver is asked.
-    """
-    asked_sequences, asked_tokens = options.max_num_seqs, options.max_num_batched_tokens
-    default = _ELSEWHERE
-    if (asked_sequences is None or asked_tokens is None) and options.device != "cpu" and _torch_has_cuda():
-        found_bytes = least_gpu_memory_bytes() if gpu_bytes is None else gpu_bytes
-        default = _ON_LARGE_GPUS if found_bytes >= _LARGE_GPU_BYTES else _ELSEWHERE
-    num_tokens = max(default.num_tokens, asked_sequences or 0) if asked_tokens is None else asked_tokens
-    num_sequences = min(default.num_sequences, num_tokens) if asked_sequences is None else asked_sequences
-    return StepLimits(num_sequences, num_tokens)
+def _step_limits(options: Options) -> StepLimits:
+    return step_limits(options.device, options.max_num_seqs, options.max_num_batched_tokens)
 
 
-def _torch_has_cuda() -> bool:
+def _chat_template(path: str | None) -> str | None:
+    if path is not None and not Path(path).is_file():
+        raise OptionError(f"--chat-template {path}", "there is no such file", "name a file of Jinja text")
+    return None if path is None else str(Path(path).absolute())
+
+
+def _overrides(read: Callable[[str | None], dict[str, Any]], text: str | None) -> dict[str, Any]:
     try:
-        return not metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        return False
+        return read(text)
+    except StartupError as error:
+        flag, _, why = error.what.partition(" ")
+        raise OptionError(flag, why, error.fix) from error
 
 
 def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions:
@@ -331,7 +318,7 @@ def _check_health_port(options: Options) -> None:
 
 
 def _check_limits(options: Options) -> None:
-    limits = step_limits(options)
+    limits = _step_limits(options)
     if limits.num_tokens < limits.num_sequences:
         raise OptionError(
             f"--max-num-batched-tokens {limits.num_tokens} with --max-num-seqs {limits.num_sequences}",
@@ -414,8 +401,12 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), folder.resolve().name
+    if folder.is_file() and folder.suffix == _GGUF_SUFFIX:
+        return _folder_of_gguf(folder), folder.stem
     if folder.exists():
-        raise OptionError(f"model {model!r}", "this is a file", "name the checkpoint's folder")
+        raise OptionError(
+            f"model {model!r}", "this is a file", f"name the checkpoint's folder, or a {_GGUF_SUFFIX} file"
+        )
     cached = _find_in_hub_cache(model, environment)
     if cached is None:
         raise OptionError(
@@ -424,6 +415,13 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
             "check the path, or download the model first: nothing is downloaded from here",
         )
     return cached, model
+
+
+def _folder_of_gguf(path: Path) -> Path:
+    try:
+        return gguf_folder.folder_of(path)
+    except StartupError as error:
+        raise OptionError(f"model {str(path)!r}", error.what, error.fix) from error
 
 
 def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
@@ -453,7 +451,7 @@ def _check_checkpoint(folder: Path) -> None:
                 f"it has no {name}",
                 "name the folder of a complete Hugging Face checkpoint",
             )
-    if next(folder.glob("*.safetensors"), None) is None:
+    if next(folder.glob("*.safetensors"), None) is None and not (folder / gguf_folder.WEIGHTS).exists():
         raise OptionError(
             f"model {str(folder)!r}",
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
@@ -461,10 +459,16 @@ def _check_checkpoint(folder: Path) -> None:
         )
 
 
-def _check_checksums(path: str | None) -> None:
+def _check_checksums(path: str | None, folder: Path) -> None:
     """Check the list alone; the checkpoint's files are compared where they are read."""
     if path is None:
         return
+    if (folder / gguf_folder.WEIGHTS).exists():
+        raise OptionError(
+            f"--checksums {path}",
+            "it is a list for the files of a folder",
+            "compare the GGUF file with sha256sum before the start",
+        )
     try:
         Checksums.read(Path(path).absolute())
     except StartupError as error:

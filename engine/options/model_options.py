@@ -19,7 +19,8 @@ class ModelOptions(EdgeOptions):
     model: str | None = _option(
         Group.MODEL,
         Text(metavar="MODEL"),
-        "Checkpoint folder, or the hub name (org/name) of one that is in the local hub cache already. "
+        "Checkpoint folder, a GGUF file, or the hub name (org/name) of a checkpoint that is in the local hub "
+        "cache already. "
         "Nothing is downloaded.",
         open_default="a tiny built-in model, for trying the server out",
         default=None,
@@ -40,6 +41,30 @@ class ModelOptions(EdgeOptions):
         open_default="the hub name, or the folder's name",
         default=(),
     )
+    chat_template: str | None = _option(
+        Group.MODEL,
+        Text(metavar="FILE"),
+        "Jinja file with the chat template, in the place of the checkpoint's own. It is run in the same "
+        "sandbox.",
+        open_default="the checkpoint's own",
+        default=None,
+    )
+    override_generation_config: str | None = _option(
+        Group.MODEL,
+        Text(metavar="JSON"),
+        'Defaults of sampling that win over generation_config.json, such as {"temperature": 0.7, "top_p": '
+        "0.9}; requests win over both.",
+        open_default="those of generation_config.json",
+        default=None,
+    )
+    hf_overrides: str | None = _option(
+        Group.MODEL,
+        Text(metavar="JSON"),
+        "Values for config.json, merged into it key by key; null takes a key away. For a longer context, say "
+        '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}; wrong values make wrong text.',
+        open_default="config.json as it is",
+        default=None,
+    )
     task: str = _option(
         Group.MODEL,
         Choice(words=("auto", "generate", "embed", "score")),
@@ -49,7 +74,10 @@ class ModelOptions(EdgeOptions):
     )
     dtype: str = _option(
         Group.MODEL,
-        Choice(words=("auto", "float32", "bfloat16", "float16")),
+        Choice(
+            words=("auto", "float32", "bfloat16", "float16"),
+            synonyms=(("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32")),
+        ),
         "Number format of weights and KV cache. auto takes the checkpoint's own; 16 bits halve the memory, "
         "and on CPUs without support for them cost speed.",
         default="auto",
@@ -80,6 +108,14 @@ class ModelOptions(EdgeOptions):
         "Processes that compute the model together, each with a part of every layer and of the KV cache, on "
         "CPUs only. For machines with several memory nodes: a rank uses --num-threads threads, and ranks "
         "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
+        default=1,
+    )
+    pipeline_parallel_size: int = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="STAGES"),
+        "Groups of layers, each computed by processes of its own (--tensor-parallel-size in each), on CPUs "
+        "only. Stages work on different sequences at the same time and exchange little; one alone is "
+        "computed no faster.",
         default=1,
     )
     cpu_kernels: str = _option(

@@ -27,8 +27,12 @@ class Group(StrEnum):
     MODEL = "Model"
     KV_CACHE = "KV cache"
     SCHEDULER = "Scheduler"
-    SERVER = "Server"
-    EDGE = "Keys, TLS and limits"
+    ADDRESS = "Address and page"
+    KEYS = "Keys and TLS"
+    REQUESTS = "Requests and time limits"
+    REPLIES = "Replies"
+    LIFE = "Health and end"
+    LOGS = "Logs, metrics and traces"
 
 
 class Arity(Enum):

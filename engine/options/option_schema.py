@@ -50,8 +50,8 @@ def _of_kind(kind: Kind) -> list[dict[str, Any]]:
             return [{"type": "string", "pattern": r"\S"}, {"type": "number"}]
         case Pattern(pattern=pattern):
             return [{"type": "string", "pattern": rf"^\s*({pattern})\s*$"}]
-        case Choice(words=words):
-            return [{"enum": list(words)}]
+        case Choice(words=words, synonyms=synonyms):
+            return [{"enum": [*words, *dict(synonyms)]}]
         case Switch():
             return [{"type": "boolean"}, {"enum": ["on", "off", "yes", "no", "true", "false"]}]
         case Count(low=low, high=high):

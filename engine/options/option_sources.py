@@ -29,8 +29,12 @@ _SIMILAR = 0.75
 """Share of letters that two names have in common where one may be a slip of the other."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option, under the heading of its group; `read_options` parses the values."""
+def add_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Add a flag for each option, under the heading of its group; `read_options` parses the values.
+
+    Return them by the name of their option.
+    """
+    flags: dict[str, argparse.Action] = {}
     headings = {group: parser.add_argument_group(group.value) for group in Group}
     headings[Group.MODEL].add_argument(
         "positional_model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="The same as --model."
@@ -40,11 +44,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         text = f"{declaration.help} (default: {_shown_default(name)})".replace("%", "%%")
         heading = headings[declaration.group]
         if isinstance(declaration.kind, Switch):
-            heading.add_argument(
+            flags[name] = heading.add_argument(
                 f"--{key}", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
             )
         else:
-            heading.add_argument(
+            flags[name] = heading.add_argument(
                 f"--{key}",
                 dest=name,
                 action="append" if declaration.arity is Arity.MANY else "store",
@@ -58,6 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="YAML file with options by name, such as `max-num-seqs: 64`.",
     )
+    return flags
 
 
 def _shown_default(name: str) -> str:
@@ -188,7 +193,7 @@ def _parse_one(name: str, value: Any, *, source: str) -> object:
 def closest(name: str, known: Iterable[str], *, spelled: Callable[[str], str] = str) -> str:
     """Make the advice for an unknown name: the most similar one, or where all are listed."""
     found: Sequence[str] = difflib.get_close_matches(name, list(known), n=1, cutoff=_SIMILAR)
-    return f"did you mean {spelled(found[0])}?" if found else "`tokenyard serve --help` lists all options"
+    return f"did you mean {spelled(found[0])}?" if found else "`tokenyard serve --help=all` lists all options"
 
 
 def _key(name: str) -> str:

@@ -70,6 +70,8 @@ class Choice:
     """One of a few words."""
 
     words: tuple[str, ...]
+    synonyms: tuple[tuple[str, str], ...] = ()
+    """Words of other servers, each with ours."""
 
     @property
     def metavar(self) -> str:
@@ -77,6 +79,7 @@ class Choice:
 
     def parse(self, text: str) -> str:
         word = text.strip().lower()
+        word = dict(self.synonyms).get(word, word)
         if word not in self.words:
             raise ValueError(f"be one of {', '.join(self.words)}")
         return word

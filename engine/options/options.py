@@ -21,7 +21,17 @@ from engine.options.parser_options import (
 from engine.options.speculation_option import SpeculationOptions
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 
-__all__ = ["BY_KEY", "DECLARATIONS", "FIELDS", "Arity", "Declaration", "Group", "OptionError", "Options"]
+__all__ = [
+    "BY_KEY",
+    "COMMON",
+    "DECLARATIONS",
+    "FIELDS",
+    "Arity",
+    "Declaration",
+    "Group",
+    "OptionError",
+    "Options",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +190,7 @@ class Options(SpeculationOptions):
         default=0,
     )
     trace_steps: str | None = _option(
-        Group.SCHEDULER,
+        Group.LOGS,
         Text(metavar="FILE"),
         "Write each step as a line of JSON: the tokens of each request, preemptions with their causes, and "
         "the reason of waiting. For `tokenyard trace`.",
@@ -217,19 +227,19 @@ class Options(SpeculationOptions):
     )
 
     host: str = _option(
-        Group.SERVER,
+        Group.ADDRESS,
         Text(metavar="HOST"),
         "Address to listen on; 0.0.0.0 is every IPv4 address of this machine.",
         default="127.0.0.1",
     )
     port: int = _option(
-        Group.SERVER,
+        Group.ADDRESS,
         Count(low=0, high=65535, metavar="PORT"),
         "Port to listen on; 0 takes any free one.",
         default=8000,
     )
     api_key: tuple[str, ...] = _option(
-        Group.SERVER,
+        Group.KEYS,
         Text(metavar="KEY"),
         "Key that clients must send as a bearer token. Repeat it for several. A flag can be seen by other "
         "users of this machine: prefer TOKENYARD_API_KEY (separated by commas).",
@@ -239,35 +249,35 @@ class Options(SpeculationOptions):
         default=(),
     )
     allow_unauthenticated: bool = _option(
-        Group.SERVER,
+        Group.KEYS,
         Switch(),
         "Listen on addresses that other machines can reach although there is no API key.",
         default=False,
     )
     enable_admin: bool = _option(
-        Group.SERVER,
+        Group.ADDRESS,
         Switch(),
         "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
         "of tenants. It needs a key like other routes.",
         default=False,
     )
-    tool_call_parser: str = _option(Group.SERVER, TOOL_CALL_PARSERS, TOOL_CALL_HELP, default="auto")
-    reasoning_parser: str = _option(Group.SERVER, REASONING_PARSERS, REASONING_HELP, default="auto")
+    tool_call_parser: str = _option(Group.REPLIES, TOOL_CALL_PARSERS, TOOL_CALL_HELP, default="auto")
+    reasoning_parser: str = _option(Group.REPLIES, REASONING_PARSERS, REASONING_HELP, default="auto")
     max_queued_requests: int = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Count(low=1, high=2**20),
         "Sequences (a request with n=3 has three) that may wait for their first token; more are refused "
         "with 429 and a time to come back.",
         default=1024,
     )
     max_queued_tokens: int = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Count(low=1, high=2**40, metavar="TOKENS"),
         "Prompt tokens that may wait at once; more are refused with 429. They are held in memory.",
         default=4 * 2**20,
     )
     queue_timeout: float | None = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Duration(low=0.001, high=1e6),
         "How long a request may wait for its first step; then it is answered with 504. Requests may ask "
         "for less.",
@@ -275,87 +285,87 @@ class Options(SpeculationOptions):
         default=None,
     )
     first_token_timeout: float | None = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Duration(low=0.001, high=1e6),
         "How long a request may take to its first token; then it is answered with 504.",
         open_default="no limit",
         default=None,
     )
     request_timeout: float = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Duration(low=0.0, high=1e6),
         "How long a request may take in all, from its admission; then it ends with what it has. Requests may "
         "ask for less. 0 is no limit.",
         default=600.0,
     )
     max_body_size: int = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Bytes(low=1024, high=2**30),
         "Largest request body. Larger ones are refused with 413 before they are read.",
         default=4 * 2**20,
     )
     responses_store_size: int = _option(
-        Group.SERVER,
+        Group.REPLIES,
         Count(low=0, high=2**20),
         "Responses of /v1/responses that are kept, in memory, for GET and previous_response_id; the one "
         "unused for longest goes first. 0 stores none.",
         default=1000,
     )
     responses_store_memory: int = _option(
-        Group.SERVER,
+        Group.REPLIES,
         Bytes(low=2**16, high=2**40),
         "Memory for stored responses and the conversations that they end.",
         default=64 * 2**20,
     )
     responses_store_ttl: float = _option(
-        Group.SERVER,
+        Group.REPLIES,
         Duration(low=1.0, high=31536000.0),
         "How long a stored response is kept after its last use.",
         default=86400.0,
     )
     grammar_compile_timeout: float = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Duration(low=0.1, high=60.0),
         "How long the grammar or schema of a request may take to compile; then the request is refused with "
         "400. Longer lets one such request hold up others that bring a new grammar.",
         default=5.0,
     )
     strict_fields: bool = _option(
-        Group.SERVER,
+        Group.REQUESTS,
         Switch(),
         "Refuse requests with fields that this server does not know, by name. Without it they are counted "
         "and ignored, as clients of other servers expect.",
         default=False,
     )
     stream_keep_alive: float = _option(
-        Group.SERVER,
+        Group.REPLIES,
         Duration(low=0.0, high=3600.0),
         "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
         "the proxies' own limit, which is often 60 seconds; some clients cannot read comments. 0 sends none.",
         default=45.0,
     )
     shutdown_timeout: float = _option(
-        Group.SERVER,
+        Group.LIFE,
         Duration(low=0.0, high=86400.0),
         "Time for running requests to finish after SIGTERM; then they are aborted.",
         default=30.0,
     )
     drain_delay: float = _option(
-        Group.SERVER,
+        Group.LIFE,
         Duration(low=0.0, high=3600.0),
         "After SIGTERM, /health/ready fails at once, but new requests are accepted for this long, until "
         "every load balancer has noticed.",
         default=0.0,
     )
     heartbeat_timeout: float = _option(
-        Group.SERVER,
+        Group.LIFE,
         Duration(low=2.0, high=3600.0),
         "An engine that makes no progress for this long, not even within a step, is reported by "
         "/health/live, killed and replaced.",
         default=60.0,
     )
     health_port: int | None = _option(
-        Group.SERVER,
+        Group.ADDRESS,
         Count(low=0, high=65535, metavar="PORT"),
         "One more port for /health, /health/ready and /health/live, answered by a thread of its own however "
         "busy the API is, without TLS; 0 takes any free one.",
@@ -363,19 +373,19 @@ class Options(SpeculationOptions):
         default=None,
     )
     log_level: str = _option(
-        Group.SERVER,
+        Group.LOGS,
         Choice(words=("debug", "info", "warning", "error")),
         "How much is logged.",
         default="info",
     )
     log_format: str = _option(
-        Group.SERVER,
+        Group.LOGS,
         Choice(words=("auto", "text", "json")),
         "Lines for people, or one JSON object each; auto writes text to a terminal and JSON elsewhere.",
         default="auto",
     )
     otlp_traces_endpoint: str | None = _option(
-        Group.SERVER,
+        Group.LOGS,
         Text(metavar="URL"),
         "Send a span of each request to this OpenTelemetry collector, by OTLP over HTTP, such as "
         "http://localhost:4318/v1/traces. Needs the extra `otel`.",
@@ -386,4 +396,15 @@ class Options(SpeculationOptions):
 
 FIELDS = {item.name: item for item in dataclasses.fields(Options)}
 DECLARATIONS: Mapping[str, Declaration] = {name: item.metadata["option"] for name, item in FIELDS.items()}
-BY_KEY = {name.replace("_", "-"): name for name in FIELDS}
+_GROUPS = list(Group)
+BY_KEY = {
+    name.replace("_", "-"): name
+    for name in sorted(FIELDS, key=lambda n: _GROUPS.index(DECLARATIONS[n].group))
+}
+"""Names by their flags, in the order of the groups."""
+COMMON = (
+    *("model", "served_model_name", "max_model_len", "dtype", "quantization"),
+    *("kv_cache_memory", "gpu_memory_utilization", "max_num_seqs", "scheduling_policy"),
+    *("host", "port", "api_key", "log_level"),
+)
+"""The options that `--help` shows by itself."""

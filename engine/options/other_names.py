@@ -21,6 +21,7 @@ _OURS = {
     **{"ssl-keyfile": "tls-key", "ssl-certfile": "tls-cert", "ssl-ca-certs": "tls-client-ca"},
     **{"ssl-key-file": "tls-key", "ssl-cert-file": "tls-cert", "allowed-origins": "cors-origin"},
     **{"cors-allow-origin": "cors-origin", "uvicorn-log-level": "log-level", "timeout": "request-timeout"},
+    **{"chat-template-file": "chat-template", "rope-scaling": "hf-overrides", "api-prefix": "root-path"},
     **{"enable-chunked-prefill": "batching", "schedule-policy": "scheduling-policy"},
 }
 _NOT_NEEDED = {

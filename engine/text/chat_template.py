@@ -79,9 +79,14 @@ class ChatTemplate:
         self._templates = {name: _Compiled(name, source) for name, source in templates.items()}
 
     @classmethod
-    def load(cls, folder: Path, *, special_tokens: Mapping[str, str]) -> "ChatTemplate":
-        """Read chat_template.jinja, else tokenizer_config.json. Raises TokenizerError if it is unusable."""
-        return cls(_read_templates(folder), special_tokens=special_tokens)
+    def load(
+        cls, folder: Path, *, special_tokens: Mapping[str, str], file: Path | None = None
+    ) -> "ChatTemplate":
+        """Read `file`, else chat_template.jinja, else tokenizer_config.json.
+
+        Raises TokenizerError for one that is unusable.
+        """
+        return cls(_read_templates(folder, file), special_tokens=special_tokens)
 
     @property
     def is_present(self) -> bool:
@@ -466,15 +471,14 @@ def _environment() -> _Sandbox:
 _ENVIRONMENT = _environment()
 
 
-def _read_templates(folder: Path) -> dict[str, str]:
-    path = folder / "chat_template.jinja"
+def _read_templates(folder: Path, file: Path | None) -> dict[str, str]:
+    path = file or folder / "chat_template.jinja"
     try:
-        with path.open(encoding="utf-8") as file:
-            return {"default": file.read(MAX_TEMPLATE_BYTES + 1)}
-    except FileNotFoundError:
-        pass
+        with path.open(encoding="utf-8") as opened:
+            return {"default": opened.read(MAX_TEMPLATE_BYTES + 1)}
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}", "download it again") from error
+        if file is not None or not isinstance(error, FileNotFoundError):
+            raise TokenizerError(f"{path} cannot be read: {error}", "correct or replace it") from error
     found = read_json(folder / "tokenizer_config.json").get("chat_template")
     if found is None:
         return {}

@@ -30,4 +30,6 @@ def load_texts(config: WorkerConfig) -> CheckpointTexts:
         except StartupError as error:
             raise TokenizerError(error.what, error.fix) from error
     tokenizer = Tokenizer.load(folder)
-    return CheckpointTexts(tokenizer, ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens))
+    file = None if config.chat_template_file is None else Path(config.chat_template_file)
+    template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
+    return CheckpointTexts(tokenizer, template)

@@ -164,7 +164,7 @@ async def _local_client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
 
 def _read(words: Sequence[str]) -> _Asked:
     """Raises OptionError."""
-    found = _parser().read(words)
+    found = build_parser().read(words)
     own = {name: found.pop(name) for name in ("input", "output", "concurrency", "retry_for", "timeout")}
     base_url = found.pop("base_url")
     target = None
@@ -209,7 +209,7 @@ def _target(base_url: str, api_key: str) -> Target:
         raise OptionError("--base-url", str(error), "write http://127.0.0.1:8000, say") from None
 
 
-def _parser() -> OptionParser:
+def build_parser() -> OptionParser:
     parser = OptionParser(
         prog=_PROGRAM,
         description="Answer a file of requests in OpenAI's batch format, with a model that is loaded for it"

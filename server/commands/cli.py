@@ -20,7 +20,8 @@ from engine.options.option_sources import closest, merge, read_sources
 from engine.options.options import OptionError
 from server.commands.command_line import OptionParser
 from server.commands.config_command import rows_of
-from server.http.listening import CannotListen, Listeners, PortInUse, listen
+from server.commands.manual import USAGE
+from server.http.listening import CannotListen, Listeners, PortInUse, listen, listen_unix
 
 EXIT_USAGE = 2
 _TOOLS = {
@@ -34,26 +35,10 @@ _TOOLS = {
     "chat": "server.terminal.chat_command",
     "complete": "server.terminal.complete_command",
     "top": "server.terminal.top_command",
+    "completion": "server.commands.completion_command",
+    "man": "server.commands.manual",
 }
 EXIT_PORT_IN_USE = 98
-
-_USAGE = """\
-usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI's API does
-       tokenyard chat                         talk to a running server
-       tokenyard complete PROMPT              let a running server continue a text
-       tokenyard top                          watch the requests, blocks and steps of a running server
-       tokenyard run-batch -i FILE -o FILE    answer a file of requests in OpenAI's batch format
-       tokenyard bench ...                    send load to a server and measure it
-       tokenyard simulate ...                 what would happen with other load, memory, policy
-       tokenyard trace FILE                   show what --trace-steps has written
-       tokenyard doctor [MODEL] [options]     check this machine and the model before serving
-       tokenyard config show [options]        the value of every option, and where it comes from
-       tokenyard config schema                the JSON schema of the --config file
-       tokenyard keys new NAME                make an API key and its entry for --api-keys-file
-       tokenyard --version
-
-Without any options a tiny built-in model is served. `tokenyard serve --help` lists all options.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +60,7 @@ def _say(error: Exception, code: int) -> int:
 def _dispatch(words: list[str]) -> int:
     command, rest = (words[0], words[1:]) if words else ("serve", [])
     if command in ("-h", "--help", "help"):
-        print(_USAGE, end="")
+        print(USAGE, end="")
         return 0
     if command in ("-V", "--version", "version"):
         print(f"tokenyard {_version()}")
@@ -105,12 +90,15 @@ def _serve(words: list[str]) -> int:
     engine_config, server_config = resolve(merge(sources))
     server_config = replace(server_config, shown_options=rows_of(sources))
     with ExitStack() as stack:
-        listener = stack.enter_context(listen(server_config.host, server_config.port))
+        edge = server_config.edge
+        if edge.uds is None:
+            listener = stack.enter_context(listen(server_config.host, server_config.port))
+        else:
+            listener = stack.enter_context(listen_unix(edge.uds))
         probes = admin = None
         if server_config.health_port is not None:
             port = server_config.health_port
             probes = stack.enter_context(listen(server_config.host, port, flag="--health-port"))
-        edge = server_config.edge
         if edge.admin_port is not None:
             admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
         listeners = Listeners(main=listener, probes=probes, admin=admin)

@@ -15,8 +15,10 @@ from engine.options.options import BY_KEY, DECLARATIONS, Arity, OptionError, Opt
 from server.commands.command_line import OptionParser
 
 _USAGE = """\
-usage: tokenyard config show [MODEL] [options] [--json]   the value of every option, and where it comes from
-       tokenyard config schema                            the JSON schema of the --config file
+usage: tokenyard config show [MODEL] [options]   the value of every option, and where it comes from
+                             [--changed]         of those alone that are not left at their default
+                             [--json]            as JSON
+       tokenyard config schema                   the JSON schema of the --config file
 """
 _MASK = "***"
 
@@ -42,10 +44,13 @@ def _show(words: list[str]) -> int:
         prog="tokenyard config show", description="Show every option's value and where it comes from."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--changed", action="store_true", help="Show only what was set.")
     flags = parser.read(words)
-    as_json = flags.pop("json")
+    as_json, only_changed = flags.pop("json"), flags.pop("changed")
     sources = read_sources(flags, os.environ)
     rows = rows_of(sources)
+    if only_changed:
+        rows = {key: row for key, row in rows.items() if row["origin"] != Source.DEFAULT.value}
     print(json.dumps({"options": rows}, indent=2) if as_json else _table(rows))
     return 0
 
@@ -72,9 +77,17 @@ def _row(name: str, options: Options, source: Source) -> dict[str, Any]:
 
 
 def _table(rows: dict[str, dict[str, Any]]) -> str:
-    """Lines of option, origin, value: the value last, since it may be long."""
+    """Lines of option, origin, value: the value last, since it may be long. Groups have a heading."""
+    if not rows:
+        return "every option is left at its default"
     key_width = max(map(len, rows)) + 2
     origin_width = max(len(source.value) for source in Source) + 2
-    return "\n".join(
-        f"{key:<{key_width}}{row['origin']:<{origin_width}}{row['shown']}" for key, row in rows.items()
-    )
+    lines: list[str] = []
+    heading = ""
+    for key, row in rows.items():
+        group = DECLARATIONS[BY_KEY[key]].group.value
+        if group != heading:
+            lines += ["", f"{group}:"] if lines else [f"{group}:"]
+            heading = group
+        lines.append(f"  {key:<{key_width}}{row['origin']:<{origin_width}}{row['shown']}")
+    return "\n".join(lines)

@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from engine.diagnosis import Finding, Verdict, diagnose
 from engine.options.option_sources import read_options
 from engine.options.options import Options
 from server.commands.command_line import OptionParser
-from server.http.listening import CannotListen, PortInUse, listen, num_connections_allowed
+from server.http.listening import CannotListen, PortInUse, listen, listen_unix, num_connections_allowed
 from server.sockets.places import MAX_CONNECTIONS
 
 EXIT_FAULT = 1
@@ -47,7 +48,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _examine(options: Options) -> Iterator[Finding]:
-    yield _port("--port", options.host, options.port)
+    yield _port("--port", options.host, options.port) if options.uds is None else _socket(options.uds)
     if options.health_port is not None:
         yield _port("--health-port", options.host, options.health_port)
     yield _connections()
@@ -63,6 +64,15 @@ def _port(flag: str, host: str, port: int) -> Finding:
         return Finding(topic=topic, verdict=Verdict.FAULT, what=what, fix=fix)
     listener.close()
     return Finding(topic=topic, verdict=Verdict.OK, what=f"{host}:{port} is free")
+
+
+def _socket(path: str) -> Finding:
+    try:
+        with listen_unix(str(Path(path).expanduser().absolute())):
+            return Finding(topic="uds", verdict=Verdict.OK, what=f"{path} is free")
+    except (PortInUse, CannotListen) as error:
+        what, _, fix = str(error).partition("; ")
+        return Finding(topic="uds", verdict=Verdict.FAULT, what=what, fix=fix)
 
 
 def _connections() -> Finding:

@@ -5,9 +5,13 @@ port cannot be had.
 Never: serves (launch.py).
 """
 
+import contextlib
 import errno
+import os
 import resource
 import socket
+import stat
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ _BACKLOG = 2048
 _NUM_OTHER_FILES = 128
 """Descriptors for all that is not a client: the engine, the model's files, the event loop, probes on their
 own port, and connections that were ended in this turn of the loop."""
+_SOCKET_MODE = 0o660
 _UNREAD_TIMEOUT_MS = 60_000
 """Time in which a peer may leave sent bytes unread, or unacknowledged."""
 
@@ -69,8 +74,52 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     return listener
 
 
+@contextlib.contextmanager
+def listen_unix(path: str) -> Generator[socket.socket, None, None]:
+    """Listen on a Unix socket, which is removed afterwards. Raises PortInUse or CannotListen.
+
+    A socket that a dead server left behind is replaced.
+    """
+    _allow_files(MAX_CONNECTIONS + RESERVED_PLACES + _NUM_OTHER_FILES)
+    _remove_dead_socket(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(path)
+            os.chmod(path, _SOCKET_MODE)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise CannotListen(f"--uds {path}: {error.strerror}; name another path") from error
+        listener.setblocking(False)  # noqa: FBT003 (the standard library's own signature)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _remove_dead_socket(path: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise CannotListen(f"--uds {path}: this is a file; name a path where there is none")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(path)
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        os.unlink(path)
+        return
+    except OSError as error:
+        raise CannotListen(f"--uds {path}: {error.strerror}; name another path") from error
+    raise PortInUse(f"--uds {path}: another program listens there already; stop it, or name another path")
+
+
 def url_of(listener: socket.socket, *, scheme: str = "http") -> str:
-    """The URL from this machine: the wildcard addresses become the loopback address."""
+    """The URL from this machine: the wildcard addresses become the loopback address.
+
+    For a Unix socket its path, as `unix:/run/tokenyard.sock`.
+    """
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -18,6 +18,7 @@ from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo, PoolingTask
 from server.http.http_client import DEFAULT_URL
 
+_UNIX = "unix:"
 _BAR_WIDTH = 20
 _PLAIN_LINES_EVERY_S = 2.0
 _MIN_FRACTION_FOR_ESTIMATE = 0.02
@@ -37,12 +38,18 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
         *_kv_cache(info),
         ("scheduler", _scheduler(engine, info)),
         ("API key", "needed" if _needs_key(server) else "not needed"),
-        ("listens on", f"{url}   (API description: {url}/openapi.json)"),
-        *([] if server.edge.page is Page.OFF else [("web page", f"{url}/")]),
+        *_addresses(server, url),
     ]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     examples = [f"  Try: {each}" for each in (*_chat(info, url), _curl(info, server, url))]
     return "\n".join(["", *lines, "", *examples, ""])
+
+
+def _addresses(server: ServerConfig, url: str) -> list[tuple[str, str]]:
+    if server.edge.uds is not None:  # no address that a browser could open
+        return [("listens on", server.edge.uds)]
+    listens = ("listens on", f"{url}   (API description: {url}/openapi.json)")
+    return [listens] if server.edge.page is Page.OFF else [listens, ("web page", f"{url}/")]
 
 
 def _purpose(info: ModelInfo) -> str:
@@ -86,7 +93,7 @@ def _scheduler(engine: EngineConfig, info: ModelInfo) -> str:
 
 def _chat(info: ModelInfo, url: str) -> list[str]:
     """The command that talks to this server, for a model that talks."""
-    if info.pooling is not None or not info.has_chat_template:
+    if info.pooling is not None or not info.has_chat_template or url.startswith(_UNIX):
         return []
     return ["tokenyard chat" if url == DEFAULT_URL else f"tokenyard chat --base-url {url}"]
 
@@ -104,6 +111,8 @@ def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
     body = json.dumps({"model": info.served_names[0], **prompt})
     # The variable, not the key: this text ends up in log files.
     key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if _needs_key(server) else ""
+    if url.startswith(_UNIX):
+        url = f"--unix-socket {shlex.quote(url.removeprefix(_UNIX))} http://localhost"
     return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 

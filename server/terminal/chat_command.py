@@ -104,7 +104,7 @@ def _show(chunk: dict[str, Any], writer: TokenWriter, stats: ReplyStats) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run the command with the words behind it; returns the exit code. Raises OptionError."""
-    options = _parser().parse_args(list(words))
+    options = build_parser().parse_args(list(words))
     target = target_of(options)
     with asyncio.Runner() as runner:
         try:
@@ -193,7 +193,7 @@ def _show_stats(conversation: Conversation, options: argparse.Namespace) -> None
         say(f"({conversation.last_stats})")
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
     parser = Parser(
         prog="tokenyard chat",
         usage="tokenyard chat [--base-url URL] [--model NAME] [--system TEXT] [options]",

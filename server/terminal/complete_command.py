@@ -36,7 +36,7 @@ _MAX_TOKENS = 256
 
 def main(words: Sequence[str]) -> int:
     """Run the command with the words behind it; returns the exit code. Raises OptionError."""
-    options = _parser().parse_args(list(words))
+    options = build_parser().parse_args(list(words))
     target = target_of(options)
     prompt = options.prompt
     if prompt is None:
@@ -78,7 +78,7 @@ async def _complete(target: Target, name: str | None, fields: dict[str, Any]) ->
     return stats
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
     parser = Parser(
         prog="tokenyard complete",
         usage="tokenyard complete [PROMPT] [--base-url URL] [--model NAME] [options]",

@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(words: Sequence[str]) -> int:
     """Run the command with the words behind it; returns the exit code. Raises OptionError."""
-    options = _parser().parse_args(list(words))
+    options = build_parser().parse_args(list(words))
     target = target_of(options)
     try:
         asyncio.run(_once(target) if options.once else _watch(target))
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tokenyard top",
         usage="tokenyard top [options]",

@@ -304,6 +304,10 @@ def test_a_part_that_fails_names_the_error_and_the_last_launch(
     assert "_nothing(x=5x200:float32" in last
 
 
+def run_options(out: Path, **options: Any) -> Any:
+    return SimpleNamespace(out=out, patience=1.0, pack=None, **options)
+
+
 def test_an_error_of_the_device_is_looked_for_once_more_kernel_by_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,12 +319,7 @@ def test_an_error_of_the_device_is_looked_for_once_more_kernel_by_kernel(
 
     monkeypatch.setattr(cli, "_run", run)
     broken = catalogue.Part(name="broken", title="Broken", module="", limit_s=9, needs=())
-    assert (
-        cli._run_all(
-            [broken], SimpleNamespace(out=tmp_path, patience=1.0, pack=None, within=20.0, smoke=False)
-        )
-        == 1
-    )  # type: ignore[arg-type]
+    assert cli._run_all([broken], run_options(tmp_path, within=20.0, smoke=False)) == 1  # type: ignore[arg-type]
     assert [settings for _, settings in begun] == [{}, {"suffix": "-again"}]
     assert (
         "misaligned address Again with CUDA_LAUNCH_BLOCKING=1: Failed"
@@ -348,10 +347,7 @@ def test_the_process_that_begins_the_parts_loads_none_of_what_they_need() -> Non
 
 def test_a_part_for_which_too_little_time_is_left_is_skipped(tmp_path: Path) -> None:
     long = catalogue.Part(name="long", title="Long", module="", limit_s=99, needs=(), least_s=50)
-    assert (
-        cli._run_all([long], SimpleNamespace(out=tmp_path, patience=1.0, pack=None, within=5.0, smoke=True))
-        == 0
-    )  # type: ignore[arg-type]
+    assert cli._run_all([long], run_options(tmp_path, within=5.0, smoke=True)) == 0  # type: ignore[arg-type]
     assert "Skipped: 5 s were left." in (tmp_path / "results.md").read_text()
 
 

@@ -33,6 +33,7 @@ from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesReq
 from server.startup.launch import EXIT_BAD_MODEL
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
+from tests.deploy.exported import INFO
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT_FOLDERS = ("batch", "terminal")
@@ -76,7 +77,7 @@ def test_the_test_command_of_the_readme_is_what_ci_runs() -> None:
     commands = [line for block in fenced(read("README.md"), "sh") for line in block.splitlines()]
     (develop,) = [line for line in commands if "[test]" in line]
     install, test = develop.split(" && ")[-2:]
-    ci = read(".ci/run").splitlines()
+    ci = [line.strip() for line in read(".ci/run").splitlines()]
     assert test in ci
     assert install.replace("pip install", "pip install --quiet") in ci
     assert develop.startswith("python3 -m venv .venv && . .venv/bin/activate && ")
@@ -160,9 +161,21 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     tests = {"test_device"}  # read by tests/worker/gpu/conftest.py alone
     assert variables - cluster - tests <= DECLARATIONS.keys() | {"config"}
     flags = {
-        word.removeprefix("--").split(" ")[0] for word in code_words(text) if re.match(r"--\w.*\w$", word)
+        re.split("[ =]", word.removeprefix("--"))[0]
+        for word in code_words(text)
+        if re.match(r"--\w.*\w$", word)
     }
-    others = {"extra-index-url", "gpus", "tmpfs", "build-arg", "config", "help", "json", "dist"} | OF_CLIENTS
+    others = {
+        "extra-index-url",
+        "gpus",
+        "tmpfs",
+        "build-arg",
+        "config",
+        "help",
+        "json",
+        "dist",
+        "changed",
+    } | OF_CLIENTS
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
@@ -178,6 +191,7 @@ def test_every_option_is_in_the_table_once() -> None:
 def exported() -> dict[str, Metric]:
     """By the name on the page."""
     metrics = EngineMetrics("model")
+    metrics.model_is_ready(INFO)
     HttpMetrics(metrics.registry)
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 

@@ -17,7 +17,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = (sys.executable, "-m", "server", "serve")
-_URL = re.compile(r"listens on +(https?://\S+)")
+_URL = re.compile(r"listens on +(?:unix:)?((?:https?:/)?/\S+)")
 
 
 @dataclass

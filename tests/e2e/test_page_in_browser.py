@@ -72,6 +72,7 @@ def page(browser: Any, server: RunningServer) -> Iterator[Any]:
     )
     page.set_default_timeout(PATIENCE_MS)
     page.goto(f"{server.url}/")
+    page.get_by_text("A key opens the chat").wait_for()
     page.fill("#key", KEY)
     # Every request before the key is refused, and Chromium says so on its console.
     complaints[:] = [text for text in complaints if "401" not in text]
@@ -220,8 +221,10 @@ def test_the_text_of_a_model_stays_text(page: Any) -> None:
 
 
 def test_nothing_is_wider_than_a_phone(page: Any) -> None:
-    page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 360, "height": 800})
-    for tab in ("chat", "yard", "server"):
-        page.click(f"#tab-{tab}")
-        assert page.evaluate("(tab) => document.getElementById(tab).scrollWidth", tab) <= 360, tab
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for tab in ("chat", "yard", "server"):
+            page.click(f"#tab-{tab}")
+            assert page.evaluate("(tab) => document.getElementById(tab).scrollWidth", tab) <= 360, tab
+            picture(page, f"phone-{tab}-{scheme}.png")

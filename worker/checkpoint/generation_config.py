@@ -5,9 +5,10 @@ Never: trusts a value of a file: a wrong one would fail every request, so that i
 and key.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
@@ -42,10 +43,11 @@ _ONLY_WHEN_SAMPLING = {
 }
 
 
-def default_sampling(folder: Path) -> dict[str, float]:
+def default_sampling(folder: Path, overrides: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """Read the values that the file sets; temperature and truncation only if it says that they apply.
 
-    Raises StartupError for a value that a request may not have either.
+    `overrides` come from the operator, checked, and win. Raises StartupError for a value that a request may
+    not have either.
     """
     path = folder / "generation_config.json"
     content = _read_if_there(path)
@@ -59,7 +61,19 @@ def default_sampling(folder: Path) -> dict[str, float]:
     for key, value in taken.items():
         if not bounds[key].hold(value):
             raise _refused(path, key, value, bounds[key].said)
-    return taken
+    return {**taken, **overrides}
+
+
+def check_sampling(source: str, values: Mapping[str, Any]) -> None:
+    """Refuse names that are no default of sampling, and values out of bounds. Raises StartupError."""
+    bounds = _REPETITION_PENALTY | _ONLY_WHEN_SAMPLING
+    for key, value in values.items():
+        if key not in bounds:
+            raise StartupError(
+                f"{source} sets {key}, which has no default here", fix=f"use {', '.join(bounds)}"
+            )
+        if not bounds[key].hold(value):
+            raise StartupError(f"{source} sets {key} to {value!r:.40}", fix=f"give {bounds[key].said}")
 
 
 def eos_token_ids(folder: Path, configs: Iterable[Any], *, vocab_size: int) -> tuple[int, ...]:

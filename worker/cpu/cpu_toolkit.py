@@ -16,7 +16,7 @@ from worker.cpu.cpu_experts import PackedExperts
 from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_products import TAKEN, pack_linear
 from worker.cpu.cpu_proof import prove_product, prove_products
-from worker.cpu.grouped_packing import Inputs
+from worker.cpu.grouped_packing import Inputs, grouped_rows
 from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
@@ -24,7 +24,7 @@ from worker.model.layer_parts import LayerParts
 from worker.model.linear import Linear, PlainWeight, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import NO_ROUNDING, Rounding
-from worker.model.quantized_layers import QuantizedLinear
+from worker.model.quantized_layers import QuantizedEmbedding, QuantizedLinear
 from worker.model.vocabulary_shards import (
     DividedEmbedding,
     DividedOutput,
@@ -136,7 +136,9 @@ class CpuToolkit:
     def replace_others(self, model: Any) -> ReplacedExperts:
         """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
         self._pack_output(model)
-        done = replace_experts(model, lambda experts: PackedExperts(experts, self._kernels, self._inputs))
+        done = replace_experts(
+            model, lambda experts: PackedExperts(experts, self._kernels, self._inputs, self._ranks)
+        )
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantizedLinear) and TAKEN.include(module.as_linear()):
                 weight = pack_linear(module.as_linear(), self._inputs)
@@ -153,6 +155,9 @@ class CpuToolkit:
         linear = linear_of(output)
         if linear is None or not TAKEN.include(linear):
             return
+        if isinstance(embedding, QuantizedEmbedding):
+            self._pack_quantized(model, linear, embedding)
+            return
         is_tied = embedding.weight is getattr(output, "weight", None)
         if self._ranks.size > 1:
             self._divide_output(model, linear)
@@ -167,9 +172,21 @@ class CpuToolkit:
         if is_tied:
             model.set_input_embeddings(PackedEmbedding(weight))
 
+    def _pack_quantized(self, model: Any, linear: Linear, embedding: QuantizedEmbedding) -> None:
+        """Pack the output layer, and let an embedding of the same codes look up in what was packed."""
+        is_tied = linear.weight is embedding.weight_codes
+        if self._head_quantization is not None:
+            linear = self._head_quantization.quantize(linear)  # codes stay as they are
+        weight = pack_linear(linear, self._inputs)
+        model.set_output_embeddings(PackedOutput(weight, self._kernels))
+        if is_tied and self._inputs is Inputs.AS_THEY_ARE:
+            embedding.look_up_in(lambda indices_U: grouped_rows(weight, indices_U))
+
     def _divide_output(self, model: Any, linear: Linear) -> None:
         """Pack a rank's part of the output layer, and divide an embedding that only looks up."""
         shard = shard_vocabulary(linear.num_outputs, self._ranks)
+        if self._head_quantization is not None:
+            linear = self._head_quantization.quantize(linear)
         embedding = model.get_input_embeddings()
         weight = pack_linear(shard_output(linear, shard), self._inputs)
         model.set_output_embeddings(DividedOutput(PackedOutput(weight, self._kernels), shard, self._ranks))

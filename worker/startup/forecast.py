@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import BlockLayout
@@ -25,7 +25,9 @@ from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     ModelKind,
     context_window,
+    describe_division,
     dtype_name,
+    model_config_of,
     refuse_codes,
     refuse_layers,
 )
@@ -76,9 +78,11 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     )
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
+    if len(layout.layers) < config.num_stages:
+        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
-        raise refuse_division(config.num_ranks, f"it has {num_query_heads} query heads")
+        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     size = size_cache(
         CacheRequest(
@@ -103,11 +107,11 @@ def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
     try:
         return shard_layout(layout, config.num_ranks)
     except Unrecognised as uneven:
-        raise refuse_division(config.num_ranks, str(uneven)) from uneven
+        raise refuse_division(describe_division(config), str(uneven)) from uneven
 
 
 def _build_without_content(kind: ModelKind) -> Any:
-    model_config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    model_config = model_config_of(kind)
     refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(

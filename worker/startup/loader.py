@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModel,
@@ -42,19 +44,22 @@ from worker.checkpoint.checkpoint_files import (
 )
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
+from worker.checkpoint.overrides import merged
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
+from worker.model.quantized_layers import QuantizedEmbedding
 from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import Rules
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.startup.quantized_loading import (
     QuantizedModules,
     arguments_of,
     find_quantized,
+    read_state,
     without_quantization,
 )
 from worker.worker_config import WorkerConfig
@@ -91,6 +96,8 @@ class ModelKind:
     """Rules of a checkpoint whose weights were rounded before; None: they are plain."""
     is_encoder: bool
     """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
+    has_overrides: bool = False
+    """The operator has changed `checkpoint_config`: it is not the file's."""
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
 
@@ -121,7 +128,7 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     folder = find_checkpoint(config.model_path)
     if config.checksums_file is not None:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
-    checkpoint_config = read_json(folder / "config.json")
+    checkpoint_config = merged(read_json(folder / "config.json"), config.config_overrides)
     task = choose_task(config.task, folder, checkpoint_config)
     return ModelKind(
         folder=folder,
@@ -129,7 +136,15 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         task=task,
         quantization=_read_quantization(checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
+        has_overrides=bool(config.config_overrides),
     )
+
+
+def model_config_of(kind: ModelKind) -> Any:
+    """Make transformers' configuration of a checkpoint, with the operator's values in it."""
+    if not kind.has_overrides:
+        return AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    return CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
 
 
 def load_model(
@@ -140,7 +155,7 @@ def load_model(
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
     refuse_codes(kind, device)
     folder = kind.folder
-    sampling = default_sampling(folder)
+    sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
     weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
     left_bytes = device.check_weights(weights)
@@ -148,10 +163,10 @@ def load_model(
     with _refusing_out_of_memory(weights, device):
         stage.enter(LoadPhase.BUILDING)
         modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
-        model = _build(kind, config.dtype, modules)
+        model = _build(kind, config.dtype, modules, read_state(files))
         if modules is not None:
             modules.fill(model, device.torch_device)
-        if ranks.size == 1:
+        if not is_divided(ranks):
             move_weights(model, device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
@@ -217,19 +232,20 @@ def refuse_codes(kind: ModelKind, device: Device) -> None:
         )
 
 
+def describe_division(config: WorkerConfig) -> str:
+    """Name the options that divide the model."""
+    options = {"--tensor-parallel-size": config.num_ranks, "--pipeline-parallel-size": config.num_stages}
+    return " ".join(f"{option} {number}" for option, number in options.items() if number > 1)
+
+
 def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     """Raise StartupError for ranks on a device, or of a kind of model, that is not divided among them."""
-    if config.num_ranks == 1:
+    if config.num_ranks == config.num_stages == 1:
         return
-    asked = f"--tensor-parallel-size {config.num_ranks}"
+    asked = describe_division(config)
     if device.torch_device.type != "cpu":
         raise StartupError(
             f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
-        )
-    if kind.quantization is not None:
-        raise StartupError(
-            f"{asked} does not divide quantized checkpoints yet",
-            fix="leave it out, or take the same model in bfloat16",
         )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(
@@ -238,8 +254,19 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
         )
 
 
-def _class_of(task: Task) -> Any:
-    match task:
+def _torch_dtype(dtype: str, kind: ModelKind) -> torch.dtype:
+    named: torch.dtype = getattr(torch, dtype_name(dtype, kind.checkpoint_config) or "float32")
+    return named
+
+
+def _class_of(kind: ModelKind, model_config: Any, state: dict[str, Tensor] | None) -> Any:
+    if state is not None:  # which transformers takes by a class alone
+        if kind.task is not Task.GENERATE:
+            raise StartupError(
+                f"GGUF files are not served for --task {kind.task.value}", fix="take the model's safetensors"
+            )
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    match kind.task:
         case Task.GENERATE:
             return AutoModelForCausalLM
         case Task.EMBED:
@@ -248,28 +275,38 @@ def _class_of(task: Task) -> Any:
             return AutoModelForSequenceClassification
 
 
-def _build(kind: ModelKind, dtype: str, modules: QuantizedModules | None) -> Any:
-    """Build the model with its plain weights; those of quantized modules are yet to be filled in."""
+def _quieten() -> None:
+    """Let transformers' lines go where ours go, in the same form."""
     transformers_logging.disable_progress_bar()
-    # Its lines go where ours go, in the same form.
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+
+
+def _build(
+    kind: ModelKind, dtype: str, modules: QuantizedModules | None, state: dict[str, Tensor] | None
+) -> Any:
+    """Build the model with its plain weights; those of quantized modules are yet to be filled in.
+
+    `state` are plain weights that transformers cannot read by itself.
+    """
+    _quieten()
     folder = kind.folder
     try:
-        model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model_config = model_config_of(kind)
         is_paged = not (kind.is_encoder or kind.keeps_own_cache)
         if is_paged:
             refuse_layers(model_config.get_text_config(decoder=True))
-        model, loading = _class_of(kind.task).from_pretrained(
-            folder,
+        model, loading = _class_of(kind, model_config, state).from_pretrained(
+            folder if state is None else None,
             config=without_quantization(model_config),
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            dtype=_torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
             attn_implementation=ATTENTION_NAME if is_paged else None,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
             **arguments_of(modules),
+            **({} if state is None else {"state_dict": state}),
         )
     except KeyError as error:
         if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
@@ -342,7 +379,12 @@ def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
 
 def _vocab_size(model: Any) -> int:
     """Count the tokens that can be both read and sampled: some families read more than they sample."""
-    num_read = int(model.get_input_embeddings().weight.shape[0])
+    embedding = model.get_input_embeddings()
+    num_read = (
+        embedding.num_embeddings
+        if isinstance(embedding, QuantizedEmbedding)
+        else int(embedding.weight.shape[0])
+    )
     output = model.get_output_embeddings()
     return num_read if output is None else min(num_read, int(output.out_features))
 

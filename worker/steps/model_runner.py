@@ -78,7 +78,7 @@ class ModelRunner:
 
     @contextmanager
     def logits_into(self, target_NV: Tensor) -> Iterator[None]:
-        """Let the output layer write to `target_NV` within, where nothing stands between its product and logits.
+        """Let the output layer write to `target_NV`, where nothing stands between its product and logits.
 
         Else the logits lie elsewhere, and the caller copies them.
         """
@@ -153,6 +153,17 @@ class ModelRunner:
         # Llama 4's text model keeps the prefix of the whole, which has no such part.
         name = str(self._model.base_model_prefix)
         return name if hasattr(self._model, name) else "model"
+
+
+class StageRunner(ModelRunner):
+    """Caller of a stage that is not the last: it computes no logits, and returns zeros."""
+
+    def forward(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
+    ) -> Tensor:
+        """See ModelRunner."""
+        super().forward(input_ids_1T, position_ids_1T, logits_indices_N[:0], executor)
+        return torch.zeros(()).expand(len(logits_indices_N), self._vocab_size)
 
 
 class StepRunner(Protocol):

@@ -1,15 +1,15 @@
 // The chat: a conversation, its settings, and replies that are shown while they come.
 
-import { codeBlock, render } from "/page/markdown.js";
-import { Refused, ask, copy, download, element, eventsOf, savedKey } from "/page/net.js";
-import { snippet } from "/page/snippets.js";
+import { codeBlock, render } from "./markdown.js";
+import { Refused, ask, copy, download, element, eventsOf, savedKey } from "./net.js";
+import { snippet } from "./snippets.js";
 
 const byId = (id) => document.getElementById(id);
 const LIMITS = [0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 60, 120, 300];
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const EXAMPLES = ["Hello! Who are you?", "Tell me a short story about a train.", "Write a list of three animals."];
 
-const state = { model: "", turns: [], running: null };
+const state = { model: "", needsKey: false, turns: [], running: null };
 // A turn: {role: "user", content} | {role: "assistant", content, reasoning, calls, stats, body, error} | {role: "tool", content, callId}
 
 // The request.
@@ -154,9 +154,9 @@ function welcome() {
     button.addEventListener("click", () => send(text));
     return button;
   });
-  const name = state.model ? `Talk to ${state.model}` : "No model is ready yet";
+  const name = state.model ? `Talk to ${state.model}` : state.needsKey ? "A key opens the chat" : "No model is ready yet";
   return element("div", { className: "welcome" },
-    element("img", { src: "/page/icon.svg", alt: "", width: 48, height: 48 }),
+    element("img", { src: "page/icon.svg", alt: "", width: 48, height: 48 }),
     element("h2", { textContent: name }),
     element("p", { className: "dim", textContent: "Served by this machine. Open the Yard beside it to watch each step of the scheduler." }),
     element("div", { className: "row" }, ...(state.model ? buttons : [])));
@@ -237,7 +237,7 @@ function meta(turn, place) {
   if (turn.requestId) row.append(action("Yard", () => document.dispatchEvent(new CustomEvent("show-request", { detail: turn.requestId })), "The life of this request in the yard"));
   row.append(action("Retry", () => retryFrom(place)), action("Copy", (button) => copy(turn.content, button)));
   if (turn.body) {
-    row.append(element("span", { textContent: "copy as" }));
+    row.append(element("span", { textContent: "request as" }));
     for (const [name, language] of [["curl", "curl"], ["Python", "python"], ["JS", "js"]]) {
       row.append(action(name, (button) => copy(snippet(language, turn.body, { needsKey: Boolean(savedKey()) }), button)));
     }
@@ -254,7 +254,7 @@ async function findModel() {
     const listed = await (await ask("/v1/models")).json();
     state.model = listed.data?.[0]?.id || "";
   } catch (error) {
-    if (error.status === 401) return;
+    if (error.status === 401) { state.needsKey = true; drawAll(); return; }
     if (error.status === 404) {
       byId("messages").replaceChildren(element("p", { className: "notice", textContent: "There is no chat at this port: it is for administration only. The yard is here." }));
       return;

@@ -1,6 +1,6 @@
 // The last minute as files: steps and requests for `tokenyard trace` and `simulate`, and a Chrome trace.
 
-import { nameOf } from "/page/words.js";
+import { nameOf } from "./words.js";
 
 export function stepLines(history) {
   return history.steps.map(({ isAfterGap, ...step }) => JSON.stringify(step)).join("\n") + "\n";

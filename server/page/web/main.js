@@ -1,9 +1,9 @@
 // Tabs, theme, key, and the one stream of views that all tabs share.
 
-import { startChat } from "/page/chat.js";
-import { ask, eventsOf, saveKey, savedKey } from "/page/net.js";
-import { showServer, startServer } from "/page/server.js";
-import { startYard, takeView, yardIsClosed } from "/page/yard.js";
+import { startChat } from "./chat.js";
+import { ask, eventsOf, saveKey, savedKey } from "./net.js";
+import { showServer, startServer } from "./server.js";
+import { startYard, takeView, yardIsClosed } from "./yard.js";
 
 const byId = (id) => document.getElementById(id);
 const TABS = ["chat", "yard", "server"];
@@ -69,6 +69,7 @@ let watching = null;
 async function watch() {
   if (watching) watching.abort();
   const mine = watching = new AbortController();
+  pulse("", "");
   let pauseMs = 500;
   while (!mine.signal.aborted) {
     let reason = "The stream of views has ended; trying again.";

@@ -1,6 +1,6 @@
 // Markdown as models write it, to elements. Text is only ever set as text: no markup of a reply is interpreted.
 
-import { copy, element } from "/page/net.js";
+import { copy, element } from "./net.js";
 
 const INLINE = /(`+)([\s\S]+?)\1(?!`)|\*\*([^\s*](?:[\s\S]*?[^\s*])?)\*\*|__([^\s_](?:[\s\S]*?[^\s_])?)__|\*([^\s*](?:[^*]*[^\s*])?)\*|~~([^~]+)~~|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/;
 

@@ -22,7 +22,8 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   if (body !== undefined) all["content-type"] = "application/json";
   let reply;
   try {
-    reply = await fetch(path, { method, headers: all, signal, cache: "no-store", credentials: "omit",
+    reply = await fetch(`.${path}`, {  // beside the page, also where a proxy has put it under a prefix
+      method, headers: all, signal, cache: "no-store", credentials: "omit",
       body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;

@@ -1,6 +1,6 @@
 // The server tab: facts, options with their origin, recent errors.
 
-import { ask, element } from "/page/net.js";
+import { ask, element } from "./net.js";
 
 const byId = (id) => document.getElementById(id);
 let last = null;

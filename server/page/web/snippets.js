@@ -21,7 +21,7 @@ function python(value, indent = 4) {
 const STANDARD = new Set(["model", "messages", "stream", "stream_options", "temperature", "top_p", "max_tokens", "seed", "tools", "response_format"]);
 
 export function snippet(language, body, { needsKey }) {
-  const origin = location.origin;
+  const origin = new URL(".", document.baseURI).href.replace(/\/$/, "");
   const pure = { ...body };
   delete pure.stream_options;
   if (language === "curl") {

@@ -1,10 +1,10 @@
 // The yard: the scheduler's lines, blocks and steps, live or at a moment of the last minute.
 
-import { colourOf, drawBlocks, drawStrip, paletteOf } from "/page/draw.js";
-import { chromeTrace, requestLines, stepLines, whatIf } from "/page/files.js";
-import { History } from "/page/history.js";
-import { copy, download, element } from "/page/net.js";
-import { lifeInWords, many, nameOf, preemptionWords, reasonOf, span } from "/page/words.js";
+import { colourOf, drawBlocks, drawStrip, paletteOf } from "./draw.js";
+import { chromeTrace, requestLines, stepLines, whatIf } from "./files.js";
+import { History } from "./history.js";
+import { copy, download, element } from "./net.js";
+import { lifeInWords, many, nameOf, preemptionWords, reasonOf, span } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 const history = new History();

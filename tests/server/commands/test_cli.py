@@ -247,7 +247,7 @@ def test_the_banner_begins_with_the_shortest_way_to_talk_to_the_model(checkpoint
         (["--mem-fraction-static=0.9"], "here it is --gpu-memory-utilization"),
         (["--swap-space", "4"], "with a unit, such as 4GiB: this is 4 bytes"),
         (["--max-num-seqz", "4"], "did you mean --max-num-seqs?"),
-        (["--frobnicate"], "`tokenyard serve --help` lists all options"),
+        (["--frobnicate"], "`tokenyard serve --help=all` lists all options"),
     ],
 )
 def test_an_option_of_another_server_is_answered_with_ours(launched, error_line, words, advice) -> None:

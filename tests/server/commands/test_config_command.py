@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.options.option_schema import file_schema
-from engine.options.options import BY_KEY
+from engine.options.options import BY_KEY, Group
 from server.commands.cli import main
 
 
@@ -64,8 +64,20 @@ def test_a_key_is_never_shown(show, monkeypatch, capsys) -> None:
 def test_for_people_each_option_is_a_line_with_units(capsys) -> None:
     assert main(["config", "show", "--kv-cache-memory", "2G"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(BY_KEY)
+    options = [line for line in lines if line.startswith("  ")]
+    assert [line.split()[0] for line in options] == list(BY_KEY)
+    assert [line.rstrip(":") for line in lines if line and line not in options] == [
+        each.value for each in Group
+    ]
     assert any(line.split() == ["kv-cache-memory", "command", "line", "2", "GiB"] for line in lines)
+
+
+def test_only_what_was_set_is_shown_on_request(show, capsys) -> None:
+    assert show("--changed", "--dtype", "half") == {
+        "dtype": {"value": "float16", "shown": "float16", "origin": "command line"}
+    }
+    assert main(["config", "show", "--changed"]) == 0
+    assert "default" in capsys.readouterr().out
 
 
 def test_the_schema_is_printed_as_json(capsys) -> None:

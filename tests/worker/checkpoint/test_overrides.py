@@ -1,0 +1,44 @@
+"""What an operator may set in the place of a checkpoint's own values, and what not."""
+
+import json
+
+import pytest
+
+from worker.checkpoint.generation_config import default_sampling
+from worker.checkpoint.overrides import config_overrides, generation_overrides, merged
+from worker.worker_errors import StartupError
+
+
+def test_defaults_of_sampling_win_over_the_file_even_where_it_does_not_sample(tmp_path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 1.1}')
+    asked = generation_overrides('{"temperature": 0.3, "top_k": 5}')
+    assert default_sampling(tmp_path, asked) == {"temperature": 0.3, "top_k": 5, "repetition_penalty": 1.1}
+    assert generation_overrides(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[]", "not a JSON object"),
+        ("{", "not a JSON object"),
+        ('{"max_new_tokens": 5}', "max_new_tokens"),
+        ('{"temperature": 3}', "temperature"),
+        ('{"top_k": true}', "top_k"),
+    ],
+)
+def test_other_names_and_values_out_of_bounds_are_refused(text, part) -> None:
+    with pytest.raises(StartupError, match=part):
+        generation_overrides(text)
+
+
+def test_values_are_merged_key_by_key_and_null_takes_one_away() -> None:
+    content = {"a": 1, "rope": {"x": 1, "y": 2}, "gone": 3}
+    overrides = config_overrides('{"rope": {"y": 5}, "gone": null, "new": [1]}')
+    assert merged(content, overrides) == {"a": 1, "rope": {"x": 1, "y": 5}, "new": [1]}
+    assert content["rope"] == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize("key", ["auto_map", "model_type", "quantization_config"])
+def test_what_the_checkpoint_is_cannot_be_overridden(key) -> None:
+    with pytest.raises(StartupError, match=key):
+        config_overrides(json.dumps({key: {}}))
