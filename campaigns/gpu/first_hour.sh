@@ -19,7 +19,12 @@ python=$(command -v python3 || command -v python)
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
 work=$(mktemp -d) && mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
-copy() { cp -f "$work"/results.md "$work"/results.json "$out"/ 2>/dev/null; }
+copy() {
+  cp -f "$work"/results.md "$work"/results.json "$out"/ 2>/dev/null
+  for each in served tuned; do # of their own, since each writes its results anew
+    for kind in md json; do cp -f "$work/$each/results.$kind" "$out/$each.$kind" 2>/dev/null; done
+  done
+}
 (while sleep 4; do copy; done) &
 copier=$!
 if [ -z "$smoke" ]; then
