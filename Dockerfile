@@ -70,11 +70,13 @@ LABEL org.opencontainers.image.title="Tokenyard" \
       org.opencontainers.image.description="An OpenAI-compatible inference server for language models." \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# Triton builds the launcher of its kernels with a C compiler, at the first start on a GPU.
+# Triton builds the launcher of its kernels with a C compiler, at the first start on a GPU. A volume at /cache,
+# with XDG_CACHE_HOME=/cache, keeps what it compiled for the next container.
 ARG DEVICE=cpu
 RUN if [ "$DEVICE" = cuda ]; then \
       apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
-      && rm -rf /var/lib/apt/lists/*; \
+      && rm -rf /var/lib/apt/lists/* \
+      && install -d -o 10001 -g 0 -m 2770 /cache; \
     fi
 
 COPY --from=build /opt/tokenyard /opt/tokenyard

@@ -1,16 +1,21 @@
 """Memory and cores that this machine lets the process use.
 
-Owns: reading /proc, /sys and control groups (version 2, then 1), which hold a container's real limits.
+Owns: reading /proc, /sys and control groups (version 2, then 1), which hold a container's real limits; the
+memory of the GPUs, from NVIDIA's driver.
 Never: decides; worker/memory_sizes.py and worker/devices/device.py do.
 Every path is below a root folder, so that a test can bring its own machine.
 """
 
+import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _MACHINE = Path("/")
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
 _NO_LIMIT_BYTES = 1 << 60
+_NVIDIA_LIBRARY = "libnvidia-ml.so.1"
 
 
 def available_memory_bytes(root: Path = _MACHINE) -> int:
@@ -63,6 +68,39 @@ def visible_gpus(root: Path = _MACHINE) -> list[str]:
         return [name.strip() for name in listed.split(",") if name.strip()]
     devices = (root / "dev").glob("nvidia[0-9]*")
     return [str(number) for number in range(sum(1 for _ in devices))]
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def least_gpu_memory_bytes(open_library: Callable[[str], Any] = ctypes.CDLL) -> int:
+    """Ask the driver for the memory of the smallest GPU; 0 without one. Opens no context on any.
+
+    Source: NVML API reference, nvmlDeviceGetMemoryInfo.
+    """
+    try:
+        library = open_library(_NVIDIA_LIBRARY)
+    except OSError:
+        return 0
+    if library.nvmlInit_v2():
+        return 0
+    try:
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return min((_gpu_memory_bytes(library, index) for index in range(count.value)), default=0)
+    finally:
+        library.nvmlShutdown()
+
+
+def _gpu_memory_bytes(library: Any, index: int) -> int:
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+        return 0
+    failed = library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return 0 if failed else int(memory.total)
 
 
 def _meminfo_available_bytes(root: Path) -> int:

@@ -31,6 +31,7 @@ class Distribution:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     max: float
 
@@ -101,6 +102,7 @@ def distribution_ms(values_s: Iterable[float]) -> Distribution | None:
         mean=math.fsum(ordered) / len(ordered),
         p50=percentile(ordered, 50),
         p90=percentile(ordered, 90),
+        p95=percentile(ordered, 95),
         p99=percentile(ordered, 99),
         max=ordered[-1],
     )
@@ -181,12 +183,12 @@ def render(summary: Summary) -> str:
 
 
 def _latency_table(latencies: Latencies) -> list[str]:
-    lines = [f"{'ms':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"]
+    lines = [f"{'ms':<12}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}"]
     for name, title, meaning in _TITLES:
         values: Distribution | None = getattr(latencies, name)
         if values is None:
             lines.append(f"{title:<12}{'-':>10}{'':>40}  {meaning}")
             continue
-        numbers = (values.mean, values.p50, values.p90, values.p99, values.max)
+        numbers = (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)
         lines.append(f"{title:<12}{''.join(f'{number:>10.2f}' for number in numbers)}  {meaning}")
     return lines

@@ -34,6 +34,7 @@ class GapCounts:
             mean=sum(gap * count for gap, count in ordered) / total / 1e3,
             p50=_at(ordered, 0.50 * total),
             p90=_at(ordered, 0.90 * total),
+            p95=_at(ordered, 0.95 * total),
             p99=_at(ordered, 0.99 * total),
             max=ordered[-1][0] / 1e3,
         )

@@ -26,6 +26,8 @@ class Part:
     needs: tuple[str, ...]
     """Packages; without one of them the part is skipped."""
     shape: str = ""
+    has_own_context: bool = False
+    """With the longest context of the shape, as a server has it that is told nothing else."""
     least_s: float = 1.0
     """With less time left it is not begun."""
 
@@ -72,7 +74,7 @@ PARTS = (
         name="steps-llama-3.1-8b",
         title="Steps of Llama-3.1-8B's shape",
         module="campaigns.gpu.steps",
-        limit_s=130,
+        limit_s=145,
         needs=_WORKER,
         shape="llama-3.1-8b",
     ),
@@ -107,6 +109,42 @@ PARTS = (
         limit_s=70,
         least_s=40,
         needs=_SERVER,
+    ),
+    Part(
+        name="anchors",
+        title="Our kernels beside NVIDIA's",
+        module="campaigns.gpu.tune.anchors",
+        limit_s=150,
+        least_s=30,
+        needs=_WORKER,
+    ),
+    Part(
+        name="pool",
+        title="Decodes over a pool of 100 GiB",
+        module="campaigns.gpu.tune.pool",
+        limit_s=40,
+        least_s=15,
+        needs=_WORKER,
+    ),
+    Part(
+        name="steps-qwen3-0.6b-full",
+        title="Steps of Qwen3-0.6B's shape with its longest context",
+        module="campaigns.gpu.steps",
+        limit_s=120,
+        least_s=40,
+        needs=_WORKER,
+        shape="qwen3-0.6b",
+        has_own_context=True,
+    ),
+    Part(
+        name="steps-llama-3.1-8b-full",
+        title="Steps of Llama-3.1-8B's shape with its longest context",
+        module="campaigns.gpu.steps",
+        limit_s=180,
+        least_s=90,
+        needs=_WORKER,
+        shape="llama-3.1-8b",
+        has_own_context=True,
     ),
     Part(
         name="tune",

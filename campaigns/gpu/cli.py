@@ -22,7 +22,7 @@ from pathlib import Path
 
 from campaigns.gpu.catalogue import BY_NAME, PARTS, Part
 from campaigns.gpu.launches import LastLaunch
-from campaigns.gpu.results import PAGE, Record, write_page
+from campaigns.gpu.results import PAGE, Record, pack, write_document, write_page
 from campaigns.gpu.scratch import roomiest_folder
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +43,7 @@ class Settings:
     is_smoke: bool
     """Tiny shapes on the CPU, with Triton's interpreter: to try the parts, not the device."""
     shape: str = ""
+    has_own_context: bool = False
     scratch: Path | None = None
 
     @property
@@ -70,6 +71,14 @@ def main(argv: Sequence[str]) -> int:
         "--within", type=float, default=570.0, metavar="SECONDS", help="for all parts; default %(default)s"
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU, to try the command out")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="limits of the parts times this, for a machine with a cold disk; default %(default)s",
+    )
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="put all results into one archive, too")
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--suffix", default="", help=argparse.SUPPRESS)
     parser.add_argument("--inside", choices=BY_NAME, help=argparse.SUPPRESS)
@@ -78,7 +87,11 @@ def main(argv: Sequence[str]) -> int:
     if options.inside:
         part = BY_NAME[options.inside]
         settings = Settings(
-            out=options.out, is_smoke=options.smoke, shape=part.shape, scratch=options.scratch
+            out=options.out,
+            is_smoke=options.smoke,
+            shape=part.shape,
+            has_own_context=part.has_own_context,
+            scratch=options.scratch,
         )
         return _run_inside(part, settings, Record(options.out, part.name + options.suffix))
     names = options.parts.split(",")
@@ -117,7 +130,7 @@ def _run_all(parts: Sequence[Part], options: argparse.Namespace) -> int:
         elif left_s < part.least_s:
             end = f"Skipped: {max(left_s, 0.0):.0f} s were left"
         else:
-            limit_s = part.limit_s * (_SMOKE_PATIENCE if options.smoke else 1)
+            limit_s = part.limit_s * options.patience * (_SMOKE_PATIENCE if options.smoke else 1)
             end, is_failed = _run(part, options, min(limit_s, left_s))
             num_failed += is_failed
             if is_failed and any(word in end for word in _DEVICE_FAILED):
@@ -126,6 +139,9 @@ def _run_all(parts: Sequence[Part], options: argparse.Namespace) -> int:
         ends.append((part.name, part.title, end))
         write_page(options.out, ends)
         (options.out / "ends.json").write_text(json.dumps(ends, indent=1), encoding="utf-8")
+        write_document(options.out, ends)
+        if options.pack:
+            pack(options.out, options.pack)
     print(options.out / PAGE)
     return num_failed
 

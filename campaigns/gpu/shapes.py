@@ -38,6 +38,8 @@ class Shape:
     has_head_norms: bool
     is_tied: bool
     """The output layer is the input embedding."""
+    longest: int = 8192
+    """Its own context window."""
     scale: float = _SCALE
     """Standard deviation of the weights. Larger in the smallest: the two best tokens are well apart."""
 
@@ -57,6 +59,7 @@ SHAPES = {
         rope_theta=1e6,
         has_head_norms=True,
         is_tied=True,
+        longest=40_960,
     ),
     "llama-3.1-8b": Shape(
         model_type="llama",
@@ -72,6 +75,7 @@ SHAPES = {
         rope_theta=5e5,
         has_head_norms=False,
         is_tied=False,
+        longest=131_072,
     ),
     "small": Shape(
         model_type="qwen3",
@@ -156,7 +160,7 @@ def _config(shape: Shape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": shape.longest,
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": shape.is_tied,

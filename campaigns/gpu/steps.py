@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.load.load_report import percentile
 from campaigns.gpu.driving import Drive, TimedStep, open_worker, scheduler_config
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, checkpoint
@@ -54,7 +55,9 @@ class Bench:
         self._shape = shape
         self._is_smoke = settings.is_smoke
         self._context = 12 if settings.is_smoke else _CONTEXT
-        self._batches = (1, 2) if settings.is_smoke else (1, 8, 64, 256)
+        self._has_own_context = settings.has_own_context
+        batches = (1, 32, 64, 128, 256, 512) if settings.has_own_context else (1, 8, 16, 64, 256)
+        self._batches = (1, 2) if settings.is_smoke else batches
         self._num_decodes = 4 if settings.is_smoke else _NUM_DECODES
         self._num_warm = 1 if settings.is_smoke else _NUM_WARM
         device = read_record(settings.out, "device").get("figures", {})
@@ -71,7 +74,8 @@ class Bench:
 
     def _open(self, folder: Path, target: str) -> "tuple[Worker, ModelFacts]":
         most = self._batches[-1]
-        settings: dict[str, Any] = {"max_num_seqs": most, "max_model_len": 2 * self._context}
+        longest = None if self._has_own_context else max(2 * self._context, self._most_tokens + 1)
+        settings: dict[str, Any] = {"max_num_seqs": most, "max_model_len": longest}
         if self._is_smoke:
             settings |= {"dtype": "float32", "num_blocks": 32, "block_size": 8}
         settings["max_num_batched_tokens"] = self._most_tokens
@@ -94,11 +98,36 @@ class Bench:
             table.add(most, num_prompts * self._context, f"{rate:.0f}", share, self._goal_of(goal))
             self._record.figure(f"prefill_{most}", rate)
 
+    def measure_long(self) -> None:
+        """Time one prompt of the most tokens that a step has, alone, and few decodes of long contexts."""
+        table = self._record.table("One prompt alone", "Tokens", "Tokens a step", "Time", "Tokens per second")
+        length, context = self._most_tokens, self._context
+        for most in (8, 16) if self._is_smoke else (2048, 8192):
+            self._context = length
+            for _ in range(2):
+                drive = self._drive(1, 1, most)
+                seconds = _seconds(drive.run)
+                drive.free_rows()
+            table.add(length, most, f"{seconds * 1e3:.1f} ms", f"{length / seconds:.0f}")
+            self._record.figure(f"prompt_{length}_by_{most}", seconds)
+        table = self._record.table("Decode of long contexts", "Batch", "Context", "Step", "Floor", "p95")
+        for batch, long in ((1, 14),) if self._is_smoke else ((1, 8192), (16, 8192), (1, 32_768)):
+            if long + self._num_decodes > self._facts.max_model_len:
+                continue
+            self._context = long
+            times_s = [step.took_s for step in self._decode(batch, 2)]
+            floor_s = self._floor_s(batch)
+            step_s = statistics.median(times_s)
+            cells = (f"{step_s * 1e3:.2f} ms", f"{floor_s * 1e3:.2f} ms" if floor_s else "-")
+            table.add(batch, self._context, *cells, f"{_late_shares(times_s)[0] * 1e3:.2f} ms")
+            self._record.figure(f"decode_{batch}_of_{self._context}", step_s)
+        self._context = context
+
     def measure_decodes(self) -> None:
         table = self._record.table(
             f"Decode, {self._context} tokens of context",
             *("Batch", "Plans in flight", "Step", "Floor", "Share", "Tokens per second", "Goal"),
-            *("Host's launch", "Slowest step"),
+            *("Host's launch", "p95", "p99"),
         )
         for batch in self._batches:
             for depth in (2, 1) if batch in (1, 64) else (2,):
@@ -112,7 +141,7 @@ class Bench:
                     f"{batch / step_s:.0f}",
                     self._goal_of(_GOALS.get((self._shape, batch))),
                     f"{statistics.median(step.launch_s for step in steps) * 1e3:.2f} ms",
-                    f"{max(step.took_s for step in steps) * 1e3:.2f} ms",
+                    *(f"{share * 1e3:.2f} ms" for share in _late_shares([step.took_s for step in steps])),
                 )
                 self._record.figure(f"decode_{batch}_depth_{depth}", step_s)
 
@@ -215,9 +244,15 @@ def run(record: Record, settings: "Settings") -> None:
     bench = Bench(record, settings, shape, folder)
     bench.measure_decodes()
     bench.measure_prefill()
+    bench.measure_long()
     bench.measure_swaps()
     bench.profile()
     bench.close()
+
+
+def _late_shares(times_s: list[float]) -> tuple[float, float]:
+    """Return the 95th and the 99th percentile."""
+    return percentile(sorted(times_s), 95), percentile(sorted(times_s), 99)
 
 
 def _seconds(work: Callable[[], object]) -> float:

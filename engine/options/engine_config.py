@@ -19,6 +19,7 @@ from engine.options.engine_split import check_engines, device_of, prefix_journal
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
+from engine.step_limits import StepLimits, step_limits
 from scheduler.config import (
     Batching,
     Displacement,
@@ -159,13 +160,14 @@ def resolve(
 
 
 def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
+    limits = _step_limits(options)
     served_names = options.served_model_name or (name,)
     adapters = adapter_config(options, served_names)
     return EngineConfig(
         model_path=str(folder),
         served_names=served_names,
         lora_directory=adapters.directory,
-        scheduler=replace(_scheduler_options(options), max_adapters=adapters.limits.max_in_step),
+        scheduler=replace(_scheduler_options(options, limits), max_adapters=adapters.limits.max_in_step),
         time_limits=TimeLimits(
             queue_s=_or_no_limit(options.queue_timeout),
             first_token_s=_or_no_limit(options.first_token_timeout),
@@ -192,8 +194,8 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
             kv_cache_bytes=options.kv_cache_memory,
             swap_space_bytes=options.swap_space or 0,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=limits.num_sequences,
+            max_num_batched_tokens=limits.num_tokens,
             cpu_kernels=options.cpu_kernels,
             gpu_kernels=options.gpu_kernels,
             enforce_eager=options.enforce_eager,
@@ -213,6 +215,10 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
     )
 
 
+def _step_limits(options: Options) -> StepLimits:
+    return step_limits(options.device, options.max_num_seqs, options.max_num_batched_tokens)
+
+
 def _chat_template(path: str | None) -> str | None:
     if path is not None and not Path(path).is_file():
         raise OptionError(f"--chat-template {path}", "there is no such file", "name a file of Jinja text")
@@ -227,10 +233,10 @@ def _overrides(read: Callable[[str | None], dict[str, Any]], text: str | None) -
         raise OptionError(flag, why, error.fix) from error
 
 
-def _scheduler_options(options: Options) -> SchedulerOptions:
+def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions:
     return SchedulerOptions(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=limits.num_sequences,
+        max_num_batched_tokens=limits.num_tokens,
         policy=SchedulingPolicy(options.scheduling_policy),
         prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
         watermark=options.watermark,
@@ -335,17 +341,17 @@ def _check_health_port(options: Options) -> None:
 
 
 def _check_limits(options: Options) -> None:
-    if options.max_num_batched_tokens < options.max_num_seqs:
+    limits = _step_limits(options)
+    if limits.num_tokens < limits.num_sequences:
         raise OptionError(
-            f"--max-num-batched-tokens {options.max_num_batched_tokens} with "
-            f"--max-num-seqs {options.max_num_seqs}",
+            f"--max-num-batched-tokens {limits.num_tokens} with --max-num-seqs {limits.num_sequences}",
             "every running sequence needs one token of each step",
-            f"raise the first to {options.max_num_seqs} or more, or lower the second",
+            f"raise the first to {limits.num_sequences} or more, or lower the second",
         )
-    if (options.max_prefill_tokens or 0) > options.max_num_batched_tokens:
+    if (options.max_prefill_tokens or 0) > limits.num_tokens:
         raise OptionError(
             f"--max-prefill-tokens {options.max_prefill_tokens}",
-            f"a step has {options.max_num_batched_tokens} tokens at most",
+            f"a step has {limits.num_tokens} tokens at most",
             "raise --max-num-batched-tokens too, or use 0 for no limit",
         )
     if options.num_gpu_blocks_override is None:

@@ -93,18 +93,20 @@ class Options(SpeculationOptions):
         default=None,
     )
 
-    max_num_seqs: int = _option(
+    max_num_seqs: int | None = _option(
         Group.SCHEDULER,
         Count(low=1, high=65536),
         "Sequences in one step at most. More raises throughput and the time between two tokens.",
-        default=256,
+        open_default="1024 on GPUs of 70 GiB or more, otherwise 256; no more than tokens of a step",
+        default=None,
     )
-    max_num_batched_tokens: int = _option(
+    max_num_batched_tokens: int | None = _option(
         Group.SCHEDULER,
         Count(low=1, high=2**20, metavar="TOKENS"),
         "Tokens computed in one step at most. More brings long prompts to their first token sooner, and "
         "makes running requests stutter.",
-        default=2048,
+        open_default="8192 on GPUs of 70 GiB or more, otherwise 2048; no less than sequences of a step",
+        default=None,
     )
     max_prefill_tokens: int | None = _option(
         Group.SCHEDULER,

@@ -1,6 +1,9 @@
 """`python -m campaigns.gpu`, tried out where there is no GPU."""
 
 import json
+import re
+import subprocess
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from campaigns.gpu.driving import Drive, StepFailed, scheduler_config
 from campaigns.gpu.kernels import kernel_test_files
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, write_checkpoint
+from campaigns.gpu.tune import anchors, pool
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, continuation
 from worker.worker_config import ModelFacts
@@ -124,13 +128,15 @@ def test_steps_are_set_against_the_floor_of_the_device_that_was_measured(
     for name, value in (("copy_bytes_per_s", 1e6), ("matmul_flops", 1e9), ("device", "cpu")):
         device.figure(name, value)
     steps.run(Record(settings.out, "steps"), settings)
-    decode, prefill, swaps, *profiles = read_record(settings.out, "steps")["tables"]
+    decode, prefill, alone, long, swaps, *profiles = read_record(settings.out, "steps")["tables"]
     assert [(row[0], row[1]) for row in decode["rows"]] == [("1", "2"), ("1", "1"), ("2", "2")]
     shape = SHAPES["tiny"]
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32 + 2 * 16
     num_bytes = 2 * (shape.vocab_size * 32 + 32 + layer) + 12 * 2 * 16 * 2
     assert decode["rows"][0][3] == f"{num_bytes / 1e6 * 1e3:.2f} ms"
     assert len(prefill["rows"]) == 2
+    assert [row[:2] for row in alone["rows"]] == [["16", "8"], ["16", "16"]]
+    assert [row[:2] for row in long["rows"]] == [["1", "14"]]
     assert [row[0] for row in swaps["rows"]] == [
         *("nothing", "a swap out", "a swap out, and in the next step a swap in")
     ]
@@ -185,16 +191,74 @@ def test_a_part_that_is_cut_off_leaves_what_it_has_found(
     (tmp_path / "slow.json").write_text(json.dumps({"notes": ["found so far"], "tables": []}))
     monkeypatch.setattr(cli, "_run", lambda part, options, limit_s: ("Ended by its limit of 1 s", True))
     slow = catalogue.Part(name="slow", title="Slow", module="", limit_s=1, needs=())
-    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True)
+    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True, patience=1.0, pack=None)
     assert cli._run_all([slow], options) == 1  # type: ignore[arg-type]
     page = (tmp_path / "results.md").read_text()
     assert "Ended by its limit of 1 s." in page
     assert "found so far" in page
 
 
+def test_all_results_are_in_one_document_and_in_one_archive(tmp_path: Path) -> None:
+    out, archive = tmp_path / "out", tmp_path / "all.tgz"
+    assert main(["--out", str(out), "--smoke", "--parts", "device", "--pack", str(archive)]) == 0
+    document = json.loads((out / "results.json").read_text())
+    assert document["device"]["figures"]["device"] == "cpu"
+    assert document["device"]["end"].startswith("Done")
+    with tarfile.open(archive) as tar:
+        assert {"results.md", "results.json", "device.json", "device.log"} <= set(tar.getnames())
+
+
+def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(
+        cli, "_run", lambda part, options, limit_s: (limits.append(limit_s), ("Done", False))[1]
+    )
+    part = catalogue.Part(name="slow", title="Slow", module="", limit_s=10, needs=())
+    options = SimpleNamespace(out=tmp_path, within=100.0, smoke=False, patience=2.5, pack=None)
+    cli._run_all([part], options)  # type: ignore[arg-type]
+    assert limits == [25.0]
+
+
+def test_the_first_hour_asks_for_parts_that_exist_within_ten_minutes_a_command() -> None:
+    script = (ROOT / "campaigns" / "gpu" / "first_hour.sh").read_text()
+    cases = re.findall(r"^  (\w+)\)\n(.*?);;", script, re.M | re.S)
+    assert [name for name, _ in cases] == ["works", "numbers", "more"]
+    for name, body in cases:
+        asked = re.findall(r"measure \$\(\((\d+) \*.*?\)\) (\S+)", body)
+        assert {part for _, parts in asked for part in parts.split(",")} <= catalogue.BY_NAME.keys()
+        memcheck = [int(seconds) for seconds in re.findall(r"timeout (\d+) compute-sanitizer", body)]
+        assert sum(int(seconds) for seconds, _ in asked) + sum(memcheck) <= 570, name
+
+
+def test_a_word_that_is_no_command_of_the_first_hour_is_refused_with_its_use() -> None:
+    done = subprocess.run(
+        [ROOT / "campaigns" / "gpu" / "first_hour.sh", "nonsense"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "works|numbers|more|all FOLDER" in done.stdout
+
+
+@pytest.mark.parametrize("part", [anchors, pool])
+def test_what_is_measured_beside_our_kernels_is_told(part: Any, settings: Settings) -> None:
+    part.run(Record(settings.out, "found"), settings)
+    tables = read_record(settings.out, "found")["tables"]
+    assert all(table["rows"] for table in tables)
+    if part is anchors:
+        plain, scaled, decodes, prompts = tables
+        assert len(plain["rows"]) == len(scaled["rows"]) == 2 * 5
+        assert all(float(row[-1]) < 0.01 for row in scaled["rows"]), "FP8 here has the products of FP8"
+        assert [row[2] for row in prompts["rows"]] == ["ours", "cuDNN", "FlashAttention"]
+        assert decodes["rows"][0][2].endswith("us")
+
+
 def test_a_part_without_its_packages_is_skipped_by_their_names(tmp_path: Path) -> None:
     poor = catalogue.Part(name="poor", title="Poor", module="", limit_s=1, needs=("torch", "no_such_thing"))
-    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True)
+    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True, patience=1.0, pack=None)
     assert cli._run_all([poor], options) == 0  # type: ignore[arg-type]
     assert "Skipped: no_such_thing not installed." in (tmp_path / "results.md").read_text()
 

@@ -85,8 +85,9 @@ def table() -> list[dict[str, str]]:
 def test_nothing_is_spilled_and_all_is_read_and_written_sixteen_bytes_at_a_time(table) -> None:
     assert {row["Spilled"] for row in table} == {"0"}
     for row in table:
-        assert "16 B" in row["Loads"], row
-        assert "16 B" in row["Stores"] or row["Kernel"] == "reduce_kernel", row
+        if not row["Kernel"].startswith("list_"):  # one program, of a few numbers of each sequence
+            assert "16 B" in row["Loads"], row
+            assert "16 B" in row["Stores"], row
 
 
 def test_decodes_wait_for_memory_and_for_nothing_else(table) -> None:

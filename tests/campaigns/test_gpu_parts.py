@@ -235,8 +235,9 @@ def test_throughput_is_told_as_the_load_client_tells_it(
     served_part.run(Record(tmp_path, "served"), Settings(out=tmp_path, is_smoke=True))
     [table] = read_record(tmp_path, "served")["tables"]
     assert [row[0] for row in table["rows"]][:2] == ["1 in flight", "2 in flight"]
-    assert table["rows"][2][0].endswith("arrive per second")
-    assert [row[2] for row in table["rows"]] == ["0", "0", "0"]
+    assert table["rows"][2][0] == "2 of 2 to 6 tokens in and out"
+    assert table["rows"][3][0].endswith("arrive per second")
+    assert [row[2] for row in table["rows"]] == ["0"] * 4
     assert all(float(row[3]) > 0 and row[5].endswith("ms") for row in table["rows"])
 
 
@@ -303,6 +304,10 @@ def test_a_part_that_fails_names_the_error_and_the_last_launch(
     assert "_nothing(x=5x200:float32" in last
 
 
+def run_options(out: Path, **options: Any) -> Any:
+    return SimpleNamespace(out=out, patience=1.0, pack=None, **options)
+
+
 def test_an_error_of_the_device_is_looked_for_once_more_kernel_by_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +319,7 @@ def test_an_error_of_the_device_is_looked_for_once_more_kernel_by_kernel(
 
     monkeypatch.setattr(cli, "_run", run)
     broken = catalogue.Part(name="broken", title="Broken", module="", limit_s=9, needs=())
-    assert cli._run_all([broken], SimpleNamespace(out=tmp_path, within=20.0, smoke=False)) == 1  # type: ignore[arg-type]
+    assert cli._run_all([broken], run_options(tmp_path, within=20.0, smoke=False)) == 1  # type: ignore[arg-type]
     assert [settings for _, settings in begun] == [{}, {"suffix": "-again"}]
     assert (
         "misaligned address Again with CUDA_LAUNCH_BLOCKING=1: Failed"
@@ -342,7 +347,7 @@ def test_the_process_that_begins_the_parts_loads_none_of_what_they_need() -> Non
 
 def test_a_part_for_which_too_little_time_is_left_is_skipped(tmp_path: Path) -> None:
     long = catalogue.Part(name="long", title="Long", module="", limit_s=99, needs=(), least_s=50)
-    assert cli._run_all([long], SimpleNamespace(out=tmp_path, within=5.0, smoke=True)) == 0  # type: ignore[arg-type]
+    assert cli._run_all([long], run_options(tmp_path, within=5.0, smoke=True)) == 0  # type: ignore[arg-type]
     assert "Skipped: 5 s were left." in (tmp_path / "results.md").read_text()
 
 

@@ -20,7 +20,7 @@ from tests.fakes import FakeWorker, _content, _Row
 from tests.late_streams import LateGpu
 from tests.properties.test_scheduler_histories import _random_history, check_ends, play
 from tests.world import World, small_config
-from worker.attention.interface import AttentionMetadata
+from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.block_copies import PoolCopier, Pools
 from worker.devices.copy_streams import CopyStreams
@@ -102,7 +102,7 @@ class LateWorker(FakeWorker):
             num_decodes=0,
             query_starts=np.array([0, len(self._written)]),
             seq_lens=np.array([len(read) * self.block_size]),
-            block_tables=np.array([read], np.int32),
+            tables=BlockTables.of(np.array([read], np.int32)),
             token_blocks=np.array([block for block, _, _ in self._written]),
             token_offsets=np.array([offset for _, offset, _ in self._written]),
         )

@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from worker.machine import available_memory_bytes, memory_use, usable_cores
+from worker.machine import available_memory_bytes, least_gpu_memory_bytes, memory_use, usable_cores
 
 MIB = 1 << 20
 
@@ -100,3 +101,49 @@ def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(m
 
 def test_memory_use_of_a_machine_that_tells_nothing_is_none(tmp_path: Path) -> None:
     assert memory_use(tmp_path) == 0.0
+
+
+class DriverLibrary:
+    """Stands for NVIDIA's, with GPUs of so many bytes; None is one that the driver does not tell of."""
+
+    def __init__(self, sizes: list[int | None], *, is_broken: int = 0) -> None:
+        self._sizes, self._is_broken = sizes, is_broken
+        self.num_open = 0
+
+    def nvmlInit_v2(self) -> int:
+        self.num_open += not self._is_broken
+        return self._is_broken
+
+    def nvmlShutdown(self) -> int:
+        self.num_open -= 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self._sizes)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        size = self._sizes[handle.value - 1]
+        memory._obj.total = size or 0
+        return 999 if size is None else 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [([], 0), ([80 * MIB], 80 * MIB), ([80 * MIB, 24 * MIB], 24 * MIB), ([None, 5], 0)]
+)
+def test_the_driver_tells_the_memory_of_the_smallest_gpu(sizes: list[int | None], expected: int) -> None:
+    library = DriverLibrary(sizes)
+    assert least_gpu_memory_bytes(lambda _: library) == expected
+    assert library.num_open == 0
+
+
+def test_without_a_driver_there_is_no_gpu() -> None:
+    def refuse(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert least_gpu_memory_bytes(refuse) == 0
+    assert least_gpu_memory_bytes(lambda _: DriverLibrary([5], is_broken=9)) == 0

@@ -16,6 +16,7 @@ Hq and Hk query and KV heads, D key size, V value size.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -82,6 +83,50 @@ class AttentionOptions(NamedTuple):
         return Reach(self.sliding_window, self.chunk_size)
 
 
+class BlockTables:
+    """The block tables of a step's R sequences, in a table of C rows that is kept between steps.
+
+    Good until the rows change. A row's blocks are appended to, as long as its generation is the same: a copy
+    of them needs what is new only.
+    """
+
+    def __init__(
+        self,
+        block_ids_CB: NDArray[np.int32],
+        rows_R: NDArray[np.int64],
+        num_blocks_R: NDArray[np.int64],
+        generations_R: NDArray[np.int64],
+        longest: int,
+    ) -> None:
+        """Take in how many blocks each row has, and the most that a sequence of this step reads."""
+        self.block_ids_CB, self.rows_R = block_ids_CB, rows_R
+        self.num_blocks_R, self.generations_R = num_blocks_R, generations_R
+        self._longest = longest
+        self._gathered_RB: NDArray[np.int32] | None = None
+
+    @classmethod
+    def of(cls, block_tables: NDArray[np.int32]) -> "BlockTables":
+        """Make tables of a single step, [R, longest]; every entry of them is new."""
+        num_sequences, longest = block_tables.shape
+        return cls(
+            block_tables,
+            np.arange(num_sequences),
+            np.full(num_sequences, longest),
+            np.full(num_sequences, next(_single_steps)),
+            longest,
+        )
+
+    def gathered(self) -> NDArray[np.int32]:
+        """Copy the tables side by side, [R, longest], once. Too slow for a long sequence among many."""
+        if self._gathered_RB is None:
+            self._gathered_RB = self.block_ids_CB[self.rows_R, : self._longest]
+        return self._gathered_RB
+
+
+_single_steps = count(-2, -1)
+"""Generations that no row of a worker has, and of which none comes twice."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """One step for attention, on the host. Sequences are in the order of the flattened batch."""
@@ -92,13 +137,18 @@ class AttentionMetadata:
     """[R + 1]: tokens query_starts[r] to query_starts[r + 1] are those of sequence r."""
     seq_lens: NDArray[np.int64]
     """[R], after this step."""
-    block_tables: NDArray[np.int32]
-    """[R, longest table]. Entries behind a sequence's last block, and before the window where all layers have
-    one, are 0 or blocks of others and must not be read."""
+    tables: BlockTables
+    """Entries behind a sequence's last block, and before the window where all layers have one, are 0 or
+    blocks of others and must not be read."""
     token_blocks: NDArray[np.int64]
     """[T]: the block of each token's key and value."""
     token_offsets: NDArray[np.int64]
     """[T]: the place within that block."""
+
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """Return the tables as [R, longest table]."""
+        return self.tables.gathered()
 
 
 class LayerExecutor(Protocol):

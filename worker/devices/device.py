@@ -84,6 +84,10 @@ class Device(Protocol):
     Read by worker/startup alone, to choose kernels.
     """
 
+    @property
+    def num_processors(self) -> int:
+        """Count the parts of the device that run programs of a kernel at the same time."""
+
     def describe(self) -> str:
         """Name the device for a person."""
 
@@ -162,6 +166,7 @@ class CpuDevice:
     default_block_size = 32
     kind = "CPU"
     is_gpu = False
+    num_processors = 1  # Triton's interpreter runs one program after the other
 
     def __init__(self, config: WorkerConfig) -> None:
         self._kv_cache_bytes = config.kv_cache_bytes
@@ -254,6 +259,10 @@ class CudaDevice:
         self._graph_pool: Any = None
         self._utilization = config.gpu_memory_utilization
         self.make_current()
+
+    @property
+    def num_processors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
 
     def describe(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)

@@ -6,7 +6,8 @@ Never: fills them (step_buffers.py).
 A step may be padded to the sizes of a captured graph. Tokens behind the last have slot -1 and write nothing;
 sequences behind the last have no tokens and a length of 0, and get no attention.
 
-Shapes: T tokens, R sequences (decodes first), B blocks of the longest table, N logits wanted, with padding.
+Shapes: T tokens, R sequences (decodes first), C lines of tables, B blocks of the longest
+table, N logits wanted, with padding.
 """
 
 from typing import NamedTuple
@@ -28,11 +29,13 @@ class AttentionBatch(NamedTuple):
     """[R + 1] int32: the tokens of sequence r are query_starts[r] to query_starts[r + 1]."""
     seq_lens_R: Tensor
     """[R] int32, after this step."""
-    block_tables_RB: Tensor
-    """[R, B] int32; rows have a fixed stride, the last dimension has none. Entries behind a sequence's last
+    block_tables_CB: Tensor
+    """[C, B] int32; lines have a fixed stride, the last dimension has none. Entries behind a sequence's last
     block, or before its window, must not be read."""
     slots_T: Tensor
     """[T] int64: block * block_size + offset, where each token's key and value go; -1 writes nothing."""
+    table_rows_R: Tensor | None = None
+    """[R] int32: the line of each sequence in the tables; None where sequence r has line r."""
 
     @property
     def num_sequences(self) -> int:
@@ -41,6 +44,19 @@ class AttentionBatch(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.slots_T.shape[0]
+
+
+class TableChanges(NamedTuple):
+    """Blocks that were appended to the tables of the step's sequences since they were in a step before."""
+
+    rows_R: Tensor
+    """[R] int32: the line of each sequence."""
+    firsts_R: Tensor
+    """[R] int32: the first place that changed."""
+    starts_R: Tensor
+    """[R + 1] int32: the blocks of sequence r are starts[r] to starts[r + 1] of `blocks`."""
+    blocks: Tensor
+    """int32, flat."""
 
 
 class DeviceBatch(NamedTuple):
@@ -59,7 +75,5 @@ class DeviceBatch(NamedTuple):
     """int32: the rows that sample a token; padding has the row of no sequence, max_num_seqs."""
     draws_NF: Tensor
     """float64: the parameters of sampling (draw_fields.py); padding has line -1."""
-    packed_tables: Tensor
-    """int32, flat: the block tables as uploaded, to be spread to the tables of `attention`."""
-    table_width_1: Tensor
-    """int32: blocks of each line of packed_tables."""
+    changes: TableChanges
+    """To be brought into the tables of `attention` before it reads them."""

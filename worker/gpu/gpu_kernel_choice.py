@@ -58,7 +58,26 @@ def open_toolkit(
         return None
     from worker.gpu.gpu_toolkit import GpuToolkit
 
+    _keep_compiled_kernels()
     return GpuToolkit(device)
+
+
+def _keep_compiled_kernels() -> None:
+    """Let Triton keep what it compiles where the CPU's kernels are kept, which a volume makes outlive us."""
+    import triton
+
+    if "TRITON_CACHE_DIR" in os.environ or "XDG_CACHE_HOME" not in os.environ:
+        return  # as asked, or beneath the home
+    folder = Path(os.environ["XDG_CACHE_HOME"]) / "tokenyard" / "triton"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compiled kernels are not kept for the next start: %s", error)
+        return
+    if not os.access(folder, os.W_OK):
+        log.warning("compiled kernels are not kept for the next start: %s cannot be written to", folder)
+        return
+    triton.knobs.cache.dir = str(folder)
 
 
 def foresee_kernels(config: WorkerConfig, _device: Device, _dtype: torch.dtype) -> Finding:

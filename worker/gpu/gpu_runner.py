@@ -1,8 +1,8 @@
 """A step on a GPU, launched by the host without waiting for anything.
 
-Owns: the order of a step on the device (spread block tables, fill in tokens that the host does not know,
-attention's batch, the model, the logits, sampling, the last token of each row), and the choice between a
-captured graph and a launch kernel by kernel.
+Owns: the order of a step on the device (bring new blocks into tables, fill in tokens that the host does
+not know, attention's batch, the model, the logits, sampling, the last token of each row), and the choice
+between a captured graph and a launch kernel by kernel.
 Never: builds a step (step_inputs.py, step_buffers.py), or chooses how tokens are sampled (gpu_sampler.py).
 
 Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more of no sequence, F fields
@@ -22,7 +22,7 @@ from worker.devices.device import Device
 from worker.gpu.device_batch import DeviceBatch
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
-from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens, spread_tables
+from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
@@ -120,7 +120,10 @@ class GpuSteps:
     def compute_and_draw(self, batch: DeviceBatch) -> None:
         """Compute a batch. Its logits go to the memory for graphs, its tokens to the sampler."""
         logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
-        logits_NV.copy_(self._forward(batch))
+        with self._runner.logits_into(logits_NV):
+            found_NV = self._forward(batch)
+        if found_NV.data_ptr() != logits_NV.data_ptr():
+            logits_NV.copy_(found_NV)
         self._draw(logits_NV, batch)
 
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
@@ -140,19 +143,22 @@ class GpuSteps:
 
     @torch.inference_mode()
     def _prepare(self, batch: DeviceBatch) -> None:
-        spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
+        change_tables(batch.changes, batch.attention.block_tables_CB)
         fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Compile now, with a step of padding, and not in the middle of the first one."""
-        sizes = BatchSizes(1, 1, 1, 1, 1, 1)
-        self._buffers.fill_with_padding(sizes)
-        batch = self._buffers.view(sizes)
+        """Compile now, with steps of padding, and not in the middle of service.
+
+        Attention's lists have one variant for steps of decodes alone, and one for others.
+        """
+        largest = self._buffers.limits.num_tokens
+        for sizes in (BatchSizes(1, 1, 1, 1, 1, 1), BatchSizes(min(2, largest), 1, 1, 0, min(2, largest), 2)):
+            self._buffers.fill_with_padding(sizes)
+            batch = self._buffers.view(sizes)
+            self._forward(batch)
         self._rows_N = batch.rows_N
-        spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
-        fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
         remember_tokens(self._last_token_C, batch.rows_N, self._last_token_C[:1])
 
     @torch.inference_mode()

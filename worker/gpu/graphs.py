@@ -6,7 +6,7 @@ Never: computes; the work to capture comes from gpu_runner.py.
 A step of a few tokens is some three hundred kernels, each a few microseconds of the host's time to launch and
 less than that to compute. Captured, it is launched at once.
 
-    decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 sequences of one token each
+    decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 576 ... 1024 sequences of one token each
     mixed     256 384 512 768 1024 1536 2048 tokens of any sequences
 
 Sizes in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
@@ -27,7 +27,7 @@ from worker.steps.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 
-_DECODES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32))
+_DECODES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32), *range(576, 1025, 64))
 _MIXED = (256, 384, 512, 768, 1024, 1536, 2048)
 
 
@@ -48,9 +48,10 @@ class GraphSizes:
         counts = {size for size in _DECODES if size < most_sequences} | {most_sequences}
         self.decodes = [BatchSizes(size, size, size, size, 1, max_model_len) for size in sorted(counts)]
         self.mixed = [
-            BatchSizes(size, most_sequences, most_sequences, 0, size, max_model_len)
+            # Each sequence of a step has a token of it.
+            BatchSizes(size, min(most_sequences, size), min(most_sequences, size), 0, size, max_model_len)
             for size in _MIXED
-            if most_sequences <= size <= limits.num_tokens
+            if size <= limits.num_tokens
         ]
 
     def __len__(self) -> int:

@@ -4,14 +4,14 @@ Owns: the memory that graphs read a step from, at addresses that never change, a
 is copied from: two pieces in turn, so that one is filled while the other is still being read.
 Never: knows the meaning of the numbers (step_inputs.py), or their reader (gpu_runner.py).
 
-    pinned  | token ids | positions | slots | logits indices | rows | ... | block tables, as wide as need be |
-    device  | the same, in one copy                                      | -> of full width, within the step |
+    pinned  | token ids | positions | slots | logits indices | rows | ... | blocks that are new to tables |
+    device  | the same, in one copy                                      | -> into the tables, in the step |
 
-Where a field begins depends on the sizes alone. Block tables come last and narrow: at full width, those of
-256 sequences of a long context are 8 MiB, of which a step reads a hundredth.
+Where a field begins depends on the sizes alone. Block tables stay on the device, a line for each row of the
+worker: those of 256 sequences are 8 MiB if one of them is long, and a step adds a block to every sixteenth.
 
-Shapes: T tokens, R sequences, B blocks of the longest table, N logits wanted, F fields of a row's
-sampling; all with padding.
+Shapes: T tokens, R sequences, C rows of the worker, B blocks of the longest table, N logits wanted, F
+fields of a row's sampling; all with padding.
 """
 
 from functools import lru_cache
@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.attention.interface import BlockTables
 from worker.devices.device import Device, DeviceEvent
-from worker.gpu.device_batch import AttentionBatch, DeviceBatch
+from worker.gpu.device_batch import AttentionBatch, DeviceBatch, TableChanges
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.steps.step_inputs import StepInputs
 
@@ -81,8 +82,10 @@ class _Layout(NamedTuple):
     query_starts_R: _Field
     seq_lens_R: _Field
     rows_N: _Field
-    table_width_1: _Field
-    tables: _Field
+    table_rows_R: _Field
+    firsts_R: _Field
+    starts_R: _Field
+    blocks: _Field
     """Without a size of its own: it begins here."""
 
     @classmethod
@@ -98,7 +101,9 @@ class _Layout(NamedTuple):
             (torch.int32, num_sequences + 1),
             (torch.int32, num_sequences),
             (torch.int32, num_logits),
-            (torch.int32, 1),
+            (torch.int32, num_sequences),
+            (torch.int32, num_sequences),
+            (torch.int32, num_sequences + 1),
             (torch.int32, 0),
         ):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -119,15 +124,17 @@ class _HostFields(NamedTuple):
     query_starts_R: NDArray[np.int32]
     seq_lens_R: NDArray[np.int32]
     rows_N: NDArray[np.int32]
-    table_width_1: NDArray[np.int32]
-    tables: NDArray[np.int32]
+    table_rows_R: NDArray[np.int32]
+    firsts_R: NDArray[np.int32]
+    starts_R: NDArray[np.int32]
+    blocks: NDArray[np.int32]
     """All memory behind the other fields."""
 
     @classmethod
     def of(cls, memory: Tensor, layout: _Layout) -> "_HostFields":
-        tables = memory[layout.tables.start :].view(torch.int32).numpy()
+        blocks = memory[layout.blocks.start :].view(torch.int32).numpy()
         draws, *others = (field.of(memory).numpy() for field in layout[:-1])
-        return cls._make((draws.reshape(-1, NUM_FIELDS), *others, tables))
+        return cls._make((draws.reshape(-1, NUM_FIELDS), *others, blocks))
 
 
 class _Staging:
@@ -155,9 +162,12 @@ class StepBuffers:
         self.limits = limits
         largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_sequences)
         tables_numel = limits.num_sequences * limits.num_blocks
-        num_bytes = largest.tables.start + tables_numel * torch.int32.itemsize
+        num_bytes = largest.blocks.start + tables_numel * torch.int32.itemsize
         self._memory = device.zeros(num_bytes, torch.uint8)
-        self._tables_RB = device.zeros(tables_numel, torch.int32).view(-1, limits.num_blocks)
+        self._tables_CB = device.zeros(tables_numel, torch.int32).view(-1, limits.num_blocks)
+        # What the tables there hold of each row, once all that was sent has arrived.
+        self._generations_C = np.full(limits.num_sequences, -1, dtype=np.int64)
+        self._num_sent_C = np.zeros(limits.num_sequences, dtype=np.int64)
         self._stagings = (_Staging(device, num_bytes), _Staging(device, num_bytes))
         self._turn = 0
         self._host_fields = lru_cache(_NUM_KEPT_SIZES)(self._find_host_fields)
@@ -165,7 +175,7 @@ class StepBuffers:
     @staticmethod
     def num_bytes(limits: Limits) -> int:
         """Estimate the memory on the device."""
-        return limits.num_tokens * 32 + limits.num_sequences * (24 + 8 * NUM_FIELDS + 8 * limits.num_blocks)
+        return limits.num_tokens * 32 + limits.num_sequences * (36 + 8 * NUM_FIELDS + 8 * limits.num_blocks)
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
         """Return the tensors of a step of these sizes, whenever it is filled in."""
@@ -179,8 +189,9 @@ class StepBuffers:
                 max_seq_len=sizes.max_seq_len,
                 query_starts_R=layout.query_starts_R.of(memory),
                 seq_lens_R=layout.seq_lens_R.of(memory),
-                block_tables_RB=self._tables_RB[: sizes.num_sequences],
+                block_tables_CB=self._tables_CB,
                 slots_T=layout.slots_T.of(memory),
+                table_rows_R=layout.table_rows_R.of(memory),
             ),
             input_ids_1T=layout.input_ids_T.of(memory).unsqueeze(0),
             position_ids_1T=layout.position_ids_T.of(memory).unsqueeze(0),
@@ -188,8 +199,12 @@ class StepBuffers:
             logits_indices_N=layout.logits_indices_N.of(memory),
             rows_N=layout.rows_N.of(memory),
             draws_NF=layout.draws_NF.of(memory).view(-1, NUM_FIELDS),
-            packed_tables=memory[layout.tables.start :].view(torch.int32),
-            table_width_1=layout.table_width_1.of(memory),
+            changes=TableChanges(
+                rows_R=layout.table_rows_R.of(memory),
+                firsts_R=layout.firsts_R.of(memory),
+                starts_R=layout.starts_R.of(memory),
+                blocks=memory[layout.blocks.start :].view(torch.int32),
+            ),
         )
 
     @torch.inference_mode()
@@ -218,10 +233,8 @@ class StepBuffers:
         host.rows_N[:num_logits] = inputs.rows
         if sizes_without_padding != sizes[:3]:
             self._pad(host, *sizes_without_padding)
-        tables_RB = metadata.block_tables
-        host.table_width_1[0] = tables_RB.shape[1]
-        host.tables[: tables_RB.size].reshape(tables_RB.shape)[:] = tables_RB
-        staging.send(layout.tables.start + tables_RB.nbytes, self._memory)
+        num_new = self._pack_new_blocks(metadata.tables, host)
+        staging.send(layout.blocks.start + num_new * torch.int32.itemsize, self._memory)
 
     @torch.inference_mode()
     def fill_with_padding(self, sizes: BatchSizes) -> None:
@@ -230,9 +243,28 @@ class StepBuffers:
         staging.wait()
         layout, host = self._host_fields(self._turn, *sizes[:3])
         self._turn = 1 - self._turn
-        host.query_starts_R[0] = host.table_width_1[0] = 0
+        host.query_starts_R[0] = host.starts_R[0] = 0
         self._pad(host, 0, 0, 0)
-        staging.send(layout.tables.start, self._memory)
+        staging.send(layout.blocks.start, self._memory)
+
+    def _pack_new_blocks(self, tables: BlockTables, host: _HostFields) -> int:
+        """Pack the blocks that the device's tables lack, and note them as sent; returns their number."""
+        rows_R, num_blocks_R = tables.rows_R, tables.num_blocks_R
+        is_same_R = self._generations_C[rows_R] == tables.generations_R
+        firsts_R = np.where(is_same_R, self._num_sent_C[rows_R], 0)
+        self._generations_C[rows_R], self._num_sent_C[rows_R] = tables.generations_R, num_blocks_R
+        counts_R = num_blocks_R - firsts_R
+        ends_R = np.cumsum(counts_R)
+        num_sequences, num_new = len(rows_R), int(ends_R[-1])
+        host.table_rows_R[:num_sequences] = rows_R
+        host.firsts_R[:num_sequences] = firsts_R
+        host.starts_R[0] = 0
+        host.starts_R[1 : num_sequences + 1] = ends_R
+        host.starts_R[num_sequences + 1 :] = num_new
+        if num_new:
+            places = np.arange(num_new) + np.repeat(firsts_R - ends_R + counts_R, counts_R)
+            host.blocks[:num_new] = tables.block_ids_CB[np.repeat(rows_R, counts_R), places]
+        return num_new
 
     def _find_host_fields(
         self, turn: int, num_tokens: int, num_sequences: int, num_logits: int
@@ -250,5 +282,8 @@ class StepBuffers:
         host.logits_indices_N[num_logits:] = 0
         # No sequence behind the last has tokens: all of them begin where the last one ends.
         host.query_starts_R[num_sequences:] = host.query_starts_R[num_sequences]
-        host.seq_lens_R[num_sequences:] = 0
+        host.seq_lens_R[num_sequences:] = host.table_rows_R[num_sequences:] = host.firsts_R[
+            num_sequences:
+        ] = 0
+        host.starts_R[num_sequences:] = host.starts_R[num_sequences]
         host.rows_N[num_logits:] = self.limits.num_sequences

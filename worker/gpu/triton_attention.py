@@ -7,14 +7,16 @@ Shapes: T tokens, R sequences, Hq and Hk query and KV heads, D key size, V value
 """
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.device_batch import AttentionBatch
-from worker.gpu.kernels.attention_decode import attend_decodes
+from worker.gpu.kernels.attention_decode import attend_decodes, most_programs
 from worker.gpu.kernels.attention_prefill import attend_prefills
+from worker.gpu.kernels.attention_work import AttentionWork
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.kernels.rotary import rotate_and_write
 from worker.model.layer_call import HeadShape, Rotation
@@ -27,7 +29,11 @@ class TritonAttention:
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
         self._device = device
-        self._batch: AttentionBatch
+        self._num_processors = device.num_processors
+        # Of the device's steps, one after the other: each launch leaves them zero.
+        num_counters = AttentionWork.num_counters(most_programs(self._num_processors))
+        self._counters = device.zeros(num_counters, torch.int32)
+        self._work: AttentionWork
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Take a step from the host, with one copy for each of its arrays: too slow for serving."""
@@ -36,7 +42,7 @@ class TritonAttention:
     def begin_batch(self, batch: AttentionBatch) -> None:
         """See PagedAttention. The batch's tensors are read when layers attend, and not before."""
         assert batch.num_decodes <= batch.num_sequences <= batch.num_tokens, "padding has tokens as well"
-        self._batch = batch
+        self._work = AttentionWork(batch, self._counters, self._num_processors)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -47,7 +53,7 @@ class TritonAttention:
 
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's blocks."""
-        write_kv(key, value, self._cache.layers[layer_idx], self._batch.slots_T)
+        write_kv(key, value, self._cache.layers[layer_idx], self._work.batch.slots_T)
 
     def rotate_and_write(
         self,
@@ -58,19 +64,19 @@ class TritonAttention:
         rotation: Rotation | None,
     ) -> Tensor:
         """See PagedAttention, and kernels/rotary.py."""
-        cache, slots_T = self._cache.layers[layer_idx], self._batch.slots_T
+        cache, slots_T = self._cache.layers[layer_idx], self._work.batch.slots_T
         return rotate_and_write(merged_TM, heads, norms, rotation, cache, slots_T)
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
         """See PagedAttention."""
         if queries_THD.stride(-1) != 1:
             queries_THD = queries_THD.contiguous()
-        cache, batch = self._cache.layers[layer_idx], self._batch
+        cache, work = self._cache.layers[layer_idx], self._work
         num_tokens, num_heads, _ = queries_THD.shape
         out_THV = queries_THD.new_empty((num_tokens, num_heads, cache.values.blocks_NHSD.shape[-1]))
-        attend_decodes(queries_THD, cache, batch, options, out_THV)
-        if batch.num_tokens > batch.num_decodes:
-            attend_prefills(queries_THD, cache, batch, options, out_THV)
+        attend_decodes(queries_THD, cache, work, options, out_THV)
+        if work.batch.num_tokens > work.batch.num_decodes:
+            attend_prefills(queries_THD, cache, work, options, out_THV)
         return out_THV
 
 
@@ -83,6 +89,6 @@ def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> At
         max_seq_len=int(metadata.seq_lens.max()),
         query_starts_R=device.tensor(metadata.query_starts.astype(np.int32)),
         seq_lens_R=device.tensor(metadata.seq_lens.astype(np.int32)),
-        block_tables_RB=device.tensor(np.ascontiguousarray(metadata.block_tables)),
+        block_tables_CB=device.tensor(np.ascontiguousarray(metadata.block_tables)),
         slots_T=device.tensor(metadata.token_blocks * block_size + metadata.token_offsets),
     )

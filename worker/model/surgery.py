@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from worker.attention.dense_attention import attend_densely
-from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions, active
+from worker.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    BlockTables,
+    active,
+)
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
@@ -292,7 +298,7 @@ def _private_backend(call: LayerCall, toolkit: Toolkit, device: Device) -> Atten
             num_decodes=0,
             query_starts=np.array([0, _NUM_TOKENS]),
             seq_lens=np.array([_NUM_TOKENS]),
-            block_tables=blocks[None].astype(np.int32),
+            tables=BlockTables.of(blocks[None].astype(np.int32)),
             token_blocks=blocks[positions // _BLOCK_SIZE],
             token_offsets=positions % _BLOCK_SIZE,
         )

@@ -102,6 +102,8 @@ class HostPool:
 
     def step(self, metadata: AttentionMetadata) -> AbstractContextManager[None]:
         """Enter while a step is computed: it sees the copies asked before as done."""
+        if not self.num_blocks:
+            return nullcontext()
         read_blocks_R = -(-metadata.seq_lens // self._block_size)
         return self._among_copies(TouchedRows(metadata.token_blocks, metadata.block_tables, read_blocks_R))
 

@@ -7,6 +7,8 @@ Never: builds the batch (step_inputs.py) or samples tokens (sampling/).
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,14 +51,49 @@ class _Recorded(nn.Module):
         return self._outputs
 
 
+class _OutputLayer(nn.Module):
+    """An output layer without a bias that can write its product to where it is to lie."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.target_NV: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        target_NV = self.target_NV
+        if target_NV is None or x.numel() != len(target_NV) * x.shape[-1]:
+            return nn.functional.linear(x, self.weight)
+        torch.mm(x.reshape(len(target_NV), -1), self.weight.t(), out=target_NV)
+        return target_NV.view(*x.shape[:-1], -1)
+
+
 class ModelRunner:
     """Caller of the model. Shapes: T tokens, N logits wanted, V tokens of the vocabulary."""
 
-    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+    def __init__(self, model: Any, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
         parameters = inspect.signature(model.forward).parameters
         self._can_choose_logits = "logits_to_keep" in parameters
+
+    @contextmanager
+    def logits_into(self, target_NV: Tensor) -> Iterator[None]:
+        """Let the output layer write to `target_NV`, where nothing stands between its product and logits.
+
+        Else the logits lie elsewhere, and the caller copies them.
+        """
+        layer = self._model.get_output_embeddings()
+        if type(layer) is nn.Linear and layer.bias is None and layer.out_features == target_NV.shape[1]:
+            layer = _OutputLayer(layer)
+            self._model.set_output_embeddings(layer)
+        if not isinstance(layer, _OutputLayer):
+            yield
+            return
+        layer.target_NV = target_NV
+        try:
+            yield
+        finally:
+            layer.target_NV = None
 
     @torch.inference_mode()
     def forward(

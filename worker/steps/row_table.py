@@ -54,6 +54,8 @@ class RowTable:
         # Positions below are behind a window: 0 stands in the block table.
         self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
         self._row_of: dict[SequenceId, int] = {}
+        self.generations_C = np.zeros(max_num_seqs, dtype=np.int64)
+        """One more for each sequence that has had the row: its table began anew."""
         self._owner_C = np.zeros(max_num_seqs, dtype=np.int64)  # the last owner, once a row is free
         # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -84,6 +86,7 @@ class RowTable:
         self.first_position_C[row] = num_passed * self.block_size
         self._row_of[new.sequence_id] = row
         self._owner_C[row] = new.sequence_id
+        self.generations_C[row] += 1
         self.token_ids_CL[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens_C[row] = len(new.token_ids)
         self.num_blocks_C[row] = 0

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
-from worker.attention.interface import AttentionMetadata
+from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.steps.row_table import RowTable
 from worker.worker_errors import SequenceRefused
 
@@ -115,7 +115,7 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         num_decodes=num_decodes,
         query_starts=np.concatenate([[0], ends_R]),
         seq_lens=seq_lens_R,
-        block_tables=_block_tables(rows, row_of_R, seq_lens_R),
+        tables=_block_tables(rows, row_of_R, seq_lens_R),
         token_blocks=rows.block_ids_CB[rows_T, positions_T // rows.block_size].astype(np.int64),
         token_offsets=positions_T % rows.block_size,
     )
@@ -169,8 +169,8 @@ def _wanted_logits(
     return np.concatenate(wanted) if wanted else np.empty(0, np.int64)
 
 
-def _block_tables(
-    rows: RowTable, row_of_R: NDArray[np.int64], seq_lens_R: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def _block_tables(rows: RowTable, row_of_R: NDArray[np.int64], seq_lens_R: NDArray[np.int64]) -> BlockTables:
     longest = -(-int(seq_lens_R.max()) // rows.block_size)
-    return rows.block_ids_CB[row_of_R, :longest]
+    return BlockTables(
+        rows.block_ids_CB, row_of_R, rows.num_blocks_C[row_of_R], rows.generations_C[row_of_R], longest
+    )

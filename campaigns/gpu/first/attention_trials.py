@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from campaigns.gpu.first.trial import Build, Place, Trial, agreement
+from campaigns.gpu.tune.workloads import work_of
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.gpu.device_batch import AttentionBatch
@@ -33,11 +34,11 @@ Shares = Sequence[tuple[int, int]]
 
 
 def attention_trials(place: Place) -> list[Build]:
-    # A tile has 32 keys at least: what is no longer is not cut.
-    uncut = [(1 + 3 * number, 1) for number in range(10)]
+    # Each a few tiles at most, and of many programs: short ones are cut where the shares end, or not at all.
+    many = [(1 + 3 * number, 1) for number in range(10)]
     return [
-        partial(_decodes, place, "attention of decodes, in segments", 64, [(300, 1), (1, 1), (47, 1)]),
-        partial(_decodes, place, "attention of decodes, uncut", 128, uncut),
+        partial(_decodes, place, "attention of decodes, in parts", 64, [(300, 1), (1, 1), (47, 1)]),
+        partial(_decodes, place, "attention of decodes, many", 128, many),
         partial(_prefills, place, "attention of prefills", 64, [(40, 17), (9, 9), (130, 3)]),
         partial(_prefills, place, "attention of prefills", 128, [(70, 70)]),
         partial(_mixed, place, 128, [(33, 1), (50, 20), (8, 1)]),
@@ -92,16 +93,17 @@ class _Step:
         memory = torch.zeros((num_blocks + 1) * layout.block_numel, dtype=place.dtype, device=place.device)
         self._layer = KVCache(layout, num_blocks, memory).layers[_LAYER]
         self._fill()
-        self._batch = AttentionBatch(
+        batch = AttentionBatch(
             num_decodes=num_decodes,
             max_query_len=max(counts),
             max_seq_len=max(lengths),
             query_starts_R=place.integers(self._starts),
             seq_lens_R=place.integers(lengths),
-            block_tables_RB=place.integers(self._tables_RB),
+            block_tables_CB=place.integers(self._tables_RB),
             slots_T=place.integers([-1] * sum(counts), torch.int64),
         )
-        self.arguments = (self.queries_THD, self._layer, self._batch, self._options)
+        self._tables = batch.block_tables_CB
+        self.arguments = (self.queries_THD, self._layer, work_of(batch), self._options)
 
     def trial(self, name: str, attend: Attend) -> Trial:
         out_THD = torch.zeros_like(self.queries_THD)
@@ -113,7 +115,7 @@ class _Step:
         inputs = {
             "queries": self.queries_THD,
             "keys": self._layer.keys.blocks_NHSD,
-            "block tables": self._batch.block_tables_RB,
+            "block tables": self._tables,
         }
         return agreement(name, inputs, compute, lambda: [self._defined()])(self._place.tolerance)
 

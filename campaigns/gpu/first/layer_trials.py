@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from campaigns.gpu.first.trial import Build, Place, Trial, agreement
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.gpu.device_batch import TableChanges
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.copies import copy_blocks
-from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens, spread_tables
+from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.kernels.norm import add_and_norm, norm
 from worker.gpu.kernels.rotary import rotate_and_write
@@ -196,13 +197,13 @@ def _fill(place: Place) -> Trial:
 
 
 def _spread(place: Place) -> Trial:
-    packed, width_1 = place.integers([1, 2, 3, 4, 5, 6, 7]), place.integers([3])
-    tables_RB = place.integers([[0] * 5] * 2)
+    blocks, tables_CB = place.integers([1, 2, 3, 4, 5]), place.integers([[9] * 4] * 3)
+    rows_R, firsts_R, starts_R = place.integers([2, 0]), place.integers([1, 0]), place.integers([0, 3, 5])
 
     def compute() -> list[Tensor]:
-        spread_tables(packed, width_1, tables_RB)
-        return [tables_RB[:, :3]]
+        change_tables(TableChanges(rows_R, firsts_R, starts_R, blocks), tables_CB)
+        return [tables_CB]
 
-    expected_RB = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    inputs = {"packed": packed, "tables": tables_RB}
-    return agreement("block tables spread", inputs, compute, lambda: [expected_RB])(0.0)
+    expected_CB = torch.tensor([[4, 5, 9, 9], [9] * 4, [9, 1, 2, 3]])
+    inputs = {"blocks": blocks, "tables": tables_CB}
+    return agreement("new blocks of tables", inputs, compute, lambda: [expected_CB])(0.0)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from campaigns.gpu.paper.compiling import Launch, noted_launches
+from campaigns.gpu.paper.roofline import NUM_PROCESSORS
 from campaigns.gpu.shapes import SHAPES, Shape
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerCache, LayerShape
@@ -25,6 +26,7 @@ from worker.gpu.kernels import attention_decode, attention_prefill, norm
 from worker.gpu.kernels import expert_products as experts
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.attention_tiles import head_groups
+from worker.gpu.kernels.attention_work import AttentionWork
 from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
 from worker.gpu.kernels.rotary import rotate_and_write
@@ -97,7 +99,7 @@ def _batch(num_sequences: int, num_tokens: int, *, num_decodes: int, longest: in
         max_seq_len=longest,
         query_starts_R=_integers(num_sequences + 1),
         seq_lens_R=_integers(num_sequences),
-        block_tables_RB=_integers(num_sequences, _LONGEST // _BLOCK_SIZE),
+        block_tables_CB=_integers(num_sequences, _LONGEST // _BLOCK_SIZE),
         slots_T=_new(num_tokens, dtype=torch.int64),
     )
 
@@ -112,22 +114,24 @@ def _decode(name: str, shape: Shape, count: int) -> Iterator[Case]:
     queries, cache = _new(count, shape.num_attention_heads, shape.head_dim), _cache(shape)
     batch = _batch(count, count, num_decodes=count, longest=_LONGEST)
     out = torch.empty_like(queries)
-    decode, *reductions = _noted(attention_decode.attend_decodes, queries, cache, batch, _PLAIN, out)
-    num_tiles = CONTEXT // attention_decode.decode_tiles(head_groups(queries, cache), torch.bfloat16).num_keys
-    uncut = count * shape.num_key_value_heads
-    per_segment = attention_decode.tiles_per_segment(uncut, decode.grid[2], num_tiles)
-    segments = -(-num_tiles // per_segment)
+    work = _work(batch)
+    tiles = attention_decode.decode_tiles(head_groups(queries, cache), torch.bfloat16)
+    listing, decode = _noted(attention_decode.attend_decodes, queries, cache, work, _PLAIN, out)
+    yield _plain(f"list of {name}", listing, count * 20)
+    num_tiles = count * shape.num_key_value_heads * (CONTEXT // tiles.num_keys)
+    share = -(-num_tiles // decode.num_programs)
     yield Case(
         name=name,
         launch=decode,
-        moved_bytes=uncut * CONTEXT * 2 * shape.head_dim * _HALF,
-        num_working=uncut * segments,
-        trips=per_segment,
+        moved_bytes=count * shape.num_key_value_heads * CONTEXT * 2 * shape.head_dim * _HALF,
+        num_working=-(-num_tiles // share),
+        trips=share,
     )
-    rows = count * shape.num_attention_heads
-    for launch in reductions:
-        found_bytes = rows * segments * (shape.head_dim + 2) * 4
-        yield Case(name=name, launch=launch, moved_bytes=found_bytes, num_working=rows, trips=1)
+
+
+def _work(batch: AttentionBatch) -> AttentionWork:
+    counters = _integers(AttentionWork.num_counters(attention_decode.most_programs(NUM_PROCESSORS)))
+    return AttentionWork(batch, counters, NUM_PROCESSORS)
 
 
 def _prefills() -> Iterator[Case]:
@@ -135,14 +139,17 @@ def _prefills() -> Iterator[Case]:
         queries, cache = _new(PROMPT, shape.num_attention_heads, shape.head_dim), _cache(shape)
         batch = _batch(1, PROMPT, num_decodes=0, longest=PROMPT)
         out = torch.empty_like(queries)
-        [launch] = _noted(attention_prefill.attend_prefills, queries, cache, batch, _PLAIN, out)
+        listing, launch = _noted(attention_prefill.attend_prefills, queries, cache, _work(batch), _PLAIN, out)
+        yield _plain(f"list of prefill {model}", listing, 8)
         tiles = attention_prefill.prefill_tiles(head_groups(queries, cache), torch.bfloat16)
+        num_rows = PROMPT * shape.num_attention_heads
+        items = -(-num_rows // tiles.num_rows)
         yield Case(
             name=f"prefill {model}",
             launch=launch,
             moved_bytes=2 * queries.numel() * _HALF,
-            num_working=launch.num_programs - shape.num_key_value_heads,
-            trips=PROMPT / 2 / tiles.num_keys,
+            num_working=min(launch.num_programs, NUM_PROCESSORS),
+            trips=PROMPT / 2 / tiles.num_keys * items / NUM_PROCESSORS,
         )
 
 

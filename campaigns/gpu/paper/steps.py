@@ -80,8 +80,9 @@ def _step(model: str, shape: Shape, count: int, cases: Sequence[Case]) -> Step:
     ]
     layers = shape.num_hidden_layers
     splits = sum(_is_split(outputs, count) for outputs, _ in _layer_products(shape))
-    # Beside the layers: unknown tokens, the embedding, angles, the last norm, logits, and the draw.
-    num_launches = layers * (len(products) + splits + len(attention) + len(others)) + 10
+    # Beside the layers: unknown tokens, the list of decodes, the embedding, angles, the last norm, logits,
+    # and the draw.
+    num_launches = layers * (len(products) + splits + len(attention) + len(others)) + 11
     keys_and_values = count * CONTEXT * 2 * shape.num_key_value_heads * shape.head_dim * _HALF
     return Step(
         model=model,

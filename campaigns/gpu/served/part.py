@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     *("Load", "Requests", "Cut off", "Output tokens per second"),
-    *("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"),
+    *("TTFT p50", "TTFT p95", "TTFT p99", "TPOT p50", "TPOT p95", "TPOT p99"),
 )
 _SMALLEST_TOKENIZER = 2048
 # Of the highest rate that a closed load had.
 _OPEN_SHARE = 0.7
 _OPEN_S = 8.0
 _SEED = 7
+_NUM_MIXED = 256
 
 
 def run(record: Record, settings: "Settings") -> None:
@@ -70,7 +71,7 @@ class _Served:
             "max_num_seqs": self._concurrencies[-1],
             "max_num_batched_tokens": 16 if is_smoke else 2048,
         }
-        sizes = {"max_model_len": 16 if is_smoke else 1024}
+        sizes = {"max_model_len": 16 if is_smoke else 2 * 1024}
         smoke = {"dtype": "float32", "num_blocks": 32, "block_size": 8} if is_smoke else {}
         opened = open_worker(folder, settings.target, **self._limits, **sizes, **smoke)
         self._worker: Worker = opened[0]
@@ -87,11 +88,31 @@ class _Served:
             _tell(table, f"{concurrency} in flight", records, summary)
             record.figure(f"closed_{concurrency}", summary.output_tokens_per_s)
             rates.append(summary.output_tokens_per_s / output_len)
+        self._mixed(record, table)
         rate = _OPEN_SHARE * max(rates)
         records = self._load().run_open(self._arriving(rate))
         summary = summarize(records, num_planned=len(records))
         _tell(table, f"{rate:.1f} arrive per second", records, summary)
         record.figure("open", summary.output_tokens_per_s)
+
+    def _mixed(self, record: Record, table: Table) -> None:
+        """Run nano-vllm's own load: 256 requests at once, with 100 to 1,024 tokens in and out."""
+        count, least, most = (
+            (2, 2, 6) if self._limits["max_num_seqs"] < _NUM_MIXED else (_NUM_MIXED, 100, 1024)
+        )
+        requests = [
+            Request(
+                prompt=[
+                    self._random.randrange(self._vocab_size) for _ in range(self._random.randint(least, most))
+                ],
+                max_tokens=self._random.randint(least, most),
+            )
+            for _ in range(count)
+        ]
+        records = self._load().run_closed(requests, concurrency=count)
+        summary = summarize(records, num_planned=count)
+        _tell(table, f"{count} of {least} to {most} tokens in and out", records, summary)
+        record.figure("mixed", summary.output_tokens_per_s)
 
     def close(self) -> None:
         self._worker.close()
@@ -125,6 +146,6 @@ def _tell(table: Table, load: str, records: Sequence[RequestRecord], summary: Su
     cells = [
         "-" if each is None else f"{getattr(each, share):.2f} ms"
         for each in (times.ttft_ms, times.tpot_ms)
-        for share in ("p50", "p99")
+        for share in ("p50", "p95", "p99")
     ]
     table.add(load, len(records), summary.num_failed, f"{summary.output_tokens_per_s:.0f}", *cells)

@@ -14,7 +14,7 @@ import torch
 from campaigns.gpu.shapes import SHAPES, Shape
 from campaigns.gpu.tune.workloads import AttentionInputs, Load, rows
 from worker.gpu.kernels.activation import BLOCK, multiply_by_gates
-from worker.gpu.kernels.attention_decode import DecodeChoices, SegmentLengths, attend_decodes, decode_choices
+from worker.gpu.kernels.attention_decode import DecodeChoices, attend_decodes, decode_choices
 from worker.gpu.kernels.attention_prefill import attend_prefills, prefill_tiles
 from worker.gpu.kernels.attention_tiles import AttentionTiles, head_groups
 from worker.gpu.kernels.norm import norm, warps_for_row
@@ -75,18 +75,16 @@ def questions(device: torch.device, *, shape_names: Sequence[str], is_smoke: boo
 def _decodes(shape: Shape, load: Load, device: torch.device, dtype: torch.dtype) -> list[Candidate]:
     inputs = AttentionInputs(shape, load, device, dtype)
     serving = decode_choices(head_groups(inputs.queries_THD, inputs.layers[0]), dtype)
-    tiles, lengths = serving
+    tiles, per_processor = serving
     choices = [serving]
     for num_keys, num_warps, num_stages in (
         *((32, 4, 5), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 4)),
         *((128, 4, 2), (128, 4, 3), (128, 8, 3)),
     ):
         other = tiles._replace(num_keys=num_keys, num_warps=num_warps, num_stages=num_stages)
-        choices.append(DecodeChoices(other, lengths))
-    for enough_programs in (132, 396, 528, 792):
-        choices.append(DecodeChoices(tiles, lengths._replace(enough_programs=enough_programs)))
-    for longest_segment in (1024, 2048, 4096):
-        choices.append(DecodeChoices(tiles, lengths._replace(longest_segment=longest_segment)))
+        choices.append(DecodeChoices(other, per_processor))
+    for num_programs in (1, 3, 4):
+        choices.append(DecodeChoices(tiles, num_programs))
 
     def attend(choice: DecodeChoices) -> list[Work]:
         return [
@@ -94,7 +92,7 @@ def _decodes(shape: Shape, load: Load, device: torch.device, dtype: torch.dtype)
                 attend_decodes,
                 inputs.queries_THD,
                 layer,
-                inputs.batch,
+                inputs.work,
                 inputs.options,
                 inputs.out_THD,
                 choice,
@@ -103,7 +101,7 @@ def _decodes(shape: Shape, load: Load, device: torch.device, dtype: torch.dtype)
         ]
 
     return [
-        Candidate(name=_name_of(choice.tiles, choice.lengths), serves=choice == serving, calls=attend(choice))
+        Candidate(name=_name_of(*choice), serves=choice == serving, calls=attend(choice))
         for choice in _distinct(choices)
     ]
 
@@ -124,7 +122,7 @@ def _prefills(shape: Shape, load: Load, device: torch.device, dtype: torch.dtype
                 attend_prefills,
                 inputs.queries_THD,
                 layer,
-                inputs.batch,
+                inputs.work,
                 inputs.options,
                 inputs.out_THD,
                 tiles,
@@ -169,8 +167,6 @@ def _distinct(choices: Sequence[Choice]) -> list[Choice]:
     return list(dict.fromkeys(choices))
 
 
-def _name_of(tiles: AttentionTiles, lengths: SegmentLengths | None = None) -> str:
+def _name_of(tiles: AttentionTiles, per_processor: int | None = None) -> str:
     told = f"{tiles.num_rows}x{tiles.num_keys}, {tiles.num_warps} warps, {tiles.num_stages} stages"
-    if lengths is None:
-        return told
-    return f"{told}, {lengths.enough_programs} programs, segments of {lengths.longest_segment}"
+    return told if per_processor is None else f"{told}, {per_processor} programs a processor"

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from triton import TritonError
 
-from campaigns.gpu.device_facts import timed
 from campaigns.gpu.results import Record, Table
-from campaigns.gpu.tune.candidates import Candidate, Question, questions
+from campaigns.gpu.tune.candidates import Question, questions
+from campaigns.gpu.tune.timing import time_calls
 from worker.devices.device import Device, open_device
 from worker.worker_config import WorkerConfig
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parents[3]
 _SHAPES = ("llama-3.1-8b", "qwen3-0.6b")
 _MOST_COMPILERS = 14
-_CALLS_OF_A_GRAPH = 32
 _COMPILED_WITHIN_S = 120.0
 _NOT_WORTH_IT = 0.02
 """A gain that is smaller than this may be chance."""
@@ -64,7 +63,7 @@ def _answer(question: Question, device: Device | None, best: Table, everything: 
         if candidate.serves:
             serving = candidate.name
         try:
-            seconds = _time(candidate, device)
+            seconds = time_calls(candidate.calls, device)
         except TritonError as error:  # too much shared memory, say
             everything.add(question.kernel, question.load, candidate.name, str(error).splitlines()[0][:80])
             continue
@@ -80,24 +79,6 @@ def _answer(question: Question, device: Device | None, best: Table, everything: 
     worth = told if gain > _NOT_WORTH_IT else ["the same", "-", "-"]
     best.add(question.kernel, question.load, serving, serves, *worth)
     del question.candidates
-
-
-def _time(candidate: Candidate, device: Device | None) -> float:
-    """Seconds of one call. In a graph, since launching most takes longer than computing them."""
-    calls = candidate.calls
-    if device is None:
-        started_s = time.perf_counter()
-        calls[0]()
-        return time.perf_counter() - started_s
-    repeats = max(1, _CALLS_OF_A_GRAPH // len(calls))
-
-    def work() -> None:
-        for _ in range(repeats):
-            for call in calls:
-                call()
-
-    graph = device.capture(work)
-    return timed(graph.replay, "cuda") / (repeats * len(calls))
 
 
 def _compile_all() -> float:

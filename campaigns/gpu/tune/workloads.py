@@ -16,12 +16,15 @@ from campaigns.gpu.shapes import Shape
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerCache, LayerShape
 from worker.gpu.device_batch import AttentionBatch
+from worker.gpu.kernels.attention_work import AttentionWork
 
 _BLOCK_SIZE = 16
 _LONGEST = 8192
 """Facts that the host gives of all sequences, as a captured step does."""
 _BEYOND_CACHES_BYTES = 256 << 20
 _MOST_LAYERS = 32
+_MOST_PROGRAMS_EACH = 4
+"""Programs of a processor, of all candidates."""
 _SCALE = 0.1
 
 
@@ -42,13 +45,22 @@ class Load(NamedTuple):
 class AttentionInputs:
     """One step, and the caches of some layers."""
 
-    def __init__(self, shape: Shape, load: Load, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        load: Load,
+        device: torch.device,
+        dtype: torch.dtype,
+        pool_bytes: int = 0,
+        num_layers: int = 0,
+    ) -> None:
+        """Take a larger pool than the load needs, and the number of layers; by itself as many as count."""
         num_kv_heads, head_dim = shape.num_key_value_heads, shape.head_dim
         num_tokens = load.num_sequences * load.query_len
         blocks_each = -(-load.context // _BLOCK_SIZE)
         num_blocks = blocks_each * load.num_sequences
         kv_bytes = 2 * num_blocks * _BLOCK_SIZE * num_kv_heads * head_dim * dtype.itemsize
-        num_layers = (
+        num_layers = num_layers or (
             min(_MOST_LAYERS, math.ceil(_BEYOND_CACHES_BYTES / kv_bytes)) if device.type == "cuda" else 1
         )
         layout = BlockLayout(
@@ -56,8 +68,9 @@ class AttentionInputs:
             block_size=_BLOCK_SIZE,
             dtype=dtype,
         )
-        memory = torch.empty((num_blocks + 1) * layout.block_numel, dtype=dtype, device=device).normal_()
-        self.layers: list[LayerCache] = list(KVCache(layout, num_blocks, memory).layers.values())
+        num_pool_blocks = max(num_blocks, pool_bytes // layout.block_bytes)
+        memory = torch.empty((num_pool_blocks + 1) * layout.block_numel, dtype=dtype, device=device).normal_()
+        self.layers: list[LayerCache] = list(KVCache(layout, num_pool_blocks, memory).layers.values())
         self.queries_THD = torch.randn(
             num_tokens, shape.num_attention_heads, head_dim, dtype=dtype, device=device
         )
@@ -66,17 +79,27 @@ class AttentionInputs:
             scaling=1 / math.sqrt(head_dim), sliding_window=None, softcap=None, sinks=None
         )
         integers = {"dtype": torch.int32, "device": device}
-        self.batch = AttentionBatch(
+        batch = AttentionBatch(
             num_decodes=load.num_sequences if load.query_len == 1 else 0,
             max_query_len=load.query_len,
             max_seq_len=_LONGEST if device.type == "cuda" else load.context,
             query_starts_R=torch.arange(load.num_sequences + 1, **integers) * load.query_len,  # type: ignore[call-overload]
             seq_lens_R=torch.full((load.num_sequences,), load.context, **integers),  # type: ignore[call-overload]
-            block_tables_RB=(torch.randperm(num_blocks, device=device) + 1)
+            block_tables_CB=(torch.randperm(num_pool_blocks, device=device)[:num_blocks] + 1)
             .int()
             .view(load.num_sequences, -1),
             slots_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         )
+        self.work = work_of(batch)
+
+
+def work_of(batch: AttentionBatch) -> AttentionWork:
+    """A step's work, with counters of its own."""
+    device = batch.seq_lens_R.device
+    is_gpu = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+    counters = batch.seq_lens_R.new_zeros(AttentionWork.num_counters(_MOST_PROGRAMS_EACH * processors))
+    return AttentionWork(batch, counters, processors)
 
 
 def rows(num_rows: int, width: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

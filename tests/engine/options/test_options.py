@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_without_any_source_every_option_has_its_default() -> None:
     assert read() == Options()
-    assert (read().max_num_seqs, read().max_num_batched_tokens, read().port) == (256, 2048, 8000)
+    assert (read().max_num_seqs, read().watermark, read().port) == (None, 0.01, 8000)
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(file) -> None:

@@ -10,7 +10,13 @@ from torch import nn
 
 from worker.attention import dense_attention as dense
 from worker.attention import ref_attention as ref
-from worker.attention.interface import AttentionMetadata, AttentionOptions, active, attention_forward
+from worker.attention.interface import (
+    AttentionMetadata,
+    AttentionOptions,
+    BlockTables,
+    active,
+    attention_forward,
+)
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
@@ -226,7 +232,7 @@ def make_metadata(spans: list[tuple[int, int]], tables: np.ndarray) -> Attention
         num_decodes=num_decodes,
         query_starts=np.cumsum([0, *(end - start for start, end in spans)]),
         seq_lens=np.array([end for _, end in spans]),
-        block_tables=tables,
+        tables=BlockTables.of(tables),
         token_blocks=np.concatenate(blocks).astype(np.int64),
         token_offsets=np.concatenate(positions) % BLOCK_SIZE,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker.attention.interface import AttentionMetadata, AttentionOptions
+from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.cpu.cpu_attention import CpuAttention
@@ -160,7 +160,7 @@ class Scene:
             num_decodes=3,
             query_starts=starts,
             seq_lens=np.array(self.SEQ_LENS),
-            block_tables=tables,
+            tables=BlockTables.of(tables),
             token_blocks=np.array(blocks, dtype=np.int64),
             token_offsets=np.array(offsets, dtype=np.int64),
         )
@@ -211,7 +211,7 @@ def test_a_query_attends_the_same_in_any_cut_of_its_prompt(kernels, dtype):
                 num_decodes=int(end - start == 1),
                 query_starts=np.array([0, end - start]),
                 seq_lens=np.array([end]),
-                block_tables=scene.metadata.block_tables[seq : seq + 1],
+                tables=BlockTables.of(scene.metadata.block_tables[seq : seq + 1]),
                 token_blocks=scene.metadata.token_blocks[chunk],
                 token_offsets=scene.metadata.token_offsets[chunk],
             )

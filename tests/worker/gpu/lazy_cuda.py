@@ -279,7 +279,9 @@ class LazyCuda:
             "_cudart": runtime(self.driver),
             "_exchange_device": self.driver.exchange_device,
             "_maybe_exchange_device": self.driver.exchange_device,
-            "_get_device_properties": lambda _: SimpleNamespace(name="lazy CUDA", major=9, minor=0),
+            "_get_device_properties": lambda _: SimpleNamespace(
+                name="lazy CUDA", major=9, minor=0, multi_processor_count=2
+            ),
         }
         for name, replacement in replaced.items():
             patch.setattr(torch.cuda, name, replacement, raising=False)

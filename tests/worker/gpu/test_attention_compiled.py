@@ -14,11 +14,14 @@ from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel,
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.gpu.device_batch import AttentionBatch
-from worker.gpu.kernels import attention_decode, attention_prefill, kv_write
+from worker.gpu.kernels import attention_decode, attention_prefill, attention_work, kv_write
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 PLAIN = AttentionOptions(scaling=0.1, sliding_window=None, softcap=None, sinks=None)
 ALL = AttentionOptions(0.1, sliding_window=4096, softcap=50.0, sinks=torch.empty(32, dtype=torch.bfloat16))
+
+
+REGISTERS_OF_A_PROCESSOR = 65536
 
 
 class Layer(NamedTuple):
@@ -27,8 +30,6 @@ class Layer(NamedTuple):
     key_dim: int
     value_dim: int
     options: AttentionOptions = PLAIN
-    num_sequences: int = 4
-    """With many, decodes are not cut into segments."""
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -36,7 +37,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "64": Layer(8, 4, 64, 64),
     "128": Layer(4, 7, 128, 128),
-    "128 with all options": Layer(8, 4, 128, 128, ALL, num_sequences=65),
+    "128 with all options": Layer(8, 4, 128, 128, ALL),
     "80": Layer(8, 1, 80, 80),
     "192 and 128": Layer(16, 1, 192, 128),
     "256": Layer(4, 2, 256, 256),
@@ -90,7 +91,7 @@ def launches_of(layer: Layer) -> dict[str, Kernel]:
     shape = LayerShape(layer.num_kv_heads, layer.key_dim, layer.value_dim)
     layout = BlockLayout(layers={0: shape}, block_size=16, dtype=layer.dtype)
     cache = KVCache(layout, 1, torch.empty(2 * layout.block_numel, dtype=layer.dtype)).layers[0]
-    num_sequences, num_heads = layer.num_sequences, layer.num_kv_heads * layer.num_groups
+    num_sequences, num_heads = 4, layer.num_kv_heads * layer.num_groups
     integers = torch.empty(num_sequences + 1, dtype=torch.int32)
     slots_T = torch.empty(num_sequences, dtype=torch.int64)
     tables = torch.empty((num_sequences, 3), dtype=torch.int32)
@@ -103,14 +104,16 @@ def launches_of(layer: Layer) -> dict[str, Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
             (attention_decode, "decode_kernel"),
-            (attention_decode, "reduce_kernel"),
+            (attention_work, "list_decodes_kernel"),
+            (attention_work, "list_prefills_kernel"),
             (attention_prefill, "prefill_kernel"),
             (kv_write, "write_kernel"),
         ):
             patch.setattr(module, name, Recorder(module, name, noted))
         queries, out = new(num_heads, layer.key_dim), new(num_heads, layer.value_dim)
-        attention_decode.attend_decodes(queries, cache, batch, layer.options, out)
-        attention_prefill.attend_prefills(queries, cache, batch, layer.options, out)
+        work = attention_work.AttentionWork(batch, torch.empty(500, dtype=torch.int32), num_processors=132)
+        attention_decode.attend_decodes(queries, cache, work, layer.options, out)
+        attention_prefill.attend_prefills(queries, cache, work, layer.options, out)
         key, value = (new(layer.num_kv_heads, dim) for dim in (layer.key_dim, layer.value_dim))
         kv_write.write_kv(key.transpose(0, 1), value.transpose(0, 1), cache, slots_T)
     return noted
@@ -157,9 +160,18 @@ def test_keys_and_values_are_written_sixteen_bytes_at_a_time(compiled) -> None:
     found = compiled["128", "write_kernel"]
     assert found.widest_load_bytes == 16
     assert "st.global.v4.b32" in found.ptx
-    assert found.local_bytes == compiled["128", "reduce_kernel"].local_bytes == 0
+    assert found.local_bytes == 0
 
 
-def test_a_step_with_many_decodes_has_no_reduction() -> None:
-    assert "reduce_kernel" in launches_of(LAYERS["128"])
-    assert "reduce_kernel" not in launches_of(LAYERS["128 with all options"])
+def test_all_programs_of_a_decode_run_side_by_side(compiled) -> None:
+    """They begin at once: else the shares of some would wait for those of others."""
+    for layer in HALF_WIDTH:
+        found, kernel = compiled[layer, "decode_kernel"], launches_of(LAYERS[layer])["decode_kernel"]
+        beside = attention_decode.most_programs(num_processors=1)
+        assert beside * found.shared_bytes <= SHARED_BYTES_LIMIT
+        assert beside * kernel.num_warps * 32 * found.num_registers <= REGISTERS_OF_A_PROCESSOR
+
+
+def test_work_is_listed_without_spilling(compiled) -> None:
+    for kernel in ("list_decodes_kernel", "list_prefills_kernel"):
+        assert compiled["128", kernel].local_bytes == 0

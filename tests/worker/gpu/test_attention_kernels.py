@@ -2,25 +2,26 @@
 may be read."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
-from worker.attention.interface import AttentionMetadata, AttentionOptions
+from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables, Reach
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import CpuDevice
 from worker.gpu.device_batch import AttentionBatch
-from worker.gpu.kernels import attention_decode
-from worker.gpu.kernels.attention_decode import count_segments
-from worker.gpu.kernels.attention_prefill import attend_prefills, find_tokens
+from worker.gpu.kernels import attention_decode, attention_work
+from worker.gpu.kernels.attention_decode import attend_decodes
+from worker.gpu.kernels.attention_prefill import attend_prefills
+from worker.gpu.kernels.attention_tiles import HeadGroups
+from worker.gpu.kernels.attention_work import AttentionWork
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.triton_attention import TritonAttention
 from worker.worker_config import WorkerConfig
@@ -131,7 +132,7 @@ class Step:
             num_decodes=counts.count(1) if sorted(counts, key=lambda each: each > 1) == counts else 0,
             query_starts=np.cumsum([0, *counts]),
             seq_lens=np.array([end for _, end in spans]),
-            block_tables=tables,
+            tables=BlockTables.of(tables),
             token_blocks=np.concatenate(blocks).astype(np.int64),
             token_offsets=np.concatenate(positions) % self.case.block_size,
         )
@@ -164,7 +165,7 @@ class Step:
             max_seq_len=1000,
             query_starts_R=torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)),
             seq_lens_R=torch.from_numpy(np.append(self.metadata.seq_lens, 0)[row_of].astype(np.int32)),
-            block_tables_RB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of]),
+            block_tables_CB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of]),
             slots_T=torch.from_numpy(np.append(slots, np.full(padding, -1))),
         )
         self.triton.begin_batch(batch)
@@ -232,55 +233,104 @@ def test_prompts_longer_than_a_tile_of_keys_or_rows(dtype: torch.dtype) -> None:
         check(Case([(90, 80)], Heads(1, 2), dtype=dtype, **reach))
 
 
-@triton.jit
-def _find_tokens_kernel(
-    found, blocks, query_starts, seq_lens, num_tokens, num_sequences, TOKENS: tl.constexpr
-):  # fmt: skip
-    place = tl.program_id(0)
-    sequence, first_token, _end, _seq_len = find_tokens(
-        tl.load(blocks + place), query_starts, seq_lens, num_tokens, num_sequences, 0, TOKENS, False
-    )
-    tl.store(found + 2 * place, sequence)
-    tl.store(found + 2 * place + 1, first_token)
-
-
-def test_more_sequences_than_are_looked_at_with_one_load_are_found_all_the_same() -> None:
-    counts = np.array([*[1] * 300, *[3] * 230, 9, 4])
-    starts = np.cumsum([0, *counts])
-    tokens, num_tokens = 4, int(starts[-1])
-    expected = [(0, 0), (299, 299), (300, 300), (529, 987), (530, 990), (530, 994), (531, 999)]
-    blocks = [starts[row] // tokens + row + (first - starts[row]) // tokens for row, first in expected]
-    found = torch.zeros((len(blocks), 2), dtype=torch.int32)
-    numbers = (torch.tensor(each, dtype=torch.int32) for each in (blocks, starts, counts))
-    _find_tokens_kernel[(len(blocks),)](found, *numbers, num_tokens, len(counts), TOKENS=tokens)
-    assert found.tolist() == [list(each) for each in expected]
-
-
-def test_a_long_decode_is_put_together_from_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_decode, "_SEGMENTS_AT_ONCE", 2)
-    shares = [(250, 1), (3, 1), (64, 1)]
-    assert count_segments(3, 251, num_keys=32) == 8
-    for options in ({"softcap": 3.0}, {"window": 100, "has_sinks": True}, {"chunk": 200}):
-        check(Case(shares, Heads(1, 2, 16, 8), **options))
-
-
-def test_no_sequence_is_cut_further_because_a_longer_one_could_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph has room for the longest, and is replayed with short ones mostly."""
-    monkeypatch.setattr(attention_decode, "_ENOUGH_PROGRAMS", 3)
-    monkeypatch.setattr(attention_decode, "_LONGEST_SEGMENT", 64)
-    assert count_segments(3, 1000, num_keys=32) == 16
-    made = []
-    make = attention_decode._make_segments
-    monkeypatch.setattr(
-        attention_decode, "_make_segments", lambda *given: made.append(make(*given)) or made[0]
-    )
-    step = Step(Case([(250, 1), (3, 1), (64, 1)], Heads(1, 2)))
+def work_of(step: Step, *, num_processors: int) -> AttentionWork:
+    """The work of a whole step on a device of this many processors."""
     step.triton.begin_step(step.metadata)
-    step.triton._batch = step.triton._batch._replace(max_seq_len=1000)
-    found = step.triton.attend(LAYER, step.query, step.key, step.value, step.options)
-    assert_close(found, step.expected())
-    num_written_RH = (~made[0].totals_RHS.isnan()).sum(dim=2)
-    assert num_written_RH.tolist() == [[4, 4], [1, 1], [2, 2]]
+    step.triton.write(LAYER, step.key, step.value)
+    counters = torch.zeros(AttentionWork.num_counters(1000), dtype=torch.int32)
+    return AttentionWork(step.triton._work.batch, counters, num_processors)
+
+
+def attended(step: Step, work: AttentionWork) -> Tensor:
+    heads = step.case.heads
+    out_THV = torch.full((step.query.shape[1], heads.num_kv_heads * heads.num_groups, heads.value_dim), 5.0)
+    arguments = (step.query.transpose(0, 1), step.cache.layers[LAYER], work, step.options)
+    attend_decodes(*arguments, out_THV)
+    if step.metadata.num_decodes < out_THV.shape[0]:
+        attend_prefills(*arguments, out_THV)
+    return out_THV
+
+
+@pytest.mark.parametrize("num_processors", [1, 2, 5, 40])
+def test_a_decode_is_put_together_from_the_parts_of_however_many_programs(num_processors: int) -> None:
+    for options in ({"softcap": 3.0}, {"window": 100, "has_sinks": True}, {"chunk": 200}):
+        step = Step(Case([(250, 1), (3, 1), (64, 1), (0, 1)], Heads(2, 2, 16, 8), **options))
+        work = work_of(step, num_processors=num_processors)
+        assert_close(attended(step, work), step.expected())
+        assert not work.counters.any(), "ready for the next layer"
+
+
+def test_more_parts_than_are_taken_at_once_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "_PARTS_AT_ONCE", 2)
+    step = Step(Case([(250, 1), (90, 1)], Heads(1, 3), has_sinks=True))
+    assert_close(attended(step, work_of(step, num_processors=4)), step.expected())
+
+
+def test_whichever_program_comes_last_puts_the_parts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them in their order; here they come in the opposite one."""
+    places: list[int] = []
+    set_place = InterpreterBuilder.set_grid_idx
+
+    def set_opposite(builder: InterpreterBuilder, x: int, y: int, z: int) -> None:
+        places.append(builder.grid_dim[0] - 1 - x)
+        set_place(builder, places[-1], y, z)
+
+    step = Step(Case([(250, 1), (3, 1), (64, 1)], Heads(1, 2)))
+    work = work_of(step, num_processors=3)
+    work.list_decodes(step.options.reach, 32)
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_opposite)
+    assert_close(attended(step, work), step.expected())
+    assert places[0] == max(places) == 5
+
+
+def test_sequences_and_blocks_beyond_what_one_load_looks_at_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_work, "_AT_ONCE", 4)
+    monkeypatch.setattr(attention_decode, "_SEQUENCES_AT_ONCE", 2)
+    step = Step(Case([(20 * number, 1) for number in range(6)] + [(5, 7), (40, 20), (0, 2)], Heads(1, 2)))
+    for num_decodes in (6, 0):
+        work = work_of(step, num_processors=2)
+        work.batch = work.batch._replace(num_decodes=num_decodes)
+        assert_close(attended(step, work), step.expected())
+
+
+def test_every_program_has_its_share_and_none_is_launched_for_a_longer_sequence() -> None:
+    """One grid for 1,000 tokens and for 131,072; the tiles of all heads are shared within one of another."""
+    tiles = attention_decode.decode_tiles(HeadGroups(2, 2, 8, 8), torch.float32)
+    grids = []
+    for longest in (1000, 131072):
+        step = Step(Case([(250, 1), (3, 1), (64, 1)], Heads(2, 2)))
+        work = work_of(step, num_processors=2)
+        work.batch = work.batch._replace(max_seq_len=longest)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_decode, "decode_kernel", Grids(attention_decode.decode_kernel, grids))
+            assert_close(attended(step, work), step.expected())
+        listed = work.list_decodes(step.options.reach, tiles.num_keys).tolist()
+        counts = [-(-length // tiles.num_keys) for length in (251, 4, 65)]
+        assert listed == [3, 0, 1, 2, 0, counts[0], sum(counts[:2]), sum(counts)]
+    assert grids == [(4,), (4,)]
+
+
+class Grids:
+    """In a kernel's place: notes its grids."""
+
+    def __init__(self, kernel: Any, noted: list[tuple[int, ...]]) -> None:
+        self._kernel, self._noted = kernel, noted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._noted.append(grid)
+        return self._kernel[grid]
+
+
+def test_layers_that_see_alike_share_a_list() -> None:
+    step = Step(Case(MIXED, window=20))
+    work = work_of(step, num_processors=2)
+    windowed, full = Reach(20, None), Reach(None, None)
+    assert work.list_decodes(windowed, 16) is work.list_decodes(windowed, 16)
+    assert work.list_decodes(windowed, 16).tolist()[-1] == 1 + 3 + 1
+    assert work.list_decodes(full, 16).tolist()[-1] == 1 + 3 + 1 + 0
+    assert work.list_prefills(8) is work.list_prefills(8)
 
 
 def test_more_query_heads_than_rows_are_attended_in_parts() -> None:
@@ -330,9 +380,10 @@ def test_decodes_that_the_host_does_not_know_are_not_walked_through_as_prompts()
     step = Step(Case(MIXED))
     step.triton.begin_step(step.metadata)
     step.triton.write(LAYER, step.key, step.value)
-    batch = step.triton._batch._replace(num_decodes=0)
+    work = work_of(step, num_processors=1)
+    work.batch = work.batch._replace(num_decodes=0)
     out_THV = torch.full((33, 6, 8), 5.0)
-    attend_prefills(step.query.transpose(0, 1), step.cache.layers[LAYER], batch, step.options, out_THV)
+    attend_prefills(step.query.transpose(0, 1), step.cache.layers[LAYER], work, step.options, out_THV)
     assert (out_THV[:3] == 5).all()
     assert_close(out_THV[3:], step.expected()[3:])
 
@@ -369,12 +420,3 @@ def test_queries_of_any_strides_are_attended_for() -> None:
     step.triton.begin_step(step.metadata)
     query = _spread(step.query, is_spread=True)
     assert_close(step.triton.attend(LAYER, query, step.key, step.value, step.options), step.expected())
-
-
-def test_few_decodes_are_cut_until_all_processors_have_work_and_many_are_not() -> None:
-    assert count_segments(1 * 8, 32768, num_keys=64) == 32
-    assert count_segments(32 * 8, 8192, num_keys=64) == 1
-    assert count_segments(64 * 8, 4096, num_keys=64) == 1
-    assert count_segments(1 * 8, 100, num_keys=64) == 2, "no segment has less than a tile"
-    assert count_segments(512 * 8, 131072, num_keys=64) == 8, "bounded, for empty programs cost time too"
-    assert count_segments(64 * 8, 131072, num_keys=64) == 16, "none is so long that the others wait for it"

@@ -22,7 +22,7 @@ from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import make_embedder, write_pooling_files
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu.ahead import AheadDriver
-from tests.worker.gpu.interpreted_gpu import open_gpu
+from tests.worker.gpu.interpreted_gpu import HAS_GPU, open_gpu
 from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
@@ -143,6 +143,23 @@ def test_graphs_with_steps_in_flight_draw_the_cpus_tokens(captured: Worker, on_c
         "one scores a prompt, and keeps what its body gave"
     )
     assert steps._num_padding > 20
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a tape tells what was recorded")
+def test_logits_of_a_graph_are_written_to_their_memory_by_the_product_itself(captured: Worker) -> None:
+    steps = steps_of(captured)
+    address = steps._logits_NV.data_ptr()
+    tapes = captured._device.tapes  # type: ignore[union-attr]
+    assert tapes
+    for tape in tapes:
+        into = [str(call[0]) for call in tape._calls if _writes_to(call, address)]
+        assert into == ["aten.mm.out"]
+
+
+def _writes_to(call: Any, address: int) -> bool:
+    _, args, kwargs, _ = call
+    targets = [kwargs.get("out"), *(args[:1] if str(call[0]).startswith("aten.copy_") else ())]
+    return any(isinstance(each, torch.Tensor) and each.data_ptr() == address for each in targets)
 
 
 def test_rows_that_are_edited_draw_beside_others_whom_their_graph_draws(

@@ -67,9 +67,19 @@ def test_decodes_are_captured_up_to_the_most_that_run(max_num_seqs: int, expecte
 
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
-    sizes = GraphSizes(Limits(600, 600, 9, 4), max_model_len=36)
-    assert max(each.num_tokens for each in sizes.decodes) == 512
-    assert [each.num_tokens for each in sizes.mixed] == [512]
+    sizes = GraphSizes(Limits(2000, 1500, 9, 4), max_model_len=36)
+    assert max(each.num_tokens for each in sizes.decodes) == 1024
+    assert [each.num_tokens for each in sizes.mixed] == [256, 384, 512, 768, 1024, 1536]
+
+
+def test_a_mixed_graph_of_fewer_tokens_than_sequences_that_may_run_has_room_for_as_many_as_it_can() -> None:
+    sizes = GraphSizes(LIMITS._replace(num_sequences=600), max_model_len=36)
+    assert [each.num_sequences for each in sizes.mixed] == [256, 384, 512, *[600] * 4]
+    assert all(each.num_logits == each.num_sequences for each in sizes.mixed)
+    assert size_for(graphs_of(sizes), step_of([1] * 300 + [9])) == 384
+
+
+def test_nothing_is_captured_for_more_tokens_than_a_step_has() -> None:
     assert not GraphSizes(Limits(64, 8, 9, 4), max_model_len=36).mixed
 
 

@@ -14,7 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.checkpoints import vary_constants
 from tests.families import ALTERNATING, Family
 from tests.worker.family_trial import tiny_config
-from worker.attention.interface import ATTENTION_NAME, AttentionMetadata, active, num_layers_begun
+from worker.attention.interface import (
+    ATTENTION_NAME,
+    AttentionMetadata,
+    BlockTables,
+    active,
+    num_layers_begun,
+)
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import open_device
 from worker.gpu.gpu_toolkit import GpuToolkit
@@ -89,7 +95,7 @@ def serve(model, device, token_ids: list[np.ndarray]) -> list[torch.Tensor]:
                 num_decodes=sum(end - start == 1 for _, start, end in spans),
                 query_starts=np.cumsum([0] + [end - start for _, start, end in spans]),
                 seq_lens=np.array([end for _, _, end in spans]),
-                block_tables=tables[rows].astype(np.int32),
+                tables=BlockTables.of(tables[rows].astype(np.int32)),
                 token_blocks=tables[whose, positions // BLOCK_SIZE],
                 token_offsets=positions % BLOCK_SIZE,
             )

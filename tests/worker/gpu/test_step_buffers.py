@@ -8,14 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from scheduler.messages import SequenceId
+from scheduler.messages import (
+    BlockId,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceId,
+)
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
-from worker.attention.interface import AttentionMetadata
+from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.devices.device import DeviceEvent
-from worker.gpu.kernels.input_fill import spread_tables
+from worker.gpu.kernels.input_fill import change_tables
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
-from worker.steps.step_inputs import StepInputs
+from worker.steps.row_table import RowTable
+from worker.steps.step_inputs import StepInputs, build_inputs
 from worker.worker_config import WorkerConfig
 
 LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4)
@@ -65,7 +73,7 @@ def make_inputs(query_lens: list[int], seed: int) -> StepInputs:
             num_decodes=int((lens == 1).sum()),
             query_starts=np.concatenate([[0], ends]),
             seq_lens=seq_lens,
-            block_tables=generator.integers(0, 1000, (num_sequences, longest), dtype=np.int32),
+            tables=BlockTables.of(generator.integers(0, 1000, (num_sequences, longest), dtype=np.int32)),
             token_blocks=generator.integers(1, 1000, num_tokens),
             token_offsets=generator.integers(0, LIMITS.block_size, num_tokens),
         ),
@@ -80,10 +88,10 @@ def draws_of(inputs: StepInputs) -> NDArray[np.float64]:
 
 
 def fill(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
-    """As a step does: the tables are spread by its first kernel."""
+    """As a step does: its first kernel brings new blocks into the tables."""
     buffers.fill(inputs, draws_of(inputs), sizes)
     batch = buffers.view(sizes)
-    spread_tables(batch.packed_tables, batch.table_width_1, batch.attention.block_tables_RB)
+    change_tables(batch.changes, batch.attention.block_tables_CB)
 
 
 def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
@@ -106,9 +114,11 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     padding = sizes.num_sequences - num_sequences
     assert attention.query_starts_R.tolist() == [*metadata.query_starts, *[num_tokens] * padding]
     assert attention.seq_lens_R.tolist() == [*metadata.seq_lens, *[0] * padding]
-    tables = attention.block_tables_RB[:num_sequences, : metadata.block_tables.shape[1]]
-    assert tables.tolist() == metadata.block_tables.tolist()
-    assert attention.block_tables_RB.stride() == (LIMITS.num_blocks, 1)
+    assert attention.table_rows_R is not None
+    assert attention.table_rows_R.tolist() == [*metadata.tables.rows_R, *[0] * padding]
+    tables = attention.block_tables_CB[attention.table_rows_R[:num_sequences].long()]
+    assert tables[:, : metadata.block_tables.shape[1]].tolist() == metadata.block_tables.tolist()
+    assert attention.block_tables_CB.stride() == (LIMITS.num_blocks, 1)
     for tensor in (batch.input_ids_1T, batch.position_ids_1T, attention.slots_T, batch.draws_NF):
         assert tensor.data_ptr() % 16 == 0
 
@@ -143,8 +153,8 @@ def test_steps_of_the_same_sizes_stand_at_the_same_addresses() -> None:
         fill(buffers, inputs, sizes)
         check(buffers, inputs, sizes)
     after = buffers.view(sizes)
-    assert [tensor.data_ptr() for tensor in (*before.attention[3:], *before[1:])] == [
-        tensor.data_ptr() for tensor in (*after.attention[3:], *after[1:])
+    assert [tensor.data_ptr() for tensor in (*before.attention[3:], *before[1:-1], *before.changes)] == [
+        tensor.data_ptr() for tensor in (*after.attention[3:], *after[1:-1], *after.changes)
     ]
 
 
@@ -181,7 +191,7 @@ def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None
     assert batch.attention.query_starts_R.tolist() == [0] * 5
     assert batch.rows_N.tolist() == [LIMITS.num_sequences] * 4
     assert batch.draws_NF[:, LINE].tolist() == [NOBODY] * 4
-    assert batch.table_width_1.item() == 0
+    assert not batch.changes.starts_R.any()
     assert not batch.input_ids_1T.any()
     assert not batch.logits_indices_N.any()
 
@@ -189,5 +199,68 @@ def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None
 def test_the_memory_told_beforehand_is_enough() -> None:
     for limits in (LIMITS, Limits(2048, 256, 513, 16), Limits(8192, 512, 8193, 16)):
         buffers = StepBuffers(TransferLog(), limits)
-        taken = buffers._memory.nbytes + buffers._tables_RB.nbytes
+        taken = buffers._memory.nbytes + buffers._tables_CB.nbytes
         assert taken <= StepBuffers.num_bytes(limits) + 1024
+
+
+def step_of_rows(table: RowTable, rows: list[int]) -> StepInputs:
+    """A decode of each row's last token, as the worker builds it."""
+    sequence_ids = [
+        next(each for each in range(100) if table.row_of(SequenceId(each)) == row) for row in rows
+    ]
+    plan = SchedulerOutput(
+        step=0,
+        released=(),
+        new_sequences=(),
+        new_blocks={},
+        scheduled=tuple(
+            ScheduledSequence(SequenceId(each), int(table.num_tokens_C[row]) - 1, 1, samples=False)
+            for each, row in zip(sequence_ids, rows, strict=True)
+        ),
+        num_scheduled_tokens=len(rows),
+    )
+    inputs = build_inputs(plan, table, failures={})
+    assert inputs is not None
+    return inputs
+
+
+def add(table: RowTable, sequence_id: int, blocks: list[int]) -> int:
+    tokens = tuple(range(len(blocks) * LIMITS.block_size - 1))
+    params = SamplingParams()
+    return table.add(
+        NewSequence(
+            sequence_id=SequenceId(sequence_id),
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            params=params,
+            block_ids=tuple(BlockId(each) for each in blocks),
+        )
+    )
+
+
+def test_only_blocks_that_are_new_to_a_row_travel() -> None:
+    buffers = StepBuffers(TransferLog(), LIMITS)
+    table = RowTable(max_num_seqs=6, max_model_len=35, block_size=4, num_blocks=99)
+    sent = []
+
+    def run(rows: list[int]) -> None:
+        inputs = step_of_rows(table, rows)
+        sizes = BatchSizes(6, 6, 6, 6, 1, 36)
+        fill(buffers, inputs, sizes)
+        check(buffers, inputs, sizes)
+        sent.append(int(buffers.view(sizes).changes.starts_R[-1]))
+
+    first, second = add(table, 1, [7, 8, 9]), add(table, 2, [5])
+    run([second, first])
+    run([first, second])
+    table.grow(SequenceId(1), (BlockId(20),))
+    run([second])
+    third = add(table, 3, [30, 31])
+    run([third, second, first])
+    table.release(SequenceId(1))
+    assert add(table, 4, [40, 41]) == first, "another sequence, with other blocks, in the row of the first"
+    run([first, second, third])
+    table.release(SequenceId(4))
+    add(table, 4, [50, 51])
+    run([first])
+    assert sent == [4, 0, 0, 3, 2, 2]

@@ -1,15 +1,15 @@
 """Paged attention for sequences with any number of tokens in the step.
 
-Owns: the cut of the tokens into programs.
-Never: the walk over keys (attention_tiles.py).
-Source: the grid whose size the host knows, and each program's search for its sequence, follow vLLM's
-Triton attention (arXiv:2511.11581). Its results are defined by worker/attention/ref_attention.py.
+Owns: the cut of the tokens into blocks, and which program takes which.
+Never: the walk over keys (attention_tiles.py), or which sequences there are (attention_work.py).
+Source: the blocks follow vLLM's Triton attention (arXiv:2511.11581), the programs that take them one after
+another FlashAttention-3 (arXiv:2407.08608). Its results are defined by worker/attention/ref_attention.py.
 
-    tokens     | sequence 0          | sequence 1 | 2          | padding |
-    programs   | B tokens | B | less | B | less   | less | -   | less    |    -: finds nothing to do
+    tokens     | sequence 0          | sequence 1 | 2    | padding |
+    blocks     | B tokens | B | less | B | less   | less | less    |
 
-Sequence r begins at program query_starts[r] // B + r, counted from the first sequence that comes here:
-room enough for a part of a block at each end, without knowing how long any sequence is.
+The grid is as large as the device. Each program takes the next block and head that nobody has, from the end,
+until there is none.
 
 Shapes: T tokens, R sequences, Hq query heads, and those of attention_tiles.py.
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerCache
-from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
     HeadGroups,
     attend_tiles,
+    find_line,
     first_seen,
     head_groups,
     layer_constants,
@@ -34,13 +34,14 @@ from worker.gpu.kernels.attention_tiles import (
     score_scale,
     store_attended,
 )
+from worker.gpu.kernels.attention_work import AttentionWork, find_listed
 
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
 # whole warp groups. Compiled within shared memory and registers; speed was estimated, not measured.
 _TILES = {
     128: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
     256: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
-    512: AttentionTiles(num_rows=64, num_keys=64, num_warps=8, num_stages=2),
+    512: AttentionTiles(num_rows=64, num_keys=32, num_warps=8, num_stages=3),
     1024: AttentionTiles(num_rows=32, num_keys=32, num_warps=8, num_stages=2),
     2048: AttentionTiles(num_rows=32, num_keys=16, num_warps=8, num_stages=2),
 }
@@ -50,8 +51,9 @@ _FLOAT32_TILES = {
     4096: AttentionTiles(num_rows=16, num_keys=16, num_warps=8, num_stages=1),
 }
 
-_AT_ONCE = tl.constexpr(512)
-"""Sequences that are looked at with one load."""
+_PROGRAMS_PER_PROCESSOR = 2
+"""Programs that the smallest tiles let run side by side. One that begins late finds nothing left."""
+_SEQUENCES_AT_ONCE = 512
 
 
 def prefill_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
@@ -62,7 +64,7 @@ def prefill_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
 def attend_prefills(
     queries_THD: Tensor,
     cache: LayerCache,
-    batch: AttentionBatch,
+    work: AttentionWork,
     options: AttentionOptions,
     out_THV: Tensor,
     tiles: AttentionTiles | None = None,
@@ -72,69 +74,112 @@ def attend_prefills(
     Where the host does not know the decodes, they are left to attend_decodes all the same. queries_THD has
     any strides, but its last is 1; out_THV is contiguous.
     """
+    batch = work.batch
     shape = head_groups(queries_THD, cache)
     tiles = tiles or prefill_tiles(shape, queries_THD.dtype)
     heads_per_program = min(shape.num_groups, tiles.num_rows)
     tokens_per_program = tiles.num_rows // heads_per_program
     head_parts = triton.cdiv(shape.num_groups, heads_per_program)
-    # One more than the sequences: tokens behind the last count as a sequence of their own.
-    num_sequences = batch.num_sequences - batch.num_decodes + 1
-    grid = (batch.num_tokens // tokens_per_program + num_sequences, shape.num_kv_heads * head_parts)
+    most_blocks = batch.num_tokens // tokens_per_program + batch.num_sequences - batch.num_decodes + 1
+    num_programs = min(
+        _PROGRAMS_PER_PROCESSOR * work.num_processors, most_blocks * shape.num_kv_heads * head_parts
+    )
     keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
-    prefill_kernel[grid](
+    prefill_kernel[(num_programs,)](
         queries_THD, out_THV, keys, values,
-        batch.block_tables_RB, batch.query_starts_R, batch.seq_lens_R, options.sinks,
+        work.list_prefills(tokens_per_program), work.counters,
+        batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
         batch.num_tokens, batch.num_sequences, batch.num_decodes,
-        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_RB.stride(0), score_scale(options),
+        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, cache, options),
-        NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
+        KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=head_parts, TOKENS=tokens_per_program,
-        LEAVE_DECODES=batch.num_decodes == 0,
+        SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "first_sequence", "table_stride"])
 def prefill_kernel(
-    queries, out, keys, values, tables, query_starts, seq_lens, sinks,
+    queries, out, keys, values, listed, counters, tables, table_rows, query_starts, seq_lens, sinks,
     num_tokens, num_sequences, first_sequence,
     query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, LEAVE_DECODES: tl.constexpr,
+    KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: TOKENS tokens of a sequence, and HEADS query heads of a KV head, which has PARTS such."""
-    # From the end: later tokens see more keys, and the longest work should not begin last.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence, first_token, end_token, seq_len = find_tokens(
-        block, query_starts, seq_lens, num_tokens, num_sequences, first_sequence, TOKENS, LEAVE_DECODES
-    )
-    if first_token >= end_token:
-        return
+    """One program: blocks of TOKENS tokens of a sequence and HEADS query heads, while there are any.
 
-    kv_head = tl.program_id(1) // PARTS
-    num_heads = tl.num_programs(1) // PARTS * NUM_GROUPS
-    rows_M = tl.arange(0, NUM_ROWS)
-    groups_M = tl.program_id(1) % PARTS * HEADS + rows_M % HEADS
+    A KV head has PARTS such groups of query heads.
+    """
+    HEAD_GROUPS: tl.constexpr = KV_HEADS * PARTS
+    num_listed = tl.load(listed)
+    starts = listed + 2 + num_sequences - first_sequence
+    num_blocks = tl.load(starts + num_listed)
+    item = tl.atomic_add(counters, 1)
+    while item < num_blocks * HEAD_GROUPS:
+        # From the end: later tokens see more keys, and the longest work should not begin last.
+        block = num_blocks - 1 - item // HEAD_GROUPS
+        head = item % HEAD_GROUPS
+        place = find_listed(starts, num_listed, block, SEQUENCES_AT_ONCE)
+        _attend_block(
+            queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
+            tl.load(listed + 1 + place), block - tl.load(starts + place), head, num_tokens, num_sequences,
+            query_token_stride, query_head_stride, block_stride, table_stride, scale, tl.minimum(item, 0),
+            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+            KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, TOKENS,
+        )  # fmt: skip
+        item = tl.atomic_add(counters, 1)
+    # The last to find nothing left makes the counters ready for the next launch.
+    if tl.atomic_add(counters + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counters, 0)
+        tl.store(counters + 1, 0)
+
+
+@triton.jit
+def _attend_block(
+    queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
+    sequence, block, head, num_tokens, num_sequences,
+    query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
+    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attend for the TOKENS tokens of one of a sequence's blocks, and HEADS query heads of one KV head."""
+    is_sequence = sequence < num_sequences
+    start = tl.load(query_starts + sequence)
+    end_token = tl.where(
+        is_sequence, tl.load(query_starts + sequence + 1, mask=is_sequence, other=0), num_tokens
+    )
+    # Padding has a length of 0, and so neither a first key nor an end.
+    seq_len = tl.load(seq_lens + sequence, mask=is_sequence, other=0)
+    first_token = start + block * TOKENS
+    kv_head = head // PARTS
+    # The compiler does not know that it is 0: else it would compute at once, for all turns of the loop around
+    # this, what each can compute in a clock, and registers run out.
+    rows_M = tl.arange(0, NUM_ROWS) + zero
+    groups_M = head % PARTS * HEADS + rows_M % HEADS
     heads_M = kv_head * NUM_GROUPS + groups_M
     tokens_M = first_token + rows_M // HEADS
     is_row_M = (rows_M < TOKENS * HEADS) & (tokens_M < end_token) & (groups_M < NUM_GROUPS)
     queries_MD = load_queries(
         queries, tokens_M, heads_M, is_row_M, query_token_stride, query_head_stride, KEY_DIM, KEY_WIDTH
     )
-    # Padding has a length of 0, and so neither a first key nor an end.
     first_position = tl.maximum(seq_len - (end_token - first_token), 0)
-    end_key = tl.minimum(first_position + TOKENS, seq_len)
     sums_MV, totals_M, peaks_M = _attend(
         queries_MD, first_position + rows_M // HEADS,
         keys + kv_head * (BLOCK_SIZE * KEY_DIM), values + kv_head * (BLOCK_SIZE * VALUE_DIM),
-        tables + sequence.to(tl.int64) * table_stride, block_stride, scale, first_position, end_key,
+        tables + find_line(table_rows, tl.where(is_sequence, sequence, 0)) * table_stride,
+        block_stride, scale,
+        first_position, tl.minimum(first_position + TOKENS, seq_len),
         KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, NUM_ROWS, NUM_KEYS,
     )  # fmt: skip
     store_attended(
-        out, sums_MV, totals_M, peaks_M, sinks, tokens_M, heads_M, num_heads, is_row_M,
+        out, sums_MV, totals_M, peaks_M, sinks, tokens_M, heads_M, KV_HEADS * NUM_GROUPS, is_row_M,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
 
@@ -174,33 +219,3 @@ def _attend(
         KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
         NUM_KEYS, MASKED=True,
     )  # fmt: skip
-
-
-@triton.jit
-def find_tokens(
-    block, query_starts, seq_lens, num_tokens, num_sequences, first_sequence,
-    TOKENS: tl.constexpr, LEAVE_DECODES: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Find a block's sequence, its first token, where the sequence's tokens end, and the sequence's length.
-
-    Sequence num_sequences stands for the padding, with a length of 0.
-    """
-    # All at once: a search by halves is as many loads that wait for one another, and most programs of a step
-    # with many decodes do nothing else.
-    offset = tl.load(query_starts + first_sequence) // TOKENS + first_sequence
-    low = first_sequence - 1
-    for some in range(first_sequence, num_sequences + 1, _AT_ONCE):
-        sequences = some + tl.arange(0, _AT_ONCE)
-        is_one = sequences <= num_sequences
-        starts = tl.load(query_starts + sequences, mask=is_one, other=0)
-        begins_before = is_one & (starts // TOKENS + sequences - offset <= block)
-        low += tl.sum(begins_before.to(tl.int32), axis=0)
-    start = tl.load(query_starts + low)
-    is_sequence = low < num_sequences
-    end = tl.load(query_starts + low + 1, mask=is_sequence, other=0)
-    end = tl.where(is_sequence, end, num_tokens)
-    seq_len = tl.load(seq_lens + low, mask=is_sequence, other=0)
-    first_token = start + (block - (start // TOKENS + low - offset)) * TOKENS
-    if LEAVE_DECODES:
-        first_token = tl.where(is_sequence & (end - start == 1), end, first_token)
-    return low, first_token, end, seq_len

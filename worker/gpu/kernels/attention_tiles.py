@@ -120,6 +120,15 @@ def first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
+def find_line(table_rows, sequence) -> tl.tensor:
+    """Find a sequence's line in the block tables: one of its own, unless lines are by rows of the worker."""
+    if table_rows is None:
+        return sequence.to(tl.int64)
+    else:
+        return tl.load(table_rows + sequence).to(tl.int64)
+
+
+@triton.jit
 def attend_tiles(
     sums_MV, totals_M, peaks_M, queries_MD, positions_M,
     keys, values, table, block_stride, scale, first_key, end_key, first_tile, end_tile,

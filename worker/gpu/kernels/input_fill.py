@@ -1,15 +1,17 @@
-"""The completion of a step's inputs on the device: tokens unknown to the host, and packed block tables.
+"""The completion of a step's inputs on the device: tokens unknown to the host, new blocks of tables.
 
 Owns: the last token sampled for each row, on its way from one step to the next.
 Never: samples it (token_draw.py), or decides which step may begin before it is known (the scheduler).
 
 Shapes: T tokens, N logits wanted, C rows of the worker and one more of no sequence, R sequences, B
-blocks of the longest table that there may be.
+blocks of the longest table that there may be (tables have no line for the row of no sequence).
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from worker.gpu.device_batch import TableChanges
 
 _BLOCK = 256
 _TABLE_BLOCK = 1024
@@ -39,15 +41,9 @@ def remember_tokens(last_token_C: Tensor, rows_N: Tensor, token_ids_N: Tensor) -
     )
 
 
-def spread_tables(packed: Tensor, width_1: Tensor, tables_RB: Tensor) -> None:
-    """Copy R lines of the width in width_1 to where lines of B are read; the rest of a line stays.
-
-    All are int32. packed is flat, and holds R lines of any width up to B.
-    """
-    num_sequences, most_blocks = tables_RB.shape
-    _spread_kernel[(num_sequences, triton.cdiv(most_blocks, _TABLE_BLOCK))](
-        packed, width_1, tables_RB, tables_RB.stride(0), BLOCK=_TABLE_BLOCK
-    )
+def change_tables(changes: TableChanges, tables_CB: Tensor) -> None:
+    """Bring the blocks that are new to a step's sequences into their lines; the rest of a line stays."""
+    _change_kernel[(len(changes.rows_R),)](*changes, tables_CB, tables_CB.stride(0), BLOCK=_TABLE_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -69,10 +65,12 @@ def _remember_kernel(last_tokens, rows, token_ids, num_tokens, BLOCK: tl.constex
 
 
 @triton.jit
-def _spread_kernel(packed, width, tables, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    num_blocks = tl.load(width)
-    is_there = places < num_blocks
-    block_ids = tl.load(packed + row * num_blocks + places, mask=is_there, other=0)
-    tl.store(tables + row * stride + places, block_ids, mask=is_there)
+def _change_kernel(rows, firsts, starts, blocks, tables, stride, BLOCK: tl.constexpr):
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    num_changed = tl.load(starts + sequence + 1) - start
+    line = tables + tl.load(rows + sequence).to(tl.int64) * stride + tl.load(firsts + sequence)
+    for some in range(0, num_changed, BLOCK):
+        places = some + tl.arange(0, BLOCK)
+        is_one = places < num_changed
+        tl.store(line + places, tl.load(blocks + start + places, mask=is_one, other=0), mask=is_one)
