@@ -20,7 +20,7 @@ class ModelOptions(EdgeOptions):
         Group.MODEL,
         Text(metavar="MODEL"),
         "Checkpoint folder, or the hub name (org/name) of one that is in the local hub cache already. "
-        "Nothing is downloaded.",
+        "`tokenyard pull` fetches one; nothing is downloaded from here.",
         open_default="a tiny built-in model, for trying the server out",
         default=None,
     )

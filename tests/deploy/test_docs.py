@@ -42,6 +42,7 @@ PAGES = [
 ]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed", "once"}
+OF_PULL = {"revision", "include"}
 """Flags of the commands that talk to a server; docs/clients.md."""
 CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
 
@@ -164,17 +165,21 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
         for word in code_words(text)
         if re.match(r"--\w.*\w$", word)
     }
-    others = {
-        "extra-index-url",
-        "gpus",
-        "tmpfs",
-        "build-arg",
-        "config",
-        "help",
-        "json",
-        "dist",
-        "changed",
-    } | OF_CLIENTS
+    others = (
+        {
+            "extra-index-url",
+            "gpus",
+            "tmpfs",
+            "build-arg",
+            "config",
+            "help",
+            "json",
+            "dist",
+            "changed",
+        }
+        | OF_CLIENTS
+        | OF_PULL
+    )
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
