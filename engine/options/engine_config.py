@@ -30,6 +30,7 @@ from scheduler.config import (
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
+from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import config_overrides, generation_overrides
 from worker.worker_config import WorkerConfig
@@ -37,6 +38,7 @@ from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
+_GGUF_SUFFIX = ".gguf"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
@@ -119,7 +121,7 @@ def resolve(
     _check_ranks(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
-    _check_checksums(options.checksums)
+    _check_checksums(options.checksums, folder)
     return _engine_config(options, folder, name), ServerConfig(
         host=options.host,
         port=options.port,
@@ -394,8 +396,12 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), folder.resolve().name
+    if folder.is_file() and folder.suffix == _GGUF_SUFFIX:
+        return _folder_of_gguf(folder), folder.stem
     if folder.exists():
-        raise OptionError(f"model {model!r}", "this is a file", "name the checkpoint's folder")
+        raise OptionError(
+            f"model {model!r}", "this is a file", f"name the checkpoint's folder, or a {_GGUF_SUFFIX} file"
+        )
     cached = _find_in_hub_cache(model, environment)
     if cached is None:
         raise OptionError(
@@ -409,6 +415,13 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
 
 def _hub_name(model: str) -> str:
     return model if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) else "ORG/NAME"
+
+
+def _folder_of_gguf(path: Path) -> Path:
+    try:
+        return gguf_folder.folder_of(path)
+    except StartupError as error:
+        raise OptionError(f"model {str(path)!r}", error.what, error.fix) from error
 
 
 def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
@@ -438,7 +451,7 @@ def _check_checkpoint(folder: Path) -> None:
                 f"it has no {name}",
                 "name the folder of a complete Hugging Face checkpoint",
             )
-    if next(folder.glob("*.safetensors"), None) is None:
+    if next(folder.glob("*.safetensors"), None) is None and not (folder / gguf_folder.WEIGHTS).exists():
         raise OptionError(
             f"model {str(folder)!r}",
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
@@ -447,10 +460,16 @@ def _check_checkpoint(folder: Path) -> None:
         )
 
 
-def _check_checksums(path: str | None) -> None:
+def _check_checksums(path: str | None, folder: Path) -> None:
     """Check the list alone; the checkpoint's files are compared where they are read."""
     if path is None:
         return
+    if (folder / gguf_folder.WEIGHTS).exists():
+        raise OptionError(
+            f"--checksums {path}",
+            "it is a list for the files of a folder",
+            "compare the GGUF file with sha256sum before the start",
+        )
     try:
         Checksums.read(Path(path).absolute())
     except StartupError as error:

@@ -19,8 +19,8 @@ class ModelOptions(EdgeOptions):
     model: str | None = _option(
         Group.MODEL,
         Text(metavar="MODEL"),
-        "Checkpoint folder, or the hub name (org/name) of one that is in the local hub cache already. "
-        "`tokenyard pull` fetches one; nothing is downloaded from here.",
+        "Checkpoint folder, a GGUF file, or the hub name (org/name) of a checkpoint that is in the local hub "
+        "cache already. `tokenyard pull` fetches one; nothing is downloaded from here.",
         open_default="a tiny built-in model, for trying the server out",
         default=None,
     )

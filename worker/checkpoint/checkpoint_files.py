@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from worker.checkpoint.gguf_config import find_weights_of
+from worker.checkpoint.gguf_file import GgufTensor, GgufType, read_gguf
+from worker.checkpoint.gguf_folder import WEIGHTS as GGUF
 from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError
 
@@ -24,6 +27,17 @@ _ZEROS = frozenset({"qzeros", "weight_zero_point"})
 _ORDERS = frozenset({"g_idx", "weight_g_idx"})
 _BYTE_CODES = frozenset({"I8", "F8_E4M3"})
 _BYTES_OF_A_SCALE, _BYTES_OF_AN_INDEX = 4, 8
+# Of a GGUF file's blocks once loaded: bits of a code, weights of a group, numbers for each group.
+_LOADED_BLOCKS = {
+    GgufType.Q4_0: (4, 32, 1),
+    GgufType.Q4_1: (4, 32, 2),
+    GgufType.Q5_0: (8, 32, 1),
+    GgufType.Q5_1: (8, 32, 2),
+    GgufType.Q8_0: (8, 32, 1),
+    GgufType.Q4_K: (4, 32, 2),
+    GgufType.Q5_K: (8, 32, 2),
+    GgufType.Q6_K: (8, 16, 1),
+}
 # torch's name of a dtype -> the name in a safetensors header, and bytes per number. Others are not converted.
 _FLOATS = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
@@ -36,6 +50,12 @@ class StoredTensor:
     """The header's name: F32, BF16."""
     shape: tuple[int, ...]
     num_bytes: int
+    place: GgufTensor | None = None
+    """Its place in a GGUF file."""
+    num_interleaved_heads: int = 0
+    """See GgufWeight."""
+    added: float = 0.0
+    """See GgufWeight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +113,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_weights(folder: Path) -> list[WeightFile]:
-    """List the safetensors files, each checked to be whole. Raises StartupError if one is missing."""
+    """List the files of weights, each checked to be whole. Raises StartupError if one is missing."""
+    if (folder / GGUF).exists():
+        return [_open_gguf(folder / GGUF)]
     if (folder / _INDEX).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -131,6 +153,9 @@ def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
     converted = 0
     for name in plain:
         stored = tensors[name]
+        if stored.place is not None and not stored.place.type.is_plain:
+            total += _bytes_of_blocks(stored.place)
+            continue
         if not target or stored.dtype == target or stored.dtype not in item_bytes:
             total += stored.num_bytes
             continue
@@ -162,6 +187,12 @@ def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:
     return total, plain
 
 
+def _bytes_of_blocks(tensor: GgufTensor) -> int:
+    bits, group_size, per_group = _LOADED_BLOCKS[tensor.type]
+    count = math.prod(tensor.shape)
+    return count * bits // 8 + count // group_size * per_group * _BYTES_OF_A_SCALE
+
+
 def _num_scales(name: str, scales: StoredTensor, codes: StoredTensor) -> int:
     """Count scales by output and group: one for a block or for all is repeated for each output."""
     if name.startswith("weight_scale") and codes.dtype in _BYTE_CODES and len(scales.shape) < 3:
@@ -179,6 +210,23 @@ def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> 
         with file.path.open("rb", buffering=0) as stream:
             while num_read := stream.readinto(piece):
                 on_read(num_read)
+
+
+def _open_gguf(path: Path) -> WeightFile:
+    """Read the header; tensors have the model's names. Raises StartupError."""
+    file = read_gguf(path)
+    tensors = {
+        weight.name: StoredTensor(
+            weight.tensor.type.name,
+            weight.tensor.shape,
+            weight.tensor.num_bytes,
+            weight.tensor,
+            weight.num_interleaved_heads,
+            weight.added,
+        )
+        for weight in find_weights_of(file)
+    }
+    return WeightFile(path, file.num_bytes, tensors)
 
 
 def _open_weights(path: Path) -> WeightFile:

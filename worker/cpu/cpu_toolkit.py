@@ -16,7 +16,7 @@ from worker.cpu.cpu_experts import PackedExperts
 from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_products import TAKEN, pack_linear
 from worker.cpu.cpu_proof import prove_product, prove_products
-from worker.cpu.grouped_packing import Inputs
+from worker.cpu.grouped_packing import Inputs, grouped_rows
 from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
@@ -24,7 +24,7 @@ from worker.model.layer_parts import LayerParts
 from worker.model.linear import Linear, PlainWeight, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import NO_ROUNDING, Rounding
-from worker.model.quantized_layers import QuantizedLinear
+from worker.model.quantized_layers import QuantizedEmbedding, QuantizedLinear
 from worker.model.vocabulary_shards import (
     DividedEmbedding,
     DividedOutput,
@@ -153,6 +153,9 @@ class CpuToolkit:
         linear = linear_of(output)
         if linear is None or not TAKEN.include(linear):
             return
+        if isinstance(embedding, QuantizedEmbedding):
+            self._pack_quantized(model, linear, embedding)
+            return
         is_tied = embedding.weight is getattr(output, "weight", None)
         if self._ranks.size > 1:
             self._divide_output(model, linear)
@@ -166,6 +169,16 @@ class CpuToolkit:
         model.set_output_embeddings(PackedOutput(weight, self._kernels))
         if is_tied:
             model.set_input_embeddings(PackedEmbedding(weight))
+
+    def _pack_quantized(self, model: Any, linear: Linear, embedding: QuantizedEmbedding) -> None:
+        """Pack the output layer, and let an embedding of the same codes look up in what was packed."""
+        is_tied = linear.weight is embedding.weight_codes
+        if self._head_quantization is not None:
+            linear = self._head_quantization.quantize(linear)  # codes stay as they are
+        weight = pack_linear(linear, self._inputs)
+        model.set_output_embeddings(PackedOutput(weight, self._kernels))
+        if is_tied and self._inputs is Inputs.AS_THEY_ARE:
+            embedding.look_up_in(lambda indices_U: grouped_rows(weight, indices_U))
 
     def _divide_output(self, model: Any, linear: Linear) -> None:
         """Pack a rank's part of the output layer, and divide an embedding that only looks up."""

@@ -52,6 +52,7 @@ class _Kind(IntEnum):
 
 
 _KINDS = {torch.uint8: _Kind.NIBBLES, torch.int8: _Kind.INT8, torch.float8_e4m3fn: _Kind.FLOAT8}
+_DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
 
 
 def pack_grouped(
@@ -97,6 +98,32 @@ def pack_grouped_gate_up(
         raise CannotPack(str(error)) from error
     order = gate_up_order(gate.num_outputs, both.device)
     return pack_grouped(both.outputs(order), None, activation, inputs=inputs)
+
+
+def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
+    """Look up rows of a packed weight whose inputs are taken as they are: numbers [U, K] in float32."""
+    grouped = packed.c.grouped
+    _, table, _, scales, offsets, _ = packed.kept
+    assert not grouped.takes_bytes
+    assert grouped.permutation is None
+    block_U, column_U = indices_U // COLUMNS, indices_U % COLUMNS
+    half_U, lane_U = column_U // _HALF, column_U % _HALF
+    if table is not None:
+        found = packed.data[block_U, :, lane_U] >> (4 * half_U[:, None, None, None]).to(torch.uint8) & 15
+        numbers_UK = table[found.transpose(2, 3).flatten(1).int()]
+    else:
+        found = packed.data[block_U, :, lane_U // 4, half_U, lane_U % 4].flatten(1)
+        numbers_UK = found.view(_DTYPES[grouped.kind]).float()
+    numbers_UGS = numbers_UK.view(len(indices_U), -1, int(grouped.group_size))
+    numbers_UGS = numbers_UGS * _not_none(scales)[block_U, :, column_U].unsqueeze(2)
+    if offsets is not None:
+        numbers_UGS = numbers_UGS - offsets[block_U, :, column_U].unsqueeze(2)
+    return numbers_UGS.flatten(1)
+
+
+def _not_none(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def _pack(

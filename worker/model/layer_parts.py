@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.model.linear import Linear, Segment, Weight, linear_of, merge
+from worker.quantized.grouped_weight import GroupedWeight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 _SPLIT_ROWS, _MERGED_ROWS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
@@ -243,7 +244,8 @@ def _linear(children: dict[str, nn.Module], name: str, taken: TakenWeights) -> L
 def _merged(linears: list[Linear]) -> Linear:
     """Put layers of one input side by side. Raises Unrecognised."""
     formats = sorted({each.weight.format for each in linears})
-    if len(formats) > 1:
+    are_codes = all(isinstance(each.weight, GroupedWeight) for each in linears)
+    if len(formats) > 1 and not are_codes:
         raise Unrecognised(f"its projections of one input are {' and '.join(formats)}")
     try:
         return merge(linears)

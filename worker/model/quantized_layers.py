@@ -7,7 +7,7 @@ Never: reads checkpoints (startup/quantized_loading.py), or knows a device's ker
 Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state, N outputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,47 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
         return multiply_by_codes(x, self.weight_codes, self.bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding in the place of transformers' own. Raises ValueError for one that does more."""
+
+    def __init__(self, replaced: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings = replaced.num_embeddings
+        self.dtype = replaced.weight.dtype
+        self._scale: float | None = None
+        if type(replaced) is not nn.Embedding:
+            self._scale = getattr(replaced, "scalar_embed_scale", None)
+            if self._scale is None:
+                raise ValueError(f"it is a {type(replaced).__name__}")
+        self._weight: GroupedWeight | None = None
+        self._look_up: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def weight_codes(self) -> GroupedWeight:
+        """The weight, once it is there."""
+        assert self._weight is not None
+        return self._weight
+
+    def fill(self, weight: GroupedWeight) -> None:
+        """Take the weight."""
+        self._weight = weight
+
+    def look_up_in(self, look_up: Callable[[Tensor], Tensor]) -> None:
+        """Give the weight away: `look_up` knows its rows, indices [U] to numbers [U, H]."""
+        self._look_up, self._weight = look_up, None
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up [...] to [..., H]."""
+        ids_U, places = torch.unique(token_ids, return_inverse=True)
+        if self._look_up is not None:
+            numbers_UH = self._look_up(ids_U)
+        else:
+            numbers_UH = self.weight_codes.outputs(ids_U).dequantized()
+        found = numbers_UH.to(self.dtype)[places]
+        # Rounded as the model's own module rounds it.
+        return found if self._scale is None else found * torch.tensor(self._scale, dtype=self.dtype)
 
 
 class QuantizedExperts(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 from worker.quantized.awq import read_awq_rules
 from worker.quantized.compressed_tensors import read_compressed_tensors_rules
 from worker.quantized.fp8 import read_fp8_rules
+from worker.quantized.gguf_blocks import read_gguf_rules
 from worker.quantized.gptq import read_gptq_rules
 from worker.quantized.scheme import QuantizationRefused, Reader, Rules
 
@@ -27,6 +28,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
     "awq": read_awq_rules,
     "compressed-tensors": read_compressed_tensors_rules,
     "fp8": read_fp8_rules,
+    "gguf": read_gguf_rules,
     "gptq": read_gptq_rules,
     "mxfp4": lambda _: OnlyExperts(),
 }

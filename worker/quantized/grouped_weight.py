@@ -181,9 +181,11 @@ def pack_nibbles(codes_NK: Tensor) -> Tensor:
 def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Outputs of several weights of the same inputs, one after the other.
 
-    Group sizes may differ: the larger groups are cut. Raises ValueError where codes, tables or permutations
-    differ.
+    Group sizes may differ: the larger groups are cut. Beside whole numbers of eight bits, those of four
+    become such. Raises ValueError where other codes, tables or permutations differ.
     """
+    if len({each.codes.dtype for each in weights}) > 1:
+        weights = [_in_bytes(weight) for weight in weights]
     if not all(_are_equal(each.table, weights[0].table) for each in weights):
         weights = [_without_sign(weight) for weight in weights]
     first = weights[0]
@@ -211,6 +213,14 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         if has_offsets
         else None,
     )
+
+
+def _in_bytes(weight: GroupedWeight) -> GroupedWeight:
+    """The same weight in codes of int8, where its numbers are whole."""
+    if weight.table is None or not torch.equal(weight.table, weight.table.round()):
+        return weight
+    codes = weight.table.to(torch.int8)[weight.nibbles().int()]
+    return replace(weight, codes=codes, table=None)
 
 
 def _without_sign(weight: GroupedWeight) -> GroupedWeight:

@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from worker.checkpoint.gguf_config import BLOCKS
 from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError
 
-MARKERS = frozenset({"weight_packed", "qweight", "weight_scale", "weight_scale_inv"})
+MARKERS = frozenset({"weight_packed", "qweight", "weight_scale", "weight_scale_inv", BLOCKS})
 """Tensors that no module has that is not quantized."""
 INTEGER_BITS = (4, 8)
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModel,
@@ -48,6 +49,7 @@ from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
+from worker.model.quantized_layers import QuantizedEmbedding
 from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
@@ -57,6 +59,7 @@ from worker.startup.quantized_loading import (
     QuantizedModules,
     arguments_of,
     find_quantized,
+    read_state,
     without_quantization,
 )
 from worker.worker_config import WorkerConfig
@@ -160,7 +163,7 @@ def load_model(
     with _refusing_out_of_memory(weights, device):
         stage.enter(LoadPhase.BUILDING)
         modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
-        model = _build(kind, config.dtype, modules)
+        model = _build(kind, config.dtype, modules, read_state(files))
         if modules is not None:
             modules.fill(model, device.torch_device)
         if ranks.size == 1:
@@ -250,8 +253,19 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
         )
 
 
-def _class_of(task: Task) -> Any:
-    match task:
+def _torch_dtype(dtype: str, kind: ModelKind) -> torch.dtype:
+    named: torch.dtype = getattr(torch, dtype_name(dtype, kind.checkpoint_config) or "float32")
+    return named
+
+
+def _class_of(kind: ModelKind, model_config: Any, state: dict[str, Tensor] | None) -> Any:
+    if state is not None:  # which transformers takes by a class alone
+        if kind.task is not Task.GENERATE:
+            raise StartupError(
+                f"GGUF files are not served for --task {kind.task.value}", fix="take the model's safetensors"
+            )
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    match kind.task:
         case Task.GENERATE:
             return AutoModelForCausalLM
         case Task.EMBED:
@@ -260,28 +274,38 @@ def _class_of(task: Task) -> Any:
             return AutoModelForSequenceClassification
 
 
-def _build(kind: ModelKind, dtype: str, modules: QuantizedModules | None) -> Any:
-    """Build the model with its plain weights; those of quantized modules are yet to be filled in."""
+def _quieten() -> None:
+    """Let transformers' lines go where ours go, in the same form."""
     transformers_logging.disable_progress_bar()
-    # Its lines go where ours go, in the same form.
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+
+
+def _build(
+    kind: ModelKind, dtype: str, modules: QuantizedModules | None, state: dict[str, Tensor] | None
+) -> Any:
+    """Build the model with its plain weights; those of quantized modules are yet to be filled in.
+
+    `state` are plain weights that transformers cannot read by itself.
+    """
+    _quieten()
     folder = kind.folder
     try:
         model_config = model_config_of(kind)
         is_paged = not (kind.is_encoder or kind.keeps_own_cache)
         if is_paged:
             refuse_layers(model_config.get_text_config(decoder=True))
-        model, loading = _class_of(kind.task).from_pretrained(
-            folder,
+        model, loading = _class_of(kind, model_config, state).from_pretrained(
+            folder if state is None else None,
             config=without_quantization(model_config),
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            dtype=_torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
             attn_implementation=ATTENTION_NAME if is_paged else None,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
             **arguments_of(modules),
+            **({} if state is None else {"state_dict": state}),
         )
     except KeyError as error:
         if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
@@ -354,7 +378,12 @@ def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
 
 def _vocab_size(model: Any) -> int:
     """Count the tokens that can be both read and sampled: some families read more than they sample."""
-    num_read = int(model.get_input_embeddings().weight.shape[0])
+    embedding = model.get_input_embeddings()
+    num_read = (
+        embedding.num_embeddings
+        if isinstance(embedding, QuantizedEmbedding)
+        else int(embedding.weight.shape[0])
+    )
     output = model.get_output_embeddings()
     return num_read if output is None else min(num_read, int(output.out_features))
 

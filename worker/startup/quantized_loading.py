@@ -27,9 +27,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from worker.checkpoint.checkpoint_files import WeightFile
+from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
 from worker.model.mixture import declares_layout
-from worker.model.quantized_layers import QuantizedExperts, QuantizedLinear
+from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from worker.quantized.gguf_blocks import in_halves, read_tensor
 from worker.quantized.grouped_weight import GroupedWeight, merged
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, Rules, find_reader
@@ -50,6 +51,8 @@ class _Stored:
 
     module: str
     files: Mapping[str, Path]
+    places: Mapping[str, StoredTensor]
+    """The same tensors as headers describe them."""
 
     @property
     def last_names(self) -> frozenset[str]:
@@ -59,6 +62,10 @@ class _Stored:
         """Copy them into this process's memory: they would be pages of mapped files."""
         tensors: dict[str, Tensor] = {}
         for last_name, path in self.files.items():
+            place = self.places[last_name].place
+            if place is not None:
+                tensors[last_name] = read_tensor(path, place)
+                continue
             with safe_open(path, framework="pt") as file:
                 tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
         return ModuleTensors(self.module, tensors)
@@ -91,10 +98,12 @@ class QuantizedModules:
     """Linear layers by the name of the model's module."""
     experts: dict[str, dict[tuple[int, str, int], _StoredLinear]] = field(default_factory=dict)
     """Experts by the name of the model's module; then by expert, parameter and place in it."""
-    stacks: dict[str, tuple[_Stored, tuple[int, int, int], tuple[int, int, int]]] = field(
-        default_factory=dict
-    )
+    embeddings: dict[str, _StoredLinear] = field(default_factory=dict)
+    """Embeddings by the name of the model's module."""
+    stacks: dict[str, tuple[_Stored, _StackShape, _StackShape]] = field(default_factory=dict)
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
+    is_tied: bool = False
+    """Whether the output layer has the embedding's weight."""
 
     def replace(self, model: Any) -> None:
         """Put modules without weights into a model without content. Raises QuantizationRefused."""
@@ -104,7 +113,7 @@ class QuantizedModules:
                 self._take_stacks(model, names, stored)
             else:
                 self._take_linear(model, names, stored)
-        if not (self.linears or self.experts or self.stacks):
+        if not (self.linears or self.embeddings or self.experts or self.stacks):
             raise QuantizationRefused(
                 "config.json has a quantization_config, but no tensor of the model is quantized",
                 fix="take a checkpoint whose config and tensors agree",
@@ -113,11 +122,31 @@ class QuantizedModules:
             model.set_submodule(name, QuantizedLinear(model.get_submodule(name)))
         for name in (*self.experts, *self.stacks):
             model.set_submodule(name, QuantizedExperts(model.get_submodule(name)))
+        for name in self.embeddings:
+            self._replace_embedding(model, name)
+
+    def _replace_embedding(self, model: Any, name: str) -> None:
+        """Replace an embedding, and the output layer that is tied to it: neither has a weight to tie then."""
+        embedding, output = model.get_submodule(name), model.get_output_embeddings()
+        is_tied = output is not None and model.config.get_text_config(decoder=True).tie_word_embeddings
+        try:
+            model.set_submodule(name, QuantizedEmbedding(embedding))
+        except ValueError as error:
+            raise QuantizationRefused(f"{name} is quantized, but {error}", fix=_OTHER_CHECKPOINT) from error
+        if is_tied:
+            self.is_tied = True
+            model.set_output_embeddings(QuantizedLinear(output))
+            model.all_tied_weights_keys = {}
 
     def fill(self, model: Any, device: torch.device) -> None:
         """Read all weights, each in its turn, onto the device. Raises QuantizationRefused."""
         for name, linear in self.linears.items():
             model.get_submodule(name).fill(linear.read().to(device))
+        for name, embedding in self.embeddings.items():
+            weight = embedding.read().to(device)
+            model.get_submodule(name).fill(weight)
+            if self.is_tied:
+                model.get_output_embeddings().fill(weight)
         for name, parts in self.experts.items():
             module: QuantizedExperts = model.get_submodule(name)
             stacks = _read_parts(name, parts, module.num_experts)
@@ -132,7 +161,7 @@ class QuantizedModules:
 
     def weights_of(self, model: Any) -> list[GroupedWeight]:
         """List all weights of a model that was filled."""
-        found = [model.get_submodule(name).weight_codes for name in self.linears]
+        found = [model.get_submodule(name).weight_codes for name in (*self.linears, *self.embeddings)]
         for name in (*self.experts, *self.stacks):
             found += model.get_submodule(name).weights
         return found
@@ -149,6 +178,9 @@ class QuantizedModules:
             place = _place_of_expert(stored, target, module)
             shape = _shape_of_expert(stored, target, module)
             self.experts.setdefault(target.module, {})[place] = _StoredLinear(stored, reader, shape)
+        elif isinstance(module, nn.Embedding):
+            shape = (module.num_embeddings, module.embedding_dim)
+            self.embeddings[target.module] = _StoredLinear(stored, reader, shape)
         elif type(module) is nn.Linear:
             _refuse_tied(model, target.module, stored)
             shape = (module.out_features, module.in_features)
@@ -179,12 +211,26 @@ class QuantizedModules:
 
 def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModules:
     """Group the tensors of a checkpoint by module."""
-    by_module: dict[str, dict[str, Path]] = defaultdict(dict)
+    paths: dict[str, dict[str, Path]] = defaultdict(dict)
+    places: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for file in files:
-        for name in file.tensors:
+        for name, tensor in file.tensors.items():
             module, _, last_name = name.rpartition(".")
-            by_module[module][last_name] = file.path
-    return QuantizedModules(rules, {name: _Stored(name, files) for name, files in by_module.items()})
+            paths[module][last_name], places[module][last_name] = file.path, tensor
+    return QuantizedModules(rules, {name: _Stored(name, paths[name], places[name]) for name in paths})
+
+
+def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
+    """Read the plain weights of a GGUF file by the model's names; None for other files."""
+    state = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if tensor.place is None:
+                return None
+            if tensor.place.type.is_plain:
+                numbers = in_halves(read_tensor(file.path, tensor.place), tensor.num_interleaved_heads)
+                state[name] = numbers - tensor.added if tensor.added else numbers
+    return state
 
 
 @register_quantization_config(_METHOD)

@@ -53,7 +53,7 @@ def _describe_files(files: list[WeightFile]) -> str:
     dtypes = sorted({name for file in files for name in file.bytes_of_dtype})
     num_bytes = sum(file.num_bytes for file in files)
     size = f"{format_size(num_bytes)} of {', '.join(dtypes)}"
-    return f"{size} in {len(files)} safetensors, each as long as it promises"
+    return f"{size} in {len(files)} {files[0].path.suffix.removeprefix('.')}, each as long as it promises"
 
 
 def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:

@@ -89,7 +89,7 @@ def test_fp8_excludes_modules_their_children_and_ends_of_names():
     [
         (
             {"quant_method": "hqq"},
-            "quantized by 'hqq'; take one of awq, compressed-tensors, fp8, gptq, mxfp4",
+            "quantized by 'hqq'; take one of awq, compressed-tensors, fp8, gguf, gptq, mxfp4",
         ),
         ("int8", "quantized by None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),

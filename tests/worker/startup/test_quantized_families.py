@@ -1,18 +1,22 @@
 """Quantized checkpoints give the tokens of the plain ones that they stand for, in every way of a step."""
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.gguf_checkpoints import write_gguf
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
+from worker.checkpoint.gguf_folder import folder_of
 from worker.devices.device import open_device
 from worker.progress import LoadStage
 from worker.startup.loader import find_kind, load_model
@@ -20,6 +24,26 @@ from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]
+
+
+class Gguf(NamedTuple):
+    """Types of the tensors of a GGUF file, by the end of the module's name."""
+
+    family: str
+    kinds: dict[str, str]
+    is_tied: bool = False
+
+
+MIXED = {"": "Q4_K", "v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+"""As llama.cpp writes most files: merged projections are of different types."""
+GGUF_CASES = {
+    "gguf Q4_0": Gguf("llama", {"": "Q4_0", "lm_head": "Q6_K"}),
+    "gguf Q4_K": Gguf("qwen2", MIXED, is_tied=True),
+    "gguf Q8_0": Gguf("qwen3", {"": "Q8_0", "lm_head": "F16"}),
+    "gguf Q5_K": Gguf("gemma2", {"": "Q5_K", "up_proj": "Q5_0", "gate_proj": "Q5_1"}, is_tied=True),
+    "gguf Q4_1": Gguf("gemma3_text", {"": "Q4_1", "o_proj": "BF16"}, is_tied=True),
+    "gguf F32": Gguf("llama", {"": "F32", "embed_tokens": "F16"}, is_tied=True),
+}
 SHORT = [40, 41, 42, 43, 44]
 CASES = (
     *(("llama", name) for name in ("int4", "int4 with zeros", "int4 by channel", "awq", "gptq", "gptq v2")),
@@ -27,13 +51,20 @@ CASES = (
     *(("qwen3_moe", name) for name in ("int4 with zeros", "awq", "fp8")),
     ("mixtral", "gptq"),
     ("gpt_oss", "mxfp4"),
+    *((case.family, name) for name, case in GGUF_CASES.items()),
 )
 
 
 @pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     family, name = request.param
-    return write_quantized(family, name, tmp_path_factory.mktemp("quantized"))
+    root = tmp_path_factory.mktemp("quantized")
+    if name not in GGUF_CASES:
+        return write_quantized(family, name, root)
+    path, plain = write_gguf(family, GGUF_CASES[name].kinds, root, is_tied=GGUF_CASES[name].is_tied)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(root))
+        return folder_of(path), plain
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +128,7 @@ def test_the_start_says_what_each_kind_of_weight_is_computed_with(
     with caplog.at_level(logging.INFO):
         load_worker(folders[0])
     lines = [line for line in caplog.messages if " weights of " in line]
-    assert lines
+    assert lines or "quantization_config" not in json.loads((folders[0] / "config.json").read_text())
     for line in lines:
         assert "by kernels" in line
         assert "slowly" not in line

@@ -1,0 +1,175 @@
+"""GGUF files become checkpoint folders, or are refused in one line that names what is wrong."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.options.engine_config import resolve
+from engine.options.options import OptionError, Options
+from tests.gguf_checkpoints import add_shape, add_tokenizer, gguf, write_gguf
+from worker.checkpoint.gguf_config import config_of
+from worker.checkpoint.gguf_file import read_gguf
+from worker.checkpoint.gguf_folder import WEIGHTS, folder_of
+from worker.worker_errors import StartupError
+
+SHAPE = {
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 131072,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 500000.0},
+    "model_type": "llama",
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_gguf("llama", {"": "Q4_0"}, tmp_path_factory.mktemp("gguf"), is_tied=False)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, change: Callable[[Any], None], architecture: str = "llama") -> Path:
+    """Write a file with a shape, a tokenizer, an embedding, and what `change` adds."""
+    from tests.checkpoints import write_tokenizer
+
+    folder = path.parent / "tokenizer"
+    folder.mkdir()
+    vocab_size = write_tokenizer(folder)
+    writer = gguf.GGUFWriter(path, architecture)
+    add_shape(writer, SHAPE)
+    add_tokenizer(writer, folder)
+    writer.add_tensor("token_embd.weight", np.zeros((vocab_size, 64), np.float32))
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(StartupError) as refused:
+        folder_of(path)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_the_folder_says_what_the_file_says_and_is_written_once(written, cache):
+    path, plain = written
+    folder = folder_of(path)
+    found, expected = (json.loads((each / "config.json").read_text()) for each in (folder, plain))
+    for key in ("model_type", "vocab_size", "hidden_size", "num_key_value_heads", "tie_word_embeddings"):
+        assert found[key] == expected[key], key
+    assert expected["eos_token_id"] in found["eos_token_id"]
+    assert found["rms_norm_eps"] == pytest.approx(expected["rms_norm_eps"])
+    assert (folder / WEIGHTS).resolve() == path.resolve()
+    before = (folder / "config.json").stat()
+    assert folder_of(path) == folder
+    assert (folder / "config.json").stat() == before
+    path.touch()
+    assert folder_of(path) != folder
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(written, tmp_path):
+    whole = written[0].read_bytes()
+    cut = tmp_path / "cut.gguf"
+    header = len(whole) - sum(each.num_bytes for each in read_gguf(written[0]).tensors.values())
+    for length in (0, 3, 4, 20, 30, 100, header // 2, header - 200):
+        cut.write_bytes(whole[:length])
+        assert "is not a whole GGUF file" in refusal(cut)
+    cut.write_bytes(whole[:-1])
+    message = refusal(cut)
+    assert ".weight ends 1 bytes behind its end" in message
+    assert "download it again" in message
+
+
+@pytest.mark.parametrize("place", range(8, 200, 5))
+def test_a_header_of_nonsense_ends_in_a_refusal_if_it_does_harm(written, tmp_path, place):
+    damaged = bytearray(written[0].read_bytes())
+    damaged[place : place + 4] = b"\xff\xff\xff\xff"
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damaged)
+    with suppress(StartupError):
+        folder_of(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda w: w.add_uint32("split.count", 3), "split.count 3"),
+        (lambda w: w.add_expert_count(8), "llama.expert_count 8"),
+        (lambda w: w.add_rope_dimension_count(16), "llama.rope.dimension_count 16"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
+        (lambda w: w.add_tensor("blk.0.ssm_a", np.zeros(4, np.float32)), "blk.0.ssm_a is no tensor"),
+        (lambda w: w.add_tensor("blk.7.attn_q.weight", np.zeros(4, np.float32)), "blk.7.attn_q.weight is no"),
+        (
+            lambda w: w.add_tensor(
+                "output.weight", np.zeros((4, 110), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q3_K
+            ),
+            "output.weight is of GGUF type number 11; take a file whose tensors are F32, F16, Q4_0",
+        ),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.full(16, 3, np.float32)), "rope_freqs.weight"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_name(tmp_path, change, named):
+    assert named in refusal(write(tmp_path / "odd.gguf", change))
+
+
+def test_another_family_is_refused_with_those_that_are_read(tmp_path):
+    message = refusal(write(tmp_path / "mamba.gguf", lambda _: None, architecture="mamba"))
+    assert "of the family mamba; take a GGUF file of llama, qwen2, qwen3, gemma" in message
+
+
+def test_the_frequencies_of_llama_3_become_their_parameters(tmp_path):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    shape = {key: SHAPE[key] for key in ("hidden_size", "num_attention_heads", "head_dim")}
+    config = LlamaConfig(**shape, max_position_embeddings=131072, rope_parameters=rope)
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
+    plain = 500000.0 ** -(np.arange(0, 32, 2) / 32)
+    divisors = (plain / scaled).astype(np.float32)
+    path = write(tmp_path / "llama3.gguf", lambda writer: writer.add_tensor("rope_freqs.weight", divisors))
+    assert config_of(read_gguf(path))["rope_parameters"] == rope
+
+
+def test_the_model_option_takes_a_file_and_names_the_model_after_it(written):
+    engine, server = resolve(Options(model=str(written[0])))
+    assert engine.served_names == (written[0].stem,)
+    assert (Path(engine.model_path) / WEIGHTS).exists()
+    assert server.port
+
+
+def test_the_model_option_refuses_with_the_files_own_reason(tmp_path):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(OptionError, match="not a whole GGUF file"):
+        resolve(Options(model=str(path)))
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(written, cache):
+    (cache / "tokenyard" / "gguf").mkdir(parents=True)
+    (cache / "tokenyard" / "gguf").chmod(0o777)
+    assert "others may write there" in refusal(written[0])

@@ -1,0 +1,153 @@
+"""Tokenizers of GGUF files give the ids of the tokenizer that the file was written from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from tests.checkpoints import write_tokenizer
+from worker.checkpoint.gguf_file import GgufFile
+from worker.checkpoint.gguf_tokenizer import tokenizer_of
+from worker.worker_errors import StartupError
+
+TEXTS = (
+    "Once upon a time, the trains ran.",
+    "  two spaces, a\ttab\n\n\nand 12345 ü é 漢字 🚂",
+    "I'm sure they'll DON'T x=3.14;\r\n\treturn",
+    "<|im_start|>user\nhello world<|im_end|>\n",
+    " ",
+    "",
+)
+
+
+def file_of(architecture: str = "llama", **metadata: Any) -> GgufFile:
+    named = {"general.architecture": architecture} | {
+        key if "chat_template" in key else f"tokenizer.ggml.{key}": value for key, value in metadata.items()
+    }
+    return GgufFile(Path("model.gguf"), 0, named, {})
+
+
+def opened(file: GgufFile) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(json.dumps(tokenizer_of(file)[0]))
+
+
+def byte_level(folder: Path, **metadata: Any) -> tuple[tokenizers.Tokenizer, GgufFile]:
+    """A tokenizer of tests/checkpoints.py, and the same as metadata."""
+    write_tokenizer(folder)
+    original = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    special = [each["content"] for each in content["added_tokens"]]
+    tokens = [*content["model"]["vocab"], *special]
+    settings = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if token in special else 1 for token in tokens],
+        "merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        "eos_token_id": tokens.index("<|im_end|>"),
+    }
+    return original, file_of(**{**settings, **metadata})
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_byte_level_tokenizer_encodes_and_decodes_as_the_original(tmp_path, text):
+    original, file = byte_level(tmp_path)
+    found = opened(file)
+    assert found.encode(text).ids == original.encode(text).ids
+    assert found.decode(found.encode(text).ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "a123b don't", ["a", "123", "b", "Ġdon", "'t"]),
+        ("qwen2", "a123b don't", ["a", "1", "2", "3", "b", "Ġdon", "'t"]),
+        ("llama-bpe", "a1234b DON'T", ["a", "123", "4", "b", "ĠDON", "'T"]),
+        ("smollm", "a12b", ["a", "1", "2", "b"]),
+        ("tekken", "aBc 12", ["a", "Bc", "Ġ", "1", "2"]),
+    ],
+)
+def test_text_is_split_as_the_named_rules_say(tmp_path, pre, text, pieces):
+    found = opened(byte_level(tmp_path, pre=pre)[1])
+    assert [piece for piece, _ in found.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+def test_composed_letters_are_one_for_qwen(tmp_path):
+    found = opened(byte_level(tmp_path, pre="qwen2")[1])
+    assert found.encode("u\u0308").ids == found.encode("ü").ids
+
+
+def sentencepiece(architecture: str = "llama", **metadata: Any) -> GgufFile:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    kinds = [2, 3, 3, *[6] * 256]
+    words = ["▁", "h", "e", "l", "o", "▁h", "el", "hel", "lo", "ello", "▁hello", "▁▁"]
+    scores = [0.0] * len(pieces) + [-10.0, -11, -12, -13, -14, -5, -3, -9, -2, -1, -0.5, -7]
+    settings = {
+        "model": "llama",
+        "tokens": [*pieces, *words],
+        "token_type": [*kinds, *[1] * len(words)],
+        "scores": scores,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return file_of(architecture, **{**settings, **metadata})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text", "pieces"),
+    [
+        ({}, "hello", ["<s>", "▁hello"]),
+        ({"add_space_prefix": False}, "hello", ["<s>", "h", "ello"]),
+        ({"add_bos_token": False}, "hello hello", ["▁hello", "▁hello"]),
+        ({"add_eos_token": True}, "hé", ["<s>", "▁h", "<0xC3>", "<0xA9>", "</s>"]),
+        ({}, "a</s>h", ["<s>", "▁", "<0x61>", "</s>", "▁h"]),
+    ],
+)
+def test_sentencepiece_pairs_are_merged_by_their_scores(metadata, text, pieces):
+    found = opened(sentencepiece(**metadata))
+    assert found.encode(text).tokens == pieces
+
+
+@pytest.mark.parametrize("text", ["hello", " hello", "  é hello "])
+def test_sentencepiece_text_comes_back_with_its_spaces(text):
+    found = opened(sentencepiece())
+    assert found.decode(found.encode(text).ids) == text
+
+
+def test_gemma_puts_no_space_before_a_text_and_merges_in_the_order_of_its_tokens():
+    found = opened(sentencepiece("gemma2"))
+    assert found.encode("hello").tokens == ["<s>", "hel", "lo"]
+    assert found.decode(found.encode("  hello").ids) == "  hello"
+
+
+def test_templates_and_named_tokens_come_along(tmp_path):
+    _, file = byte_level(tmp_path, **{"tokenizer.chat_template": "{{ 1 }}", "bos_token_id": 0})
+    settings = tokenizer_of(file)[1]
+    assert settings["chat_template"] == "{{ 1 }}"
+    assert settings["eos_token"] == "<|im_end|>"
+    file.metadata["tokenizer.chat_template.tool_use"] = "{{ 2 }}"
+    assert tokenizer_of(file)[1]["chat_template"] == [
+        {"name": "default", "template": "{{ 1 }}"},
+        {"name": "tool_use", "template": "{{ 2 }}"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"model": "rwkv"}, "'rwkv'"),
+        ({"pre": "unheard"}, "gpt-2, llama-bpe"),
+        ({"pre": None}, "rules named None"),
+        ({"merges": ["zz qq"]}, "'zz qq'"),
+        ({"tokens": None}, "tokenizer.ggml.tokens"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type is for 1"),
+        ({"eos_token_id": 1 << 20}, "eos_token_id 1048576 is no token"),
+        ({"model": "llama", "scores": None}, "tokenizer.ggml.scores"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(tmp_path, metadata, named):
+    with pytest.raises(StartupError, match=named.replace("(", "\\(")):
+        tokenizer_of(byte_level(tmp_path, **metadata)[1])

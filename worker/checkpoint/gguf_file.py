@@ -1,0 +1,193 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies.
+
+Owns: the parsing, bounded by the file's own length, and the sizes of the types of blocks.
+Never: reads tensors (gguf_blocks.py), or knows what the metadata mean (gguf_config.py, gguf_tokenizer.py).
+Source: the GGUF specification, versions 2 and 3. The package gguf reads it too, but takes 10 s and 0.5 GB for
+the tokens of a large vocabulary.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from worker.worker_errors import StartupError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MOST_ALIGNMENT = 1 << 16
+_MOST_DIMENSIONS = 4
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    number: struct.Struct(f"<{code}")
+    for number, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d"))
+    if code
+}
+"""Types of values by their numbers."""
+_AGAIN = "download it again"
+
+
+class GgufType(Enum):
+    """Types of tensors that are read: their number in a file, weights of a block, and bytes of a block."""
+
+    F32 = (0, 1, 4)
+    F16 = (1, 1, 2)
+    Q4_0 = (2, 32, 18)
+    Q4_1 = (3, 32, 20)
+    Q5_0 = (6, 32, 22)
+    Q5_1 = (7, 32, 24)
+    Q8_0 = (8, 32, 34)
+    Q4_K = (12, 256, 144)
+    Q5_K = (13, 256, 176)
+    Q6_K = (14, 256, 210)
+    BF16 = (30, 1, 2)
+
+    @property
+    def block_size(self) -> int:
+        return self.value[1]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.value[2]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the numbers stand for themselves."""
+        return self.block_size == 1
+
+
+_TYPES = {each.value[0]: each for each in GgufType}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor as the header describes it."""
+
+    type: GgufType
+    shape: tuple[int, ...]
+    """The last dimension is the one whose numbers lie together, as torch has it."""
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A header that was read."""
+
+    path: Path
+    num_bytes: int
+    metadata: dict[str, Any]
+    """Numbers, texts, truth values, and lists of one of them."""
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+
+class _Cursor:
+    """A place in the file. Raises ValueError beyond its end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.place = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        end = self.place + num_bytes
+        if end > len(self._data):
+            raise ValueError("the header is cut off")
+        found = self._data[self.place : end]
+        self.place = end
+        return found
+
+    def number(self, form: struct.Struct) -> Any:
+        return form.unpack(self.take(form.size))[0]
+
+    def length(self) -> int:
+        return int(self.number(_SCALARS[10]))
+
+    def text(self) -> str:
+        # Vocabularies have tokens that are pieces of characters.
+        return self.take(self.length()).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"its metadata have a value of unknown type {kind}")
+        inner, count = self.number(_SCALARS[4]), self.length()
+        if inner == _STRING:
+            return [self.text() for _ in range(count)]  # each takes 8 bytes at least
+        if inner not in _SCALARS:
+            raise ValueError(f"its metadata have a list of unknown type {inner}")
+        form = _SCALARS[inner]
+        return [value for (value,) in form.iter_unpack(self.take(count * form.size))]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header, and compare the file's size with what it promises. Raises StartupError."""
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(path, _Cursor(data), len(data))
+    except (ValueError, OSError, struct.error, OverflowError, MemoryError) as error:
+        raise StartupError(f"{path} is not a whole GGUF file ({error})", fix=_AGAIN) from error
+
+
+def _read(path: Path, cursor: _Cursor, num_bytes: int) -> GgufFile:
+    if cursor.take(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    version = cursor.number(_SCALARS[4])
+    if version not in _VERSIONS:
+        raise ValueError(f"its version is {version}, not 2 or 3 in the order of bytes of this machine")
+    num_tensors, num_values = cursor.length(), cursor.length()
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        name = cursor.text()
+        metadata[name] = cursor.value(cursor.number(_SCALARS[4]))
+    places = {}
+    for _ in range(num_tensors):
+        name = cursor.text()
+        if name in places:
+            raise ValueError(f"it has {name} twice")
+        places[name] = _read_place(cursor, name)
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= _MOST_ALIGNMENT:
+        raise ValueError(f"its alignment is {alignment}")
+    first = -(-cursor.place // alignment) * alignment
+    tensors = {
+        name: _tensor(name, shape, kind, first + start) for name, (shape, kind, start) in places.items()
+    }
+    for name, tensor in tensors.items():
+        if tensor.start + tensor.num_bytes > num_bytes:
+            missing = tensor.start + tensor.num_bytes - num_bytes
+            raise ValueError(f"{name} ends {missing} bytes behind its end")
+    return GgufFile(path, num_bytes, metadata, tensors)
+
+
+def _read_place(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], int, int]:
+    """Shape, number of the type, and place behind the header."""
+    num_dimensions = cursor.number(_SCALARS[4])
+    if not 0 < num_dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {num_dimensions} dimensions")
+    shape = tuple(reversed([cursor.length() for _ in range(num_dimensions)]))
+    return shape, cursor.number(_SCALARS[4]), cursor.length()
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    """Make a tensor. Raises ValueError for a row of no whole blocks, StartupError for an unknown type."""
+    found = _TYPES.get(kind)
+    if found is None:
+        raise StartupError(
+            f"{name} is of GGUF type number {kind}",
+            fix=f"take a file whose tensors are {', '.join(each.name for each in GgufType)}",
+        )
+    if shape[-1] % found.block_size:
+        raise ValueError(f"{name} has rows of {shape[-1]}, which are no whole blocks of {found.name}")
+    return GgufTensor(found, shape, start, math.prod(shape) // found.block_size * found.block_bytes)

@@ -1,0 +1,94 @@
+"""A checkpoint folder for a GGUF file: what it says as JSON, and a link to it for its weights.
+
+Owns: the folder, in the user's cache, so that all that reads checkpoints need not know the format.
+Never: copies weights, or downloads anything.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from worker.checkpoint.gguf_config import config_of
+from worker.checkpoint.gguf_file import read_gguf
+from worker.checkpoint.gguf_tokenizer import tokenizer_of
+from worker.worker_errors import StartupError
+
+WEIGHTS = "model.gguf"
+"""Name of the link in the folder."""
+_SOURCES = ("gguf_config.py", "gguf_tokenizer.py", "gguf_folder.py")
+"""A folder that others of these modules wrote is not used."""
+
+
+def folder_of(path: Path) -> Path:
+    """Write the folder, unless it is there for just this file. Raises StartupError."""
+    path = path.resolve()
+    try:
+        found = path.stat()
+        cache = _private(_cache() / "gguf")
+    except OSError as error:
+        raise StartupError(
+            f"the folder for what {path.name} says cannot be written: {error}",
+            fix="set XDG_CACHE_HOME to a folder of your own that may be written to",
+        ) from error
+    words = [str(path), str(found.st_size), str(found.st_mtime_ns), str(found.st_ino)]
+    digest = hashlib.sha256("\0".join(words).encode())
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    folder = cache / digest.hexdigest()[:32]
+    if (folder / WEIGHTS).exists():
+        return folder
+    texts = _texts_of(path)
+    try:
+        _write(folder, path, texts)
+    except OSError as error:
+        raise StartupError(f"{folder} cannot be written: {error}", fix="free some space there") from error
+    return folder
+
+
+def _texts_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The folder's files by name."""
+    file = read_gguf(path)
+    try:
+        tokenizer, tokenizer_config = tokenizer_of(file)
+        return {
+            "config.json": config_of(file),
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": tokenizer_config,
+        }
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise StartupError(
+            f"{path} has metadata that cannot be understood ({error})", fix="take another GGUF file"
+        ) from error
+
+
+def _write(folder: Path, path: Path, texts: dict[str, dict[str, Any]]) -> None:
+    """Write all of it or nothing: another process may look at the same time."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        written = Path(scratch) / folder.name
+        written.mkdir(mode=0o700)
+        for name, content in texts.items():
+            (written / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        (written / WEIGHTS).symlink_to(path)
+        try:
+            written.rename(folder)
+        except OSError:
+            if not (folder / WEIGHTS).exists():  # nobody was faster
+                raise
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenyard"
+
+
+def _private(folder: Path) -> Path:
+    """Make a folder that no other user can write to. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.lstat()
+    is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if is_open or found.st_uid != os.geteuid():
+        raise OSError(f"{folder} belongs to another user, or others may write there")
+    return folder

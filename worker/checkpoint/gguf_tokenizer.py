@@ -1,0 +1,325 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+
+Owns: byte-level pairs ("gpt2") with the splits that are known by name, sentencepiece pairs ("llama"), and
+chat templates.
+Never: encodes a text (engine/text does).
+Source: the metadata that llama.cpp's converter writes; the file format of the `tokenizers` library.
+"""
+
+from typing import Any, NamedTuple
+
+from worker.checkpoint.gguf_config import CONTROL
+from worker.checkpoint.gguf_file import GgufFile
+from worker.worker_errors import StartupError
+
+_SPACE = "▁"
+_NORMAL, _USER_DEFINED = 1, 4
+_TEMPLATE = "tokenizer.chat_template"
+_GEMMAS = frozenset({"gemma", "gemma2", "gemma3"})
+_END_OF_SPLIT = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+class _Split(NamedTuple):
+    """Rules by which text is cut before pairs are merged."""
+
+    pattern: str | None = None
+    """Regular expression; None: that of GPT-2."""
+    splits_digits: bool = False
+    normalizer: dict[str, Any] | None = None
+    ignores_merges: bool = False
+    """A word that is a token becomes it, whatever its pairs."""
+    adds_bos: bool = False
+
+
+_LLAMA3 = _Split(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_END_OF_SPLIT}",
+    ignores_merges=True,
+    adds_bos=True,
+)
+_QWEN2 = _Split(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_END_OF_SPLIT}", normalizer={"type": "NFC"}
+)
+_TEKKEN = _Split(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ignores_merges=True,
+    adds_bos=True,
+)
+_SPLITS = {
+    "gpt-2": _Split(),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "smollm": _Split(splits_digits=True),
+    "tekken": _TEKKEN,
+}
+
+
+class _Vocabulary(NamedTuple):
+    tokens: list[str]
+    """Texts by id, each of them once."""
+    kinds: list[int]
+
+
+def tokenizer_of(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json. Raises StartupError for a tokenizer that is not known."""
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        parts, adds_bos = _byte_level(file)
+    elif kind == "llama":
+        parts, adds_bos = _sentencepiece(file), True
+    else:
+        raise StartupError(
+            f"{file.path.name} has a tokenizer of kind {kind!r}", fix="take a GGUF file with gpt2 or llama"
+        )
+    ends = {
+        "bos": _flag(file, "add_bos_token", adds_bos),
+        "eos": _flag(file, "add_eos_token", default=False),
+    }
+    special = _special_tokens(file, parts["model"]["vocab"])
+    added = {name: special[name] for name, adds in ends.items() if adds and name in special}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        **parts,
+        "post_processor": _post_processor(added),
+    }
+    config: dict[str, Any] = {f"{name}_token": token for name, (token, _) in special.items()}
+    templates = _templates(file)
+    return tokenizer, config | ({"chat_template": templates} if templates else {})
+
+
+def _flag(file: GgufFile, name: str, default: bool) -> bool:  # noqa: FBT001 -- a value of the file, not a switch
+    return bool(file.metadata.get(f"tokenizer.ggml.{name}", default))
+
+
+def _vocabulary(file: GgufFile) -> _Vocabulary:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise StartupError(f"{file.path.name} has no tokenizer.ggml.tokens", fix="take another GGUF file")
+    kinds = file.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise StartupError(
+            f"tokenizer.ggml.token_type is for {len(kinds)} of {len(tokens)} tokens", fix="download it again"
+        )
+    return _Vocabulary(tokens, kinds)
+
+
+def _ids(tokens: list[str]) -> dict[str, int]:
+    """Ids by text. Of equal texts the first has it; the others keep their place under a name of their own."""
+    ids: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        ids.setdefault(token if token not in ids else f"[number {index}]", index)
+    return ids
+
+
+def _added(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[dict[str, Any]]:
+    """Tokens that are searched for before a text is split."""
+    return [
+        {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for index, (token, kind) in enumerate(zip(*vocabulary, strict=True))
+        if kind in (CONTROL, _USER_DEFINED) and ids.get(token) == index
+    ]
+
+
+def _model(ids: dict[str, int], merges: list[tuple[str, str]], **others: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **others,
+        "vocab": ids,
+        "merges": merges,
+    }
+
+
+def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
+    named = file.metadata.get("tokenizer.ggml.pre")
+    split = _SPLITS.get(str(named))
+    if split is None:
+        raise StartupError(
+            f"{file.path.name} splits text by rules named {named!r}",
+            fix=f"take a GGUF file with {', '.join(_SPLITS)}",
+        )
+    vocabulary = _vocabulary(file)
+    alphabet = _byte_letters()
+    letters = set(alphabet)
+    spelled = [
+        token
+        if kind in (CONTROL, _USER_DEFINED) or letters.issuperset(token)
+        else "".join(alphabet[byte] for byte in token.encode())
+        for token, kind in zip(*vocabulary, strict=True)
+    ]
+    ids = _ids(spelled)
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps: list[dict[str, Any]] = []
+    if split.splits_digits:
+        steps.append({"type": "Digits", "individual_digits": True})
+    if split.pattern is not None:
+        pattern = {"Regex": split.pattern}
+        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+    steps.append({**bytes_of, "use_regex": split.pattern is None})
+    parts = {
+        "added_tokens": _added(vocabulary, ids),
+        "normalizer": split.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {**bytes_of, "use_regex": True},
+        "model": _model(ids, _stored_merges(file, ids), ignore_merges=split.ignores_merges),
+    }
+    return parts, split.adds_bos
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte: its own where that can be seen, else one from 256 on."""
+    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
+
+
+def _stored_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for merge in file.metadata.get("tokenizer.ggml.merges") or []:
+        left, _, right = merge.partition(" ") if not merge.startswith(" ") else ("", "", "")
+        if left + right not in ids or left not in ids or right not in ids:
+            raise StartupError(
+                f"tokenizer.ggml.merges has {merge[:40]!r}, of which not all are tokens",
+                fix="download it again",
+            )
+        merges.append((left, right))
+    if not merges:
+        raise StartupError(f"{file.path.name} has no tokenizer.ggml.merges", fix="take another GGUF file")
+    return merges
+
+
+def _sentencepiece(file: GgufFile) -> dict[str, Any]:
+    vocabulary = _vocabulary(file)
+    is_gemma = file.architecture in _GEMMAS
+    if is_gemma:  # runs of spaces are stored as such, but text has marks in their place
+        respelled = [
+            _SPACE * len(each) if each and not each.strip(" ") else each for each in vocabulary.tokens
+        ]
+        vocabulary = vocabulary._replace(tokens=respelled)
+    ids = _ids(vocabulary.tokens)
+    has_prefix = _flag(file, "add_space_prefix", default=not is_gemma)
+    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    normalizer: dict[str, Any] = replace
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "added_tokens": _added(vocabulary, ids),
+        "normalizer": normalizer,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _model(
+            ids,
+            _merges_by_rank(vocabulary, ids, _ranks(file, vocabulary, by_place=is_gemma)),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        ),
+    }
+
+
+def _ranks(file: GgufFile, vocabulary: _Vocabulary, *, by_place: bool) -> list[float]:
+    """Rank of the pair that becomes each token: lower ones are merged first."""
+    if by_place:
+        return [float(index) for index in range(len(vocabulary.tokens))]
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise StartupError(
+            f"{file.path.name} has no score for each token (tokenizer.ggml.scores)",
+            fix="take another GGUF file",
+        )
+    return [-score for score in scores]
+
+
+def _merges_by_rank(
+    vocabulary: _Vocabulary, ids: dict[str, int], ranks: list[float]
+) -> list[tuple[str, str]]:
+    """Every way to make a token of two others; for equal ranks, longer parts first, as they come."""
+    found = []
+    for index, (token, kind) in enumerate(zip(*vocabulary, strict=True)):
+        if kind not in (_NORMAL, _USER_DEFINED) or ids.get(token) != index:
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        found += [(ranks[index], -len(left), -len(right), (left, right)) for left, right in known]
+    found.sort(key=lambda each: each[:3])
+    return [pair for *_, pair in found]
+
+
+def _special_tokens(file: GgufFile, ids: dict[str, int]) -> dict[str, tuple[str, int]]:
+    """Text and id of the tokens that have a name. Raises StartupError for an id that is no token."""
+    texts = {index: token for token, index in ids.items()}
+    found = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if number is None:
+            continue
+        if number not in texts:
+            raise StartupError(
+                f"tokenizer.ggml.{key}_token_id {number} is no token", fix="take another GGUF file"
+            )
+        found[name] = (texts[number], number)
+    return found
+
+
+def _post_processor(added: dict[str, tuple[str, int]]) -> dict[str, Any] | None:
+    """Put tokens before and behind each text."""
+    if not added:
+        return None
+
+    def template(*sequences: str) -> list[dict[str, Any]]:
+        pieces = [{"Sequence": {"id": each, "type_id": 0}} for each in sequences]
+        around = {name: [{"SpecialToken": {"id": token, "type_id": 0}}] for name, (token, _) in added.items()}
+        return [*around.get("bos", []), *pieces, *around.get("eos", [])]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": template("A"),
+        "pair": template("A", "B"),
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]} for token, number in added.values()
+        },
+    }
+
+
+def _templates(file: GgufFile) -> str | list[dict[str, str]] | None:
+    """One chat template, or several by name."""
+    default = file.metadata.get(_TEMPLATE)
+    if not isinstance(default, str):
+        return None
+    named = {
+        key.removeprefix(f"{_TEMPLATE}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{_TEMPLATE}.") and isinstance(value, str)
+    }
+    if not named:
+        return default
+    return [{"name": name, "template": text} for name, text in ({"default": default} | named).items()]

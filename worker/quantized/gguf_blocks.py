@@ -1,0 +1,191 @@
+"""Blocks of GGUF files as weights: codes with scales of groups, exactly as their types define them.
+
+Owns: the layouts of the types, and the order of rows that llama.cpp's rotary embeddings ask for.
+Never: reads metadata (worker/checkpoint/gguf_config.py).
+Source: ggml's block types.
+
+Shapes: N outputs, K inputs, B blocks of an output, G groups of inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.checkpoint.gguf_config import BLOCKS
+from worker.checkpoint.gguf_file import GgufTensor, GgufType
+from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.quantized.scheme import ModuleTensors, Reader
+from worker.worker_errors import StartupError
+
+_PLAIN = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReader:
+    """The reader of one module's blocks."""
+
+    type: GgufType
+    num_interleaved_heads: int
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        """See Reader."""
+        num_outputs, num_inputs = shape
+        row_bytes = num_inputs // self.type.block_size * self.type.block_bytes
+        raw = tensors.take(BLOCKS, (torch.uint8,), (num_outputs, row_bytes))
+        return weight_of_blocks(in_halves(raw, self.num_interleaved_heads), self.type)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufRules:
+    """See Rules. Each module with blocks is named."""
+
+    readers: dict[str, BlockReader]
+    must_agree: bool = True
+
+    def reader_of(self, module: str, class_name: str) -> Reader | None:  # noqa: ARG002
+        return self.readers.get(module)
+
+
+def read_gguf_rules(config: dict[str, Any]) -> GgufRules:
+    """The rules that worker/checkpoint/gguf_config.py writes."""
+    return GgufRules(
+        {
+            module: BlockReader(GgufType[found["type"]], found["interleaved_heads"])
+            for module, found in config["modules"].items()
+        }
+    )
+
+
+def read_tensor(path: Path, tensor: GgufTensor) -> Tensor:
+    """Copy a tensor into this process's memory; blocks as uint8 [N, bytes of a row]."""
+    memory = bytearray(tensor.num_bytes)
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(tensor.start)
+        num_read, view = 0, memoryview(memory)
+        while num_read < len(memory):
+            count = stream.readinto(view[num_read:])
+            if not count:
+                raise StartupError(f"{path} is shorter than its header promises", fix="download it again")
+            num_read += count
+    raw = torch.frombuffer(memory, dtype=torch.uint8)
+    if tensor.type.is_plain:
+        return raw.view(_PLAIN[tensor.type]).view(tensor.shape)
+    return raw.view(*tensor.shape[:-1], -1)
+
+
+def in_halves(rows: Tensor, num_heads: int) -> Tensor:
+    """Order the rows of each head so that rotary pairs are a half apart; 0 heads: they are so already."""
+    if not num_heads:
+        return rows
+    order = torch.arange(len(rows)).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+    return rows[order]
+
+
+def weight_of_blocks(raw: Tensor, kind: GgufType) -> GroupedWeight:
+    """A weight of uint8 [N, bytes of a row]."""
+    return _DECODERS[kind](raw.view(len(raw), -1, kind.block_bytes))
+
+
+def _halves(raw_NB: Tensor, place: int) -> Tensor:
+    """The float16 number at a place of each block: float32 [N, B]."""
+    return raw_NB[:, :, place : place + 2].contiguous().view(torch.float16)[:, :, 0].float()
+
+
+def _split(bytes_: Tensor) -> Tensor:
+    """All lower halves of some bytes, then all upper ones."""
+    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
+
+
+def _by_row(blocks: Tensor) -> Tensor:
+    return blocks.reshape(len(blocks), -1)
+
+
+def _q4_0(raw: Tensor) -> GroupedWeight:
+    codes = pack_nibbles(_by_row(_split(raw[:, :, 2:])))
+    return GroupedWeight(codes=codes, table=SIGNED_TABLE, scales_NG=_halves(raw, 0))
+
+
+def _q4_1(raw: Tensor) -> GroupedWeight:
+    codes = pack_nibbles(_by_row(_split(raw[:, :, 4:])))
+    return GroupedWeight(
+        codes=codes, table=UNSIGNED_TABLE, scales_NG=_halves(raw, 0), offsets_NG=-_halves(raw, 2)
+    )
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """Bits of four bytes as 16 or 0 each: [..., 4] to [..., 32]."""
+    bits = raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten(-2) << 4
+
+
+def _q5_0(raw: Tensor) -> GroupedWeight:
+    codes = _split(raw[:, :, 6:]) | _fifth_bits(raw[:, :, 2:6])
+    return GroupedWeight(codes=_by_row(codes.view(torch.int8) - 16), scales_NG=_halves(raw, 0))
+
+
+def _q5_1(raw: Tensor) -> GroupedWeight:
+    codes = _split(raw[:, :, 8:]) | _fifth_bits(raw[:, :, 4:8])
+    return GroupedWeight(
+        codes=_by_row(codes.view(torch.int8)), scales_NG=_halves(raw, 0), offsets_NG=-_halves(raw, 2)
+    )
+
+
+def _q8_0(raw: Tensor) -> GroupedWeight:
+    codes = _by_row(raw[:, :, 2:]).contiguous().view(torch.int8)
+    return GroupedWeight(codes=codes, scales_NG=_halves(raw, 0))
+
+
+def _scales_and_offsets(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of the eight groups of a block: six bits each, packed into twelve bytes."""
+    packed = raw[:, :, 4:16]
+    first, middle, last = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    scales = torch.cat((first & 63, last & 15 | (first >> 6) << 4), dim=-1)
+    offsets = torch.cat((middle & 63, last >> 4 | (middle >> 6) << 4), dim=-1)
+    return (
+        _by_row(_halves(raw, 0).unsqueeze(-1) * scales.float()),
+        _by_row(_halves(raw, 2).unsqueeze(-1) * offsets.float()),
+    )
+
+
+def _pairs_of_groups(raw: Tensor) -> Tensor:
+    """Codes of four bits [N, B, 8, 32]: of 32 bytes the lower halves are a group, the upper ones the next."""
+    bytes_ = raw.reshape(*raw.shape[:2], 4, 32)
+    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=3).flatten(2, 3)
+
+
+def _q4_k(raw: Tensor) -> GroupedWeight:
+    scales, offsets = _scales_and_offsets(raw)
+    codes = pack_nibbles(_by_row(_pairs_of_groups(raw[:, :, 16:])))
+    return GroupedWeight(codes=codes, table=UNSIGNED_TABLE, scales_NG=scales, offsets_NG=offsets)
+
+
+def _q5_k(raw: Tensor) -> GroupedWeight:
+    scales, offsets = _scales_and_offsets(raw)
+    fifth = raw[:, :, 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    codes = _pairs_of_groups(raw[:, :, 48:]) | fifth << 4
+    return GroupedWeight(codes=_by_row(codes).view(torch.int8), scales_NG=scales, offsets_NG=offsets)
+
+
+def _q6_k(raw: Tensor) -> GroupedWeight:
+    low = raw[:, :, :128].reshape(*raw.shape[:2], 2, 64)
+    high = raw[:, :, 128:192].reshape(*raw.shape[:2], 2, 1, 32)
+    high = (high >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3) << 4
+    codes = _split(low).view(*raw.shape[:2], 2, 4, 32) | high
+    scales = raw[:, :, 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208).unsqueeze(-1)
+    return GroupedWeight(codes=_by_row(codes).view(torch.int8) - 32, scales_NG=_by_row(scales))
+
+
+_DECODERS: dict[GgufType, Callable[[Tensor], GroupedWeight]] = {
+    GgufType.Q4_0: _q4_0,
+    GgufType.Q4_1: _q4_1,
+    GgufType.Q5_0: _q5_0,
+    GgufType.Q5_1: _q5_1,
+    GgufType.Q8_0: _q8_0,
+    GgufType.Q4_K: _q4_k,
+    GgufType.Q5_K: _q5_k,
+    GgufType.Q6_K: _q6_k,
+}
