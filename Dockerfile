@@ -32,7 +32,7 @@ RUN case "$DEVICE" in \
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(p['dependencies'] + p['optional-dependencies']['fast']))" > /requirements.txt \
     && pip install -c /constraints.txt -r /requirements.txt
 
-COPY README.md LICENSE setup.py ./
+COPY README.md LICENSE NOTICE setup.py ./
 COPY bench bench
 COPY engine engine
 COPY scheduler scheduler

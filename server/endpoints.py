@@ -39,6 +39,8 @@ YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
 """The live view of the scheduler, which reads and changes nothing."""
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
+POLLED_PATHS = frozenset({"/admin/requests", "/admin/events", "/admin/server"})
+"""Routes that pages and tools ask again and again."""
 OPENAPI_PATH = "/openapi.json"
 
 

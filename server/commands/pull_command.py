@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _pull(options: argparse.Namespace) -> int:
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if not sys.stderr.isatty():
         disable_progress_bars()

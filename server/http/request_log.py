@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 """Status as in nginx's log: the client hung up before one was sent."""
+_FIRST_ERROR = 400
 _NO_SPANS = NoSpans()
 
 
@@ -36,11 +37,13 @@ class RequestLog:
         *,
         routes: Iterable[str],
         probes: frozenset[str],
+        polled: frozenset[str] = frozenset(),
         spans: Spans,
         metrics: HttpMetrics,
     ) -> None:
         self._app = app
         self._probes = probes
+        self._polled = polled
         self._metrics = metrics
         self._routes = RouteNames(routes)
         self._spans = spans
@@ -78,7 +81,9 @@ class RequestLog:
                     RecentError(time.time(), method, route, status, code, request_id)
                 )
             span.end(journal, status=status, error_code=code)
-            level = logging.DEBUG if is_probe else logging.INFO
+            # A poll that was answered says nothing; one that was refused does.
+            is_quiet = is_probe or (scope["path"] in self._polled and status < _FIRST_ERROR)
+            level = logging.DEBUG if is_quiet else logging.INFO
             if log.isEnabledFor(level):
                 facts = fields(
                     **_facts_of(scope, journal),
