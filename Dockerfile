@@ -1,38 +1,53 @@
 # Tokenyard in a container. On a machine without a GPU:
 #
-#     docker build --build-arg PIP_EXTRA_INDEX_URL=<address of PyTorch's CPU index> -t tokenyard:cpu .
+#     docker build --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:<digest> \
+#         --build-arg TORCH_INDEX_URL=<address of PyTorch's CPU index> -t tokenyard:cpu .
 #
 # and for NVIDIA GPUs, whose libraries come with the ordinary torch package:
 #
-#     docker build --build-arg DEVICE=cuda -t tokenyard:cuda .
+#     docker build --build-arg PYTHON_IMAGE=... --build-arg DEVICE=cuda -t tokenyard:cuda .
 #
 # How to run it, without a writable root and under any user id: docs/operations.md
 
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-# cpu keeps torch to the release that constraints-cpu.txt names; cuda takes what pip finds newest.
+ARG PYTHON_IMAGE
+# A tag may be another image tomorrow; "yes" takes one all the same, and images that were built here.
+ARG BASE_WITHOUT_DIGEST=no
+RUN case "$PYTHON_IMAGE@$BASE_WITHOUT_DIGEST" in \
+      *@sha256:*|*@yes) ;; \
+      *) echo "PYTHON_IMAGE=$PYTHON_IMAGE is no digest: pass --build-arg PYTHON_IMAGE=<image>@sha256:<digest>," \
+              "which your registry shows, or --build-arg BASE_WITHOUT_DIGEST=yes" >&2; exit 1 ;; \
+    esac
+# Which of deploy/locks is installed.
 ARG DEVICE=cpu
-# Where else pip looks for packages. Read by pip itself; empty is as if it were not set.
-ARG PIP_EXTRA_INDEX_URL=""
+# The one index that torch comes from; all else comes from pip's own. Empty: pip's own has it, or PIP_FIND_LINKS.
+ARG TORCH_INDEX_URL=""
+# A folder or page with wheels, read by pip itself; empty is as if it were not set.
+ARG PIP_FIND_LINKS=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/tokenyard
+RUN python3 -m venv /opt/tokenyard
 ENV PATH=/opt/tokenyard/bin:$PATH
 WORKDIR /src
 # For the CPU kernels; the final stage has a compiler only where Triton needs one.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 # First what changes seldom: the dependencies are gigabytes, our own code is not.
-COPY pyproject.toml constraints-cpu.txt ./
-RUN case "$DEVICE" in \
-      cpu) cp constraints-cpu.txt /constraints.txt ;; \
-      cuda) : > /constraints.txt ;; \
-      *) echo "DEVICE must be cpu or cuda, not '$DEVICE'" >&2; exit 1 ;; \
-    esac
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(p['dependencies'] + p['optional-dependencies']['fast']))" > /requirements.txt \
-    && pip install -c /constraints.txt -r /requirements.txt
+# No file is installed that is not in a lock, by its hash; `pip check` finds a dependency that a lock forgot.
+COPY deploy/locks deploy/locks
+RUN case "$DEVICE" in cpu|cuda) ;; *) echo "DEVICE must be cpu or cuda, not '$DEVICE'" >&2; exit 1 ;; esac \
+    && if [ "$DEVICE" = cpu ]; then \
+      pip install --no-deps --require-hashes ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
+          -r deploy/locks/torch-cpu.txt \
+      || { echo "no CPU build of torch, as deploy/locks/torch-cpu.txt names it, is at the given indexes; the" \
+                "ordinary one has gigabytes of CUDA libraries: pass --build-arg TORCH_INDEX_URL=<address of" \
+                "PyTorch's CPU index>, or DEVICE=cuda" >&2; exit 1; }; \
+    fi \
+    && pip install --no-deps --require-hashes -r "deploy/locks/$DEVICE.txt"
 
-COPY README.md LICENSE NOTICE setup.py ./
+COPY README.md LICENSE NOTICE pyproject.toml setup.py ./
+COPY deploy/image deploy/image
 COPY bench bench
 COPY engine engine
 COPY scheduler scheduler
@@ -41,10 +56,13 @@ COPY tokenyard tokenyard
 COPY worker worker
 # -P: beside the modules that were installed, not in this folder, which the final stage does not get.
 # tokenyard.inside: where a wheel has our packages; this one module needs nothing beside it.
-RUN pip wheel --no-deps --wheel-dir /wheels . \
+# --no-build-isolation: with the setuptools of the lock, else pip would fetch one that nobody named.
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && pip install --no-deps /wheels/tokenyard-*.whl \
+    && pip check \
     && tokenyard --version \
-    && python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place
+    && python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place \
+    && python deploy/image/write_sbom.py deploy/locks > /opt/tokenyard/sbom.cdx.json
 
 
 FROM ${PYTHON_IMAGE}

@@ -282,6 +282,8 @@ class ModelInfo:
     """Source of the chat template; of several, the one for requests with tools."""
     added_tokens: dict[str, int] = field(default_factory=dict)
     """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
+    num_ranks: int = 1
+    """Processes that compute the model together."""
     pooling: PoolingFacts | None = None
     """Set if the model pools prompts; None if it generates text."""
 

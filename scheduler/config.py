@@ -182,12 +182,15 @@ class SchedulerConfig(SchedulerOptions):
     """Blocks of the swap space, ids 1 to num_host_blocks."""
     max_drafts: int = 0
     """Most drafts of a sequence that the worker verifies in a step; 0: unknown, and no limit."""
+    num_stages: int = 1
+    """Groups of layers that work on different plans at the same time. With several, no sequence is planned
+    while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no such class: slots=True makes it anew
-        _check_least(self, 1, ("num_blocks", "block_size", "max_model_len"))
+        _check_least(self, 1, ("num_blocks", "block_size", "max_model_len", "num_stages"))
         _check_least(self, 0, ("num_host_blocks", "max_drafts"))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")

@@ -32,6 +32,7 @@ from server.endpoints import (
     KEYLESS_PATHS,
     OPEN_PATHS,
     OPENAPI_PATH,
+    OPERATIONS,
     PAGE,
     POLLED_PATHS,
     PUBLIC,
@@ -40,6 +41,7 @@ from server.endpoints import (
 )
 from server.error_replies import ErrorBoundary
 from server.generate.answering import VERSION
+from server.generate.full_queue import FullQueue
 from server.http.body_limit import BodyLimit
 from server.http.connections import LastReplies, ReservedPlaces
 from server.http.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
@@ -156,6 +158,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
     app.state.edge = edge
     app.state.keys = keys
     app.state.batch_paths = BATCH_PATHS
+    app.state.full_queue = FullQueue(edge, keys, paths=frozenset(OPERATIONS), shapes=ERROR_SHAPES)
     return app
 
 

@@ -12,7 +12,7 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.progress import LoadStage, run_reporting
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.speculation.unsupported import refuse_speculation
 from worker.startup.loader import find_kind, refuse_ranks
 from worker.startup.start_generation import start_generating
@@ -62,7 +62,7 @@ class Worker:
         try:
             return start_generating(self._config, kind, device, stage, self._ranks)
         except FamilyRefused as error:
-            if self._ranks.size > 1:
+            if is_divided(self._ranks):
                 raise
             refused = error.what  # not the error: its traceback keeps the model's memory alive
         refuse_speculation(

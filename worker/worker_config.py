@@ -87,8 +87,10 @@ class WorkerConfig:
     num_threads: int | None = None
     """Compute threads of each rank on CPU. None: the physical cores that this process may use, divided among
     ranks."""
+    num_stages: int = 1
+    """Groups of layers that are computed one after the other, each by ranks of its own."""
     num_ranks: int = 1
-    """Processes that compute the model together, each with a shard of its layers. They share the memory
+    """Processes that compute a stage together, each with a shard of its layers. They share the memory
     that is asked for here."""
 
 
@@ -160,5 +162,9 @@ class ModelFacts:
     """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
+    num_ranks: int = 1
+    """Processes that compute the model together."""
+    num_stages: int = 1
+    """Groups of layers that compute different steps at the same time."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""

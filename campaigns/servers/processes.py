@@ -48,3 +48,11 @@ def engine_of(pid: int) -> int | None:
             if _ENGINE_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
     return None
+
+
+def ranks_of(engine_pid: int | None) -> list[int]:
+    """List the engine process and the ranks that are its children; empty without an engine process."""
+    if engine_pid is None:
+        return []
+    children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
+    return [engine_pid, *map(int, children)]

@@ -38,9 +38,11 @@ from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
 from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.scheduler import Scheduler
+from worker.ranks.rank_places import make_places
 from worker.worker_config import LoadProgress, ModelFacts
 
 if TYPE_CHECKING:
+    from worker.ranks.stage import Stage
     from worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker_errors import StartupError
 
-    worker, group = _open_worker(config, directory)
+    worker, group, stage = _open_worker(config, directory)
     try:
         facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
     except StartupError as error:
@@ -83,7 +85,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     scheduler = Scheduler(scheduler_config(config.scheduler, facts))
     executor: Executor = worker
     if group is not None:
-        group.lead(worker)
+        group.lead(worker, stage)
         executor = group
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, _open_trace(config.trace_file))
@@ -102,21 +104,17 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     return 0
 
 
-def _open_worker(config: EngineConfig, directory: Path) -> tuple["Worker", RankGroup | None]:
+def _open_worker(config: EngineConfig, directory: Path) -> tuple["Worker", RankGroup | None, "Stage"]:
     """Start the other ranks first, if there are any: all load at the same time."""
-    num_ranks = config.worker.num_ranks
-    if num_ranks == 1:
-        from worker.worker import Worker
-
-        return Worker(config.worker), None
-    from worker.ranks.shared_page import make_page
-
-    page = make_page()
-    group = RankGroup.start(directory, num_ranks=num_ranks, page=page)
-    from worker.ranks.shared_ranks import SharedRanks
+    group, places = None, make_places(config.worker.num_stages, config.worker.num_ranks)
+    if len(places) > 1:
+        group = RankGroup.start(directory, places)
+    from worker.ranks.ranks import ALONE
+    from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker
 
-    return Worker(config.worker, ranks=SharedRanks(page, rank=0, size=num_ranks)), group
+    ranks = ALONE if group is None else open_ranks(places[0])
+    return Worker(config.worker, ranks=ranks), group, ranks.stage
 
 
 def _open_trace(path: str | None) -> StepTrace | None:
@@ -139,7 +137,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
     decided: dict[str, Any] = {
         "max_prefill_tokens": max_prefill_tokens,
         "max_chunk_tokens": _chunk_limit(options.max_chunk_tokens, max_prefill_tokens),
-        "max_plans_in_flight": options.max_plans_in_flight if facts.runs_ahead else 1,
+        "max_plans_in_flight": _plans_in_flight(options, facts),
         "draft_admission": DraftAdmission.PAYING,
         "prefix_caching": options.prefix_caching if facts.is_paged else PrefixCaching.OFF,
     }
@@ -152,7 +150,14 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
         max_drafts=facts.max_drafts,
+        num_stages=facts.num_stages,
     )
+
+
+def _plans_in_flight(options: SchedulerOptions, facts: ModelFacts) -> int:
+    if facts.num_stages > 1:
+        return facts.num_stages + 1  # one waits, so that the first stage does not
+    return options.max_plans_in_flight if facts.runs_ahead else 1
 
 
 def _chunk_limit(asked: int, max_prefill_tokens: int) -> int:

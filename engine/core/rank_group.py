@@ -12,19 +12,28 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import msgspec
 
 from engine.core.loop import Executor, Launched
 from engine.core.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
-from engine.core.rank_plans import PlansOut
+from engine.core.rank_plans import PlansOut, RankStep, ResultsIn
+from engine.core.stage_steps import StageSteps
 from engine.processes import child_process
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
-from scheduler.messages import SchedulerOutput
+from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from worker.ranks.rank_places import RankPlace
+
+if TYPE_CHECKING:
+    from worker.ranks.stage import Stage
 
 log = logging.getLogger(__name__)
 
+RANK_MODULE = "engine.core.rank_process"
 _STACKS_S = 0.1
 """Time for the other ranks to write their stacks."""
 _GOODBYE_S = 1.0
@@ -33,46 +42,71 @@ _GOODBYE_S = 1.0
 class RankGroup:
     """The other ranks, from `start` to `close`. `launch` comes after `lead`."""
 
-    def __init__(self, children: list[subprocess.Popen[bytes]], plans: PlansOut) -> None:
+    def __init__(
+        self, children: list[subprocess.Popen[bytes]], plans: PlansOut, results: ResultsIn | None
+    ) -> None:
+        """Watch the children. `results` are those of the last stage, where there are several."""
         self._children = children
         self._plans = plans
+        self._results = results
         self._worker: Executor
+        self._steps: StageSteps | None = None
+        self._sampled: list[list[int]] = []  # tokens that the other ranks do not know yet
         self._is_closing = threading.Event()
         self._signals = report_signals_for_stacks()
         self._watch = threading.Thread(target=self._watch_all, name="ranks", daemon=True)
         self._watch.start()
 
     @classmethod
-    def start(cls, directory: Path, *, num_ranks: int, page: int) -> "RankGroup":
+    def start(cls, directory: Path, places: list[RankPlace]) -> "RankGroup":
         """Start all ranks but rank 0, in the main thread: children end with the thread that starts them."""
-        plans = PlansOut(directory, num_ranks=num_ranks)
+        plans = PlansOut(directory, num_ranks=len(places))
+        results = ResultsIn(directory) if places[0].num_stages > 1 else None
         level = str(log.getEffectiveLevel())
         children = [
             subprocess.Popen(
                 [
                     *child_process.INTERPRETER,
-                    *("-m", "engine.core.rank_process"),
-                    *(str(directory), str(os.getpid()), level, str(rank), str(page)),
+                    *("-m", RANK_MODULE),
+                    *(str(directory), str(os.getpid()), level, msgspec.json.encode(place).decode()),
                 ],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(page,),
+                pass_fds=place.descriptors,
             )
-            for rank in range(1, num_ranks)
+            for place in places[1:]
         ]
-        return cls(children, plans)
+        for descriptor in {each for place in places[1:] for each in place.descriptors}:
+            if descriptor not in places[0].descriptors:
+                os.close(descriptor)
+        return cls(children, plans, results)
 
-    def lead(self, worker: Executor) -> None:
-        """Carry out plans with `worker` as rank 0."""
+    def lead(self, worker: Executor, stage: "Stage") -> None:
+        """Carry out plans with `worker` as rank 0, which is in the first stage."""
         self._worker = worker
+        if self._results is not None:
+            self._steps = StageSteps(worker, stage)
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         """Begin a step on all ranks. An error ends the process: the others wait within their step."""
         try:
-            self._plans.send(plan)
-            return self._worker.launch(plan)
+            sampled, self._sampled = self._sampled, []
+            self._plans.send(RankStep(plan, sampled))
+            if self._steps is None:
+                return self._worker.launch(plan)
+            self._steps.launch(plan)
+            return _StepOfStages(self._collect)
         except Exception:
             log.critical("rank 0 failed in step %d, and ends with all others", plan.step, exc_info=True)
             self._end(EXIT_WORKER_BROKEN)
+
+    def _collect(self) -> ModelRunnerOutput:
+        """Wait for the result of the oldest step, whose tokens all ranks but the last stage's still need."""
+        assert self._results is not None
+        assert self._steps is not None
+        result = self._results.receive()
+        self._sampled.append(result.token_ids)
+        self._steps.learn(result.token_ids)
+        return result.output
 
     def close(self) -> None:
         """Let the ranks end; kill those that do not."""
@@ -84,6 +118,8 @@ class RankGroup:
                 child.wait(max(0.0, deadline_s - time.monotonic()))
         self._kill()
         self._plans.close()
+        if self._results is not None:
+            self._results.close()
 
     def _watch_all(self) -> None:
         """Wait until a rank ends; pass signals for stacks on meanwhile."""
@@ -131,3 +167,9 @@ class RankGroup:
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.kill()
+
+
+class _StepOfStages(NamedTuple):
+    """A step that later stages compute. Results are collected in order."""
+
+    result: Callable[[], ModelRunnerOutput]

@@ -1,4 +1,4 @@
-"""The plans of steps on their way to ranks.
+"""The plans of steps on their way to ranks, and results on their way back from the last stage of a pipeline.
 
 Owns: their encoding, and a one-way channel for each rank in the directory of the engine process.
 Never: decides what is sent (rank_group.py).
@@ -7,12 +7,12 @@ Never: decides what is sent (rank_group.py).
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from scheduler.messages import SchedulerOutput
+from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 
 _GOODBYE = b""
 
@@ -26,6 +26,25 @@ def _plain(value: Any) -> Mapping[Any, Any]:
 
 encode_plan = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_plan = msgspec.msgpack.Decoder(SchedulerOutput).decode
+_RESULTS = "results"
+
+
+class RankStep(NamedTuple):
+    """A plan, and the tokens of earlier steps that the rank does not know yet, oldest step first."""
+
+    plan: SchedulerOutput
+    sampled: list[list[int]]
+
+
+class StageResult(NamedTuple):
+    """The result of a step, and its tokens in the order of rows."""
+
+    output: ModelRunnerOutput
+    token_ids: list[int]
+
+
+decode_step = msgspec.msgpack.Decoder(RankStep).decode
+_decode_result = msgspec.msgpack.Decoder(StageResult).decode
 
 
 def _address(directory: Path, rank: int) -> str:
@@ -44,9 +63,9 @@ class PlansOut:
             socket.linger = 0
             socket.bind(_address(directory, rank))
 
-    def send(self, plan: SchedulerOutput) -> None:
+    def send(self, step: RankStep) -> None:
         """Post to all ranks without waiting for any."""
-        self._send(encode_plan(plan))
+        self._send(encode_plan(step))
 
     def say_goodbye(self) -> None:
         """Let all ranks end once they have carried out what was posted."""
@@ -69,10 +88,44 @@ class PlansIn:
         self._socket.set_hwm(0)
         self._socket.connect(_address(directory, rank))
 
-    def receive(self) -> SchedulerOutput | None:
-        """Wait for the next plan; None at the end."""
+    def receive(self) -> RankStep | None:
+        """Wait for the next step; None at the end."""
         message = self._socket.recv()
-        return None if message == _GOODBYE else decode_plan(message)
+        return None if message == _GOODBYE else decode_step(message)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class ResultsIn:
+    """The end of rank 0, which binds the channel before the last stage exists."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(f"ipc://{directory / _RESULTS}")
+
+    def receive(self) -> StageResult:
+        """Wait for the result of the oldest step. A rank that ends meanwhile ends this process."""
+        return _decode_result(self._socket.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class ResultsOut:
+    """The end of the rank that samples."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(f"ipc://{directory / _RESULTS}")
+
+    def send(self, result: StageResult) -> None:
+        """Post without waiting."""
+        self._socket.send(encode_plan(result))
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -1,22 +1,26 @@
-"""A rank beside rank 0: `python -m engine.core.rank_process DIRECTORY PARENT_PID LOG_LEVEL RANK PAGE`.
+"""A rank beside rank 0: `python -m engine.core.rank_process DIRECTORY PARENT_PID LOG_LEVEL PLACE`.
 
-Owns: one worker with a shard of the model, which carries out the plans of rank 0, and reports nothing.
+Owns: one worker with a part of the model, which carries out the plans of rank 0. Results are reported by one
+rank of the last stage, if there are several stages, and by no other.
 Any error ends the process, and with it the engine process: ranks that differ would compute wrong tokens.
 Never: decides anything that the plans do not; and ends after its parent, however that ends.
 
-PAGE is the descriptor of the memory that the ranks share; the configuration is in DIRECTORY.
+PLACE is a RankPlace as JSON; the configuration is in DIRECTORY.
 """
 
 import logging
-import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.core.loop import Executor
 from engine.core.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
-from engine.core.rank_plans import PlansIn
+from engine.core.pulse import StepPulse
+from engine.core.rank_plans import PlansIn, ResultsOut, StageResult
+from engine.core.stage_steps import StageSteps, compute_last
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.options.engine_config import EngineConfig
@@ -29,11 +33,15 @@ from engine.processes.child_process import (
 )
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import PulseSide
+from worker.ranks.rank_places import RankPlace
+
+if TYPE_CHECKING:
+    from worker.ranks.stage import Stage
 
 log = logging.getLogger(__name__)
 
 
-def main(directory: Path, parent_pid: int, log_level: int, rank: int, page: int) -> int:
+def main(directory: Path, parent_pid: int, log_level: int, place: RankPlace) -> int:
     """Carry out plans until goodbye; return the exit code."""
     die_with_parent(parent_pid)
     leave_signals_to_parent()
@@ -41,36 +49,56 @@ def main(directory: Path, parent_pid: int, log_level: int, rank: int, page: int)
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     with Logs(config.log_format, level=log_level, process=ProcessName.RANK):
         try:
-            return _follow(config, directory, rank, page)
+            return _follow(config, directory, place)
         except Exception:
-            log.critical("rank %d ends, and all others with it", rank, exc_info=True)
+            log.critical("rank %d ends, and all others with it", place.rank, exc_info=True)
             return EXIT_WORKER_BROKEN
 
 
-def _follow(config: EngineConfig, directory: Path, rank: int, page: int) -> int:
+def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     started_s = time.monotonic()
-    plans = PlansIn(directory, rank=rank)
+    plans = PlansIn(directory, rank=place.rank)
     # Not at the top: importing torch takes seconds.
-    from worker.ranks.shared_ranks import SharedRanks
+    from worker.attention.interface import num_layers_begun
+    from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker
     from worker.worker_errors import StartupError
 
-    ranks = SharedRanks(page, rank=rank, size=config.worker.num_ranks)
-    os.close(page)
+    ranks = open_ranks(place)
     worker = Worker(config.worker, ranks=ranks)
     try:
         worker.load(lambda _progress: None)
     except StartupError as error:
         PulseSide(directory).send_last(StartFailed(what=error.what, fix=error.fix))
         return EXIT_START_FAILED
-    log.info("rank %d of %d loaded in %.1f s", rank, ranks.size, time.monotonic() - started_s)
+    log.info("rank %d loaded in %.1f s", place.rank, time.monotonic() - started_s)
     keep_what_is_loaded()
-    while (plan := plans.receive()) is not None:
-        worker.launch(plan)
+    if place.num_stages > 1:
+        StepPulse(directory, num_layers_begun).start()  # rank 0 may wait while a later stage computes
+    _carry_out(plans, worker, ranks.stage, ResultsOut(directory) if place.is_reporting else None)
     plans.close()
     worker.close()
     return 0
 
 
+def _carry_out(plans: PlansIn, worker: Executor, stage: "Stage", results: ResultsOut | None) -> None:
+    """Compute all steps until goodbye."""
+    steps = None if stage.is_last else StageSteps(worker, stage)
+    while (step := plans.receive()) is not None:
+        if steps is not None:
+            for token_ids in step.sampled:
+                steps.learn(token_ids)
+            steps.launch(step.plan)
+            continue
+        result = StageResult(*compute_last(worker, stage, step.plan))
+        if results is not None and stage.count > 1:
+            results.send(result)
+
+
+def read_place(argument: str) -> RankPlace:
+    """Read the last argument."""
+    return msgspec.json.decode(argument, type=RankPlace)
+
+
 if __name__ == "__main__":
-    leave(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    leave(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), read_place(sys.argv[4])))

@@ -83,6 +83,7 @@ class EngineMetrics:
         self._last: SchedulerStats | None = None
         self._last_times = StepTimes()
         self._last_dropped: dict[Telemetry, int] = {}
+        self._ranks: Gauge | None = None
         self._make_gauges()
         self._make_counters()
         self._make_counters_of_ends()
@@ -99,9 +100,16 @@ class EngineMetrics:
         }
         self._cache_info.clear()
         self._cache_info.labels(**labels).set(1)
+        if info.num_ranks > 1:
+            self._count_ranks(info.num_ranks)
         self._last_times = StepTimes()
         self._last = None  # a fresh engine process counts from zero
         self._last_dropped.pop(Telemetry.ENGINE_LOG_LINES, None)
+
+    def _count_ranks(self, num: int) -> None:
+        if self._ranks is None:  # made by the first ranks: most models are not divided
+            self._ranks = Gauge("tokenyard:ranks", "Processes that compute the model", registry=self.registry)
+        self._ranks.set(num)
 
     def watch_health(self, health: Callable[[], Health]) -> None:
         """Ask for the health at each scrape, so that the page agrees with the probes."""
@@ -114,6 +122,8 @@ class EngineMetrics:
             gauge.set(0)
         for gauge in self._waiting_by_reason.values():
             gauge.set(0)
+        if self._ranks is not None:
+            self._ranks.set(0)
 
     @property
     def wait_reason(self) -> str:

@@ -187,6 +187,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             activations=options.activations,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
+            num_stages=options.pipeline_parallel_size,
         ),
     )
 

@@ -109,6 +109,14 @@ class ModelOptions(EdgeOptions):
         "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
         default=1,
     )
+    pipeline_parallel_size: int = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="STAGES"),
+        "Groups of layers, each computed by processes of its own (--tensor-parallel-size in each), on CPUs "
+        "only. Stages work on different sequences at the same time and exchange little; one alone is "
+        "computed no faster.",
+        default=1,
+    )
     cpu_kernels: str = _option(
         Group.MODEL,
         Choice(words=("auto", "off")),

@@ -52,7 +52,8 @@ class EngineProcess:
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=child_environment(**_ENVIRONMENT),
+                # torch would make a folder of a name that others can foresee, in the folder that all share.
+                env=child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory.path / "torch")),
             )
         except BaseException:
             if side is not None:

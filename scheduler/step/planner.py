@@ -61,6 +61,8 @@ class Planner:
         self._preemptor = Preemptor(state, shares)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._has_window = self._kv.attended.is_limited
+        self._num_stages = state.config.num_stages
+        self._decides_always = self._has_window or self._num_stages > 1
         may_displace = self._config.displacement is Displacement.ON
         self._may_give_turns = self._config.fairness is Fairness.TENANT and may_displace
         self._may_displace = state.order.displaces and may_displace
@@ -81,7 +83,7 @@ class Planner:
         nothing takes longer than all the rest.
         """
         running = self._queues.running
-        if len(self._queues.waiting) or self._has_window or self._shares.has_extras:
+        if len(self._queues.waiting) or self._decides_always or self._shares.has_extras:
             return None
         if not running or len(running) > self._step_limit.max_tokens:
             return None
@@ -157,7 +159,8 @@ class Planner:
             head = self._queues.waiting.peek()
             if head.is_indivisible:
                 max_tokens = max(max_tokens, head.num_tokens)
-        return StepLimits(max_tokens, self._config.max_prefill_tokens or most)
+        # Chunks of a prompt are in all stages at once; a plan with much more than others would hold them up.
+        return StepLimits(max_tokens, -(-(self._config.max_prefill_tokens or most) // self._num_stages))
 
     def _plan_separately(self, plan: PlanDraft) -> None:
         """Prefill alone if there is any to do and it is due, else decodes alone."""
@@ -176,11 +179,14 @@ class Planner:
 
     def _serve_running(self, plan: PlanDraft) -> None:
         running, budget = self._queues.running, plan.budget
+        most_decodes = -(-len(running) // self._num_stages)
         place = 0
         while place < len(running) and budget.remaining_tokens > 0:
             seq = running[place]
             place += 1
             if plan.urgent and seq.sequence_id in plan.urgent:
+                continue
+            if self._num_stages > 1 and self._waits_for_stages(seq, plan, most_decodes):
                 continue
             if self._has_window:
                 self._kv.pass_blocks(seq)
@@ -190,6 +196,14 @@ class Planner:
                 self._shares.decode(seq, plan)
             else:
                 self._shares.part(seq, plan)
+
+    def _waits_for_stages(self, seq: Sequence, plan: PlanDraft, most_decodes: int) -> bool:
+        """Whether its token is being sampled, or the plan has its part of the decodes.
+
+        The others are for the next plans, so that each stage has one.
+        """
+        num_left = seq.num_tokens - seq.num_computed_tokens
+        return num_left == 0 or (num_left == 1 and len(plan.decodes) >= most_decodes)
 
     def _serve_prefills(self, plan: PlanDraft) -> None:
         """Serve the running sequences that have more than one token to compute."""

@@ -38,6 +38,8 @@ class TokenShares:
         self._state = state
         self._kv = state.kv
         self._block_size = state.config.block_size
+        # In a pipeline, a sequence has no share before its token is known.
+        self._num_expected = 1 if state.config.num_stages == 1 else 0
         self._drafts: dict[SequenceId, tuple[int, ...]] = {}
         self._rule: DraftRule | None = None
         if state.config.draft_admission is DraftAdmission.PAYING and state.config.max_drafts:
@@ -57,7 +59,7 @@ class TokenShares:
             return
         plan.decodes.append(ScheduledSequence(seq.sequence_id, start, 1, True))  # noqa: FBT003  (a hot path)
         if seq.num_tokens + 1 < seq.max_length:  # as expect_token, without the call
-            seq.num_tokens += 1
+            seq.num_tokens += self._num_expected
 
     @property
     def has_extras(self) -> bool:
@@ -99,7 +101,7 @@ class TokenShares:
         self._publish(seq, start, end)
         samples = end == seq.num_tokens
         plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, samples))
-        if samples:
+        if samples and self._num_expected:
             seq.expect_token()
 
     def num_wanted(self, seq: Sequence) -> int:

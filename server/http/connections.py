@@ -29,7 +29,9 @@ from engine.types import EngineState, Health
 from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
 from server.http.lingering import LingeringTransport
+from server.http.strict_http import RefusalOf, RefusedHead, StrictConnection
 from server.observe.request_ids import new_request_id
+from server.sockets.half_closed import HalfClosed, can_watch
 from server.sockets.places import Place
 from server.sockets.rare_log import RareLog
 
@@ -37,12 +39,18 @@ log = logging.getLogger(__name__)
 
 RESERVED_HEAD_TIMEOUT_S = 2.0
 """A reserve that silent clients could hold for long would be none."""
+_PROCESSING = 102
 _HEAD_TOO_LARGE = 431
+_MAX_HEAD_BYTES = 16 * 1024
+"""Bytes of a head, where the configuration names no other limit."""
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
 _WRITE_CHUNK = "tokenyard.write_chunk"
 
+_base_log = logging.getLogger(f"{__name__}.uvicorn")
+"""Logger of the base class, which has a warning for each head that is no HTTP: our own line says more."""
+_base_log.setLevel(logging.ERROR)
 _too_many = RareLog(log, logging.WARNING, "every place for a connection is taken: %d refused")
 
 WriteChunk = Callable[[bytes], bool]
@@ -63,8 +71,13 @@ class ClientConnection(H11Protocol):
     ) -> None:
         """Without a place, refuse."""
         super().__init__(config, server_state, app_state)
+        self.logger = _base_log
+        self.conn = StrictConnection(h11.SERVER, config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
         self._place = place
+        self._half_closed: HalfClosed | None = None
+        self._has_heard_all = False
         edge: Edge = cast(FastAPI, config.app).state.edge
+        self._refusal_of: RefusalOf = cast(FastAPI, config.app).state.full_queue.refusal_of
         self._patience = edge.patience
         self._refused = edge.metrics.refused_connections
         self._head_timeout_s = edge.patience.head_timeout_s
@@ -89,12 +102,32 @@ class ClientConnection(H11Protocol):
             _WRITE_CHUNK: self._write_chunk,
         }
         self._start_head_timer()
+        if self.scheme == "http" and not self._place.is_reserved:  # a handshake costs more than is saved
+            cast(StrictConnection, self.conn).refusal_of = self._refusal_of
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         if self._place is not None:
             self._place.leave()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return True, to go on, if the client may be waiting for a reply: it has closed its half."""
+        if not self._is_answering or self.cycle.more_body or not self._ending.can_write_eof():
+            return False
+        if self._half_closed is None:
+            client = self.transport.get_extra_info("socket")
+            if not can_watch(client):
+                return False
+            self._half_closed = HalfClosed(
+                client,
+                ask=self._write_interim,
+                num_writes=lambda: self._ending.num_writes,
+                on_left=self.transport.abort,
+            )
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes. The time for a head is not renewed by them: a trickle must not hold a place."""
@@ -105,6 +138,8 @@ class ClientConnection(H11Protocol):
             self._stop_head_timer()
             if self._place is not None:
                 self._place.busy()
+            # On a connection that is kept, an end would cost more than the layers.
+            cast(StrictConnection, self.conn).refusal_of = None
         elif self._head_timer is None:  # the idle timer of a kept connection ends with the first byte
             self._start_head_timer()
 
@@ -112,13 +147,21 @@ class ClientConnection(H11Protocol):
         if self._place is not None:
             self._place.quiet()
         super().on_response_complete()
-        if self._is_answering and self._place is not None:  # the next request was here already
-            self._place.busy()
+        if self._is_answering:  # the next request was here already
+            if self._place is not None:
+                self._place.busy()
+        elif self._half_closed is not None:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- the base class's hook and words
         """Answer bytes that cannot be parsed. Called where the parser's error is handled."""
         error = sys.exception()
-        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _HEAD_TOO_LARGE:
+        if isinstance(error, RefusedHead):
+            self._stop_head_timer()
+            self._has_heard_all = len(self.conn.trailing_data[0]) >= error.num_body_bytes
+            self.transport.write(error.reply)
+            self.transport.close()
+        elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _HEAD_TOO_LARGE:
             self._refuse(HeadTooLarge("the request line and the headers are larger than 64 KiB together"))
         else:
             text = "this is not HTTP/1.1 as this server speaks it"
@@ -130,8 +173,8 @@ class ClientConnection(H11Protocol):
 
     def _may_hear_more(self) -> bool:
         """True if the client may send more bytes; False on an idle connection."""
-        if self._place is None:
-            return False  # it would hold a descriptor beyond all places
+        if self._place is None or self._half_closed is not None or self._has_heard_all:
+            return False  # the first would hold a descriptor beyond all places, the others have said all
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _start_head_timer(self) -> None:
@@ -168,6 +211,14 @@ class ClientConnection(H11Protocol):
         if not is_open or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def _write_interim(self) -> bool:
+        """Write a head that means nothing, if there may be one: see `HalfClosed`."""
+        if self.conn.our_state is not h11.SEND_RESPONSE or self.conn.their_http_version != b"1.1":
+            return False
+        interim = h11.InformationalResponse(status_code=_PROCESSING, headers=[], reason=b"Processing")
+        self.transport.write(self.conn.send(interim) or b"")
         return True
 
     def _refuse(self, error: Exception) -> None:

@@ -1,11 +1,14 @@
 """The end of a connection, such that its last reply arrives.
 
-Owns: the time between our last byte and the end of the connection.
+Owns: the time between our last byte and the end of the connection; the head of a reply until its body comes.
 Never: decides that a connection ends (connections.py and uvicorn).
 
 To close a socket on which bytes lie unread, or on which more arrive, makes the kernel reset the connection,
 and a reset takes back what the client has not read of the reply. So our half is closed first; what still
 comes is dropped until the client has closed its own, for a second at most. Source: RFC 9112, section 9.6.
+
+Each write to a socket wakes the client up, so that a head and a body of their own cost twice. The head waits
+for what follows in this turn of the event loop.
 """
 
 import asyncio
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _LINGER_S = 1.0
+_HEAD_BEGINS = b"HTTP/1.1 "
 
 
 class LingeringTransport:
@@ -24,6 +28,8 @@ class LingeringTransport:
         self._may_hear_more = may_hear_more
         self._is_paused = False
         self._end: asyncio.TimerHandle | None = None
+        self._head = b""
+        self.num_writes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -37,8 +43,22 @@ class LingeringTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        if not self.is_lingering:
-            self._transport.write(data)
+        if self.is_lingering or not data:
+            return
+        self.num_writes += 1
+        if data.startswith(_HEAD_BEGINS):
+            self._flush()
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+            return
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head)
+        self._head = b""
 
     def pause_reading(self) -> None:
         self._is_paused = True
@@ -50,6 +70,7 @@ class LingeringTransport:
 
     def close(self) -> None:
         """May be asked again."""
+        self._flush()
         if self._end is not None:
             if self._transport.is_closing():  # the client has closed its half
                 self._end.cancel()

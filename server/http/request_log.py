@@ -18,6 +18,7 @@ from server.observe.request_ids import error_code_of, journal_of
 from server.observe.route_names import RouteNames
 from server.observe.spans import NoSpans, Spans
 from server.observe.trace_context import trace_context_of
+from server.sockets.rare_log import RareLog
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ _CLIENT_LEFT = 499
 """Status as in nginx's log: the client hung up before one was sent."""
 _FIRST_ERROR = 400
 _NO_SPANS = NoSpans()
+_OVERLOADED = "server_overloaded"
+
+_refused = RareLog(log, logging.INFO, "requests refused as the queue is full: %d; each is a line at debug")
 
 
 class RequestLog:
@@ -81,9 +85,11 @@ class RequestLog:
                     RecentError(time.time(), method, route, status, code, request_id)
                 )
             span.end(journal, status=status, error_code=code)
+            if code == _OVERLOADED:
+                _refused.note()
             # A poll that was answered says nothing; one that was refused does.
             is_quiet = is_probe or (scope["path"] in self._polled and status < _FIRST_ERROR)
-            level = logging.DEBUG if is_quiet else logging.INFO
+            level = logging.DEBUG if is_quiet or code == _OVERLOADED else logging.INFO
             if log.isEnabledFor(level):
                 facts = fields(
                     **_facts_of(scope, journal),
@@ -93,6 +99,18 @@ class RequestLog:
                     total_s=round(total_s, 6),
                 )
                 log.log(level, "request", extra=facts)
+
+
+def record_refusal(metrics: HttpMetrics, route: str, request_id: str) -> None:
+    """Record a POST that was refused with 429 as the queue is full, before it was a request."""
+    status = 429
+    metrics.count_request("POST", route, status)
+    metrics.count_error(_OVERLOADED)
+    metrics.note_error_reply(RecentError(time.time(), "POST", route, status, _OVERLOADED, request_id))
+    _refused.note()
+    if log.isEnabledFor(logging.DEBUG):
+        facts = fields(request_id=request_id, error=_OVERLOADED, method="POST", route=route, status=status)
+        log.debug("request", extra=facts)
 
 
 def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | None]:

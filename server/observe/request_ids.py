@@ -6,7 +6,7 @@ Never: the engine's request ids: two clients may send the same x-request-id.
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,7 +29,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _asked_id(scope) or new_request_id().encode()
+        request_id = id_for(scope["headers"])
         scope[_JOURNAL] = Journal(request_id.decode("ascii"))
 
         async def send_with_id(message: Message) -> None:
@@ -45,12 +45,10 @@ def new_request_id() -> str:
     return f"req_{secrets.token_hex(16)}"
 
 
-def _asked_id(scope: Scope) -> bytes | None:
-    """Return the client's id, unless it could break a log line or a header."""
-    for name, value in scope["headers"]:
-        if name == _HEADER:
-            return value if _HARMLESS.fullmatch(value) else None
-    return None
+def id_for(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the client's id, or a new one if it could break a log line or a header."""
+    asked = next((value for name, value in headers if name == _HEADER), b"")
+    return asked if _HARMLESS.fullmatch(asked) else new_request_id().encode()
 
 
 def request_id_of(scope: Scope) -> str:

@@ -1,4 +1,5 @@
 """Sockets of clients before there is HTTP: accepted, counted, shaken hands with (API process).
 
-Also: the memory that large requests leave. Never: reads or writes a byte of a request.
+Also: clients that closed their half, and the memory that large requests leave.
+Never: reads or writes a byte of a request.
 """

@@ -10,7 +10,7 @@ from engine.types import ModelInfo
 from server.observe.http_metrics import HttpMetrics
 from tests.deploy.promql import Reads
 
-_INFO = ModelInfo(
+INFO = ModelInfo(
     served_names=("model",),
     model_type="llama",
     num_parameters=1,
@@ -22,6 +22,7 @@ _INFO = ModelInfo(
     num_blocks=8,
     kv_cache_bytes=1,
     eos_token_ids=(),
+    num_ranks=2,
 )
 TARGET_LABELS = frozenset({"job", "instance", "namespace", "pod"})
 """Prometheus itself adds these."""
@@ -33,7 +34,7 @@ def series() -> dict[str, dict[str, set[str]]]:
     """By name, and by label, the values seen."""
     metrics = EngineMetrics("model")
     HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200").inc()
-    metrics.model_is_ready(_INFO)
+    metrics.model_is_ready(INFO)
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for family in metrics.registry.collect():
         for sample in family.samples:

@@ -39,14 +39,19 @@ def health_command() -> list[str]:
     return json.loads(found[1])
 
 
+def arguments_of_the_build() -> dict[str, str]:
+    given = texts(read_instructions(DOCKERFILE), "ARG")
+    return dict(text.split("=", maxsplit=1) for text in given if "=" in text)
+
+
 def test_both_stages_start_from_one_base_that_is_pinned_to_a_release() -> None:
-    arguments = dict(text.split("=", maxsplit=1) for text in texts(read_instructions(DOCKERFILE), "ARG"))
+    arguments = arguments_of_the_build()
     assert [text.split()[0] for text in texts([*BUILD, *FINAL], "FROM")] == ["${PYTHON_IMAGE}"] * 2
     assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
 
 
 def test_the_bases_python_is_one_that_the_package_allows() -> None:
-    arguments = dict(text.split("=", maxsplit=1) for text in texts(read_instructions(DOCKERFILE), "ARG"))
+    arguments = arguments_of_the_build()
     version = tuple(map(int, re.findall(r"\d+", arguments["PYTHON_IMAGE"])[:2]))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert version >= tuple(map(int, re.findall(r"\d+", project["requires-python"])))
@@ -131,14 +136,55 @@ def test_every_package_is_copied() -> None:
     assert packages <= copied
 
 
-def test_the_dependencies_it_installs_are_those_of_pyproject() -> None:
-    run = next(text for text in texts(BUILD, "RUN") if "tomllib" in text)
-    (code,) = re.findall(r'python -c "([^"]+)"', run)
-    listed = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=30
-    ).stdout.splitlines()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert listed == [*project["dependencies"], *project["optional-dependencies"]["fast"]]
+@pytest.mark.parametrize(
+    ("image", "without_digest", "code"),
+    [
+        ("python:3.11.13-slim-bookworm", "no", 1),
+        ("python:3.11.13-slim-bookworm", "yes", 0),
+        ("python:3.11.13-slim-bookworm@sha256:" + "0" * 64, "no", 0),
+    ],
+)
+def test_a_base_without_a_digest_stops_the_build_unless_that_is_asked_for(
+    image: str, without_digest: str, code: int
+) -> None:
+    check = next(text for text in texts(BUILD, "RUN") if "sha256" in text)
+    environment = {"PYTHON_IMAGE": image, "BASE_WITHOUT_DIGEST": without_digest}
+    ran = subprocess.run(["sh", "-c", check], env=environment, capture_output=True, text=True, timeout=30)
+    assert ran.returncode == code
+    assert ("--build-arg PYTHON_IMAGE=<image>@sha256:<digest>" in ran.stderr) == bool(code)
+
+
+def installing(device: str, tmp_path: Path, *, has_cpu_torch: bool) -> "subprocess.CompletedProcess[str]":
+    """The step that installs the locks, with a pip that only says what it was asked for."""
+    step = next(text for text in texts(BUILD, "RUN") if "torch-cpu.txt" in text)
+    refusal = "" if has_cpu_torch else 'case "$*" in *torch-cpu*) exit 1;; esac'
+    (tmp_path / "pip").write_text(f'#!/bin/sh\necho "$*"\n{refusal}\n')
+    (tmp_path / "pip").chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "DEVICE": device,
+        "TORCH_INDEX_URL": "cpu-index",
+    }
+    return subprocess.run(["sh", "-c", step], env=environment, capture_output=True, text=True, timeout=30)
+
+
+def test_only_torch_comes_from_the_index_of_torch_and_all_by_its_hash(tmp_path: Path) -> None:
+    torch, others = installing("cpu", tmp_path, has_cpu_torch=True).stdout.splitlines()
+    assert torch == "install --no-deps --require-hashes --index-url cpu-index -r deploy/locks/torch-cpu.txt"
+    assert others == "install --no-deps --require-hashes -r deploy/locks/cpu.txt"
+
+
+def test_without_a_cpu_build_of_torch_the_image_for_a_cpu_stops_with_the_reason(tmp_path: Path) -> None:
+    stopped = installing("cpu", tmp_path, has_cpu_torch=False)
+    assert stopped.returncode == 1
+    assert "gigabytes of CUDA" in stopped.stderr
+    assert "deploy/locks/cpu.txt" not in stopped.stdout
+
+
+def test_the_image_for_cuda_has_its_own_lock_and_another_device_is_refused(tmp_path: Path) -> None:
+    cuda = installing("cuda", tmp_path, has_cpu_torch=True)
+    assert cuda.stdout == "install --no-deps --require-hashes -r deploy/locks/cuda.txt\n"
+    assert installing("tpu", tmp_path, has_cpu_torch=True).returncode == 1
 
 
 def ignore_rules() -> tuple[list[str], list[str]]:

@@ -33,6 +33,7 @@ from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesReq
 from server.startup.launch import EXIT_BAD_MODEL
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
+from tests.deploy.exported import INFO
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT_FOLDERS = ("batch", "terminal")
@@ -77,7 +78,7 @@ def test_the_test_command_of_the_readme_is_what_ci_runs() -> None:
     commands = [line for block in fenced(read("README.md"), "sh") for line in block.splitlines()]
     (develop,) = [line for line in commands if "[test]" in line]
     install, test = develop.split(" && ")[-2:]
-    ci = read(".ci/run").splitlines()
+    ci = [line.strip() for line in read(".ci/run").splitlines()]
     assert test in ci
     assert install.replace("pip install", "pip install --quiet") in ci
     assert develop.startswith("python3 -m venv .venv && . .venv/bin/activate && ")
@@ -195,6 +196,7 @@ def test_every_option_is_in_the_table_once() -> None:
 def exported() -> dict[str, Metric]:
     """By the name on the page."""
     metrics = EngineMetrics("model")
+    metrics.model_is_ready(INFO)
     HttpMetrics(metrics.registry)
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 

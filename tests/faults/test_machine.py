@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -74,7 +75,9 @@ def test_after_kill_9_the_next_server_takes_the_port_and_clears_up(tiny_model: P
             with server(command_of(tiny_model, port), port, tmp_path, log) as running:
                 complete(running)
                 pids += [running.process.pid, running.engine_pid]
-                assert len(list(tmp_path.glob("tokenyard-*"))) == 1, "what the one before left is still there"
+                left = [path for path in tmp_path.iterdir() if path.is_dir()]
+                assert len(left) == 1, "what the one before left is still there"
+                assert re.fullmatch("tokenyard-.{8}", left[0].name), "nobody can foresee it"
                 running.send(signal.SIGKILL)
                 running.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=5)

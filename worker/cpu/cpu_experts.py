@@ -13,18 +13,27 @@ from worker.cpu.cpu_products import TAKEN, pack_gate_up, pack_linear
 from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import Kernels, PackedWeight
 from worker.model.layer_parts import GatedMlp, Unrecognised
-from worker.model.mixture import ExpertLinears, Gate
+from worker.model.mixture import ExpertLinears, ExpertShards, Gate
+from worker.ranks.ranks import ALONE, Ranks
 
 
 class PackedExperts(nn.Module):
-    """The experts of one layer. Raises Unrecognised where the kernels cannot compute them."""
+    """Experts of a layer, or a shard of each. Raises Unrecognised where the kernels cannot compute them."""
 
-    def __init__(self, experts: ExpertLinears, kernels: Kernels, inputs: Inputs = Inputs.AS_THEY_ARE) -> None:
+    def __init__(
+        self,
+        experts: ExpertLinears,
+        kernels: Kernels,
+        inputs: Inputs = Inputs.AS_THEY_ARE,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
+        if ranks.size > 1:
+            experts = ExpertShards(experts, ranks, size_multiple=TAKEN.size_multiple)
         for linear in (experts.gate_up(0), experts.down(0)):
             if not TAKEN.include(linear):
                 raise Unrecognised(f"its experts are {TAKEN.explain(linear)}")
-        self._kernels = kernels
+        self._kernels, self._ranks = kernels, ranks
         self._packed: list[tuple[PackedWeight, PackedWeight]] = []
         has_bias = experts.gate_up(0).has_bias
         self._gate: Gate | None = None if experts.gate.is_plain and not has_bias else experts.gate
@@ -51,7 +60,9 @@ class PackedExperts(nn.Module):
                 start += count
         weighed = outputs.float() * scores_TK.reshape(-1)[order].float().unsqueeze(1)
         in_order = weighed.new_empty(weighed.shape).index_copy_(0, order, weighed)
-        return in_order.view(len(hidden_TH), num_chosen, -1).sum(dim=1).to(hidden_TH.dtype)
+        sums_TH = in_order.view(len(hidden_TH), num_chosen, -1).sum(dim=1)
+        self._ranks.reduce(sums_TH)
+        return sums_TH.to(hidden_TH.dtype)
 
     def _compute(self, expert: int, x: Tensor) -> Tensor:
         gate_up, down = self._packed[expert]

@@ -136,7 +136,9 @@ class CpuToolkit:
     def replace_others(self, model: Any) -> ReplacedExperts:
         """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
         self._pack_output(model)
-        done = replace_experts(model, lambda experts: PackedExperts(experts, self._kernels, self._inputs))
+        done = replace_experts(
+            model, lambda experts: PackedExperts(experts, self._kernels, self._inputs, self._ranks)
+        )
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantizedLinear) and TAKEN.include(module.as_linear()):
                 weight = pack_linear(module.as_linear(), self._inputs)
@@ -183,6 +185,8 @@ class CpuToolkit:
     def _divide_output(self, model: Any, linear: Linear) -> None:
         """Pack a rank's part of the output layer, and divide an embedding that only looks up."""
         shard = shard_vocabulary(linear.num_outputs, self._ranks)
+        if self._head_quantization is not None:
+            linear = self._head_quantization.quantize(linear)
         embedding = model.get_input_embeddings()
         weight = pack_linear(shard_output(linear, shard), self._inputs)
         model.set_output_embeddings(DividedOutput(PackedOutput(weight, self._kernels), shard, self._ranks))

@@ -166,7 +166,9 @@ class CpuDevice:
     def __init__(self, config: WorkerConfig) -> None:
         self._kv_cache_bytes = config.kv_cache_bytes
         self._swap_space_bytes = config.swap_space_bytes
-        torch.set_num_threads(config.num_threads or max(1, usable_cores() // config.num_ranks))
+        torch.set_num_threads(
+            config.num_threads or max(1, usable_cores() // (config.num_ranks * config.num_stages))
+        )
 
     def describe(self) -> str:
         num_threads = torch.get_num_threads()

@@ -8,28 +8,48 @@ Source: column and row parallel layers, arXiv:1909.08053.
 
 from dataclasses import replace
 
+from torch import nn
+
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
-from worker.model.layer_parts import GatedMlp, LayerParts, Unrecognised
-from worker.model.linear import Axis, Segment
+from worker.model.layer_parts import GatedMlp, LayerParts, TakenWeights, Unrecognised
+from worker.model.linear import Axis, Linear, Segment
+from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.worker_errors import StartupError
 
 
 def shard_layer(
-    parts: LayerParts, call: LayerCall, ranks: Ranks, *, size_multiple: int
+    parts: LayerParts, call: LayerCall, ranks: Ranks, taken: TakenWeights
 ) -> tuple[LayerParts, LayerCall]:
-    """Cut a layer; its products keep a multiple of `size_multiple` inputs. Raises Unrecognised."""
+    """Cut a layer, into products that the kernels take. Raises Unrecognised."""
     if ranks.size == 1:
         return parts, call
-    heads = head_shape(parts, call)
+    heads, place = head_shape(parts, call), (ranks.rank, ranks.size)
     if norms_all_heads(parts.query_norm, heads) or norms_all_heads(parts.key_norm, heads):
         raise Unrecognised("it norms the queries or the keys of all heads as one, which are on several ranks")
     if heads.num_query_heads % ranks.size:
         raise Unrecognised(f"its {heads.num_query_heads} query heads cannot be divided by {ranks.size}")
     mlp = parts.mlp
-    if not isinstance(mlp, GatedMlp):
+    if isinstance(mlp, nn.Module) and not any(find_experts(mlp)):
         raise Unrecognised("its MLP cannot be divided among ranks")
+    query_key_value = parts.query_key_value.in_segments(heads.segments)
+    try:
+        parts = replace(
+            parts,
+            query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
+            attention_output=parts.attention_output.shard(*place, Axis.INPUTS),
+            # Experts are divided when they are replaced; the router and all else is computed on each rank.
+            mlp=_shard_mlp(mlp, ranks, taken.size_multiple) if isinstance(mlp, GatedMlp) else mlp,
+        )
+    except ValueError as uneven:
+        raise Unrecognised(f"it cannot be divided by {ranks.size}: {uneven}") from uneven
+    parts.with_linears(lambda linear: _check_taken(linear, taken))
+    return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
+
+
+def _shard_mlp(mlp: GatedMlp, ranks: Ranks, size_multiple: int) -> GatedMlp:
+    """Cut gates with their ups. Raises Unrecognised, or ValueError where codes cannot be cut."""
     num_gates = mlp.gate_up.num_outputs // 2
     if num_gates % (ranks.size * size_multiple):
         raise Unrecognised(
@@ -37,22 +57,17 @@ def shard_layer(
         )
     gates = Segment(num_gates, size_multiple)
     place = (ranks.rank, ranks.size)
-    query_key_value = parts.query_key_value.in_segments(heads.segments)
-    try:
-        parts = replace(
-            parts,
-            query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
-            attention_output=parts.attention_output.shard(*place, Axis.INPUTS),
-            mlp=mlp._replace(
-                gate_up=mlp.gate_up.in_segments([gates, gates]).shard(*place, Axis.OUTPUTS),
-                down=mlp.down.shard(*place, Axis.INPUTS),
-            ),
-        )
-    except ValueError as uneven:
-        raise Unrecognised(f"it cannot be divided by {ranks.size}: {uneven}") from uneven
-    if parts.attention_output.num_inputs % size_multiple:
-        raise Unrecognised(f"a rank would have {parts.attention_output.num_inputs} numbers of attention")
-    return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
+    return mlp._replace(
+        gate_up=mlp.gate_up.in_segments([gates, gates]).shard(*place, Axis.OUTPUTS),
+        down=mlp.down.shard(*place, Axis.INPUTS),
+    )
+
+
+def _check_taken(linear: Linear, taken: TakenWeights) -> Linear:
+    """Raise Unrecognised for a part that the kernels cannot multiply by."""
+    if not taken.include(linear):
+        raise Unrecognised(f"a rank's part of its weights would be {taken.explain(linear)}")
+    return linear
 
 
 def shard_shape(shape: LayerShape, num_ranks: int) -> LayerShape:
@@ -69,11 +84,11 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     )
 
 
-def refuse_division(num_ranks: int, reason: str) -> StartupError:
-    """Make the error for a model that cannot be divided."""
+def refuse_division(asked: str, reason: str) -> StartupError:
+    """Make the error for a model that cannot be divided; `asked` are the options that ask for it."""
     return StartupError(
-        f"--tensor-parallel-size {num_ranks} does not fit this model: {reason}",
-        fix="ask for a number that divides its heads, or leave it out (docs/models.md)",
+        f"{asked} does not fit this model: {reason}",
+        fix="ask for a number that divides its heads or its layers, or leave it out (docs/models.md)",
     )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.model.layer_parts import GateActivation, Unrecognised
-from worker.model.linear import Linear, PlainWeight, merge
+from worker.model.linear import Axis, Linear, PlainWeight, Segment, merge
+from worker.ranks.ranks import Ranks
 
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
 _NUM_TOKENS = 5
@@ -97,6 +98,37 @@ class Experts(NamedTuple):
     def down(self, expert: int) -> Linear:
         """Return the way down of one expert, copied where it is transposed."""
         return _linear(self.down_EHI[expert].contiguous(), self.down_bias_EH, expert)
+
+
+class ExpertShards:
+    """A rank's gates and ups of each expert; the sums of its downs are those of all ranks once reduced.
+
+    See ExpertLinears. Raises Unrecognised where the gates cannot be divided.
+    """
+
+    def __init__(self, experts: ExpertLinears, ranks: Ranks, *, size_multiple: int) -> None:
+        num_gates = experts.gate_up(0).num_outputs // 2
+        if num_gates % (ranks.size * size_multiple):
+            raise Unrecognised(
+                f"its experts have {num_gates} gates, no multiple of {ranks.size} ranks times {size_multiple}"
+            )
+        self.gate, self.num_experts = experts.gate, experts.num_experts
+        self._experts, self._ranks = experts, ranks
+        self._halves = (Segment(num_gates, size_multiple),) * 2
+
+    def gate_up(self, expert: int) -> Linear:
+        """See ExpertLinears."""
+        return self._shard(self._experts.gate_up(expert).in_segments(self._halves), Axis.OUTPUTS)
+
+    def down(self, expert: int) -> Linear:
+        """See ExpertLinears."""
+        return self._shard(self._experts.down(expert), Axis.INPUTS)
+
+    def _shard(self, linear: Linear, axis: Axis) -> Linear:
+        try:
+            return linear.shard(self._ranks.rank, self._ranks.size, axis)
+        except ValueError as uneven:
+            raise Unrecognised(f"its experts cannot be divided by {self._ranks.size}: {uneven}") from uneven
 
 
 def _linear(weight_NK: Tensor, bias_EN: Tensor | None, expert: int) -> Linear:

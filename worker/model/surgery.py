@@ -21,11 +21,13 @@ from worker.attention.interface import AttentionBackend, AttentionMetadata, Atte
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
-from worker.model.layer_parts import LayerParts, TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
 from worker.model.mixture import ReplacedExperts
+from worker.model.stage_layers import EdgeLayer, PassedLayer, drop_ends
 from worker.model.toolkit import Toolkit
 from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.stage import Stage
 
 _NUM_TOKENS = 21
 _BLOCK_SIZE = 8
@@ -109,7 +111,9 @@ def put_kernels_under(
     """
     done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
-    for name, call in _record(model, device, max_model_len - 1).items():
+    calls = _record(model, device, max_model_len - 1)
+    stage_places = ranks.stage.layers_of(len(calls))
+    for place, (name, call) in enumerate(calls.items()):
         done.num_layers += 1
         layer = model.get_submodule(name)
         kind = _kind_of(layer, call)
@@ -122,22 +126,29 @@ def put_kernels_under(
         assert call.layer_idx is not None
         assert call.options is not None
         own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
+        if place not in stage_places:
+            _replace_layer(model, name, PassedLayer())
+            done.num_fused += 1  # by the stage that has it
+            continue
         try:
-            fused = toolkit.fuse(*_shard(find_parts(layer, toolkit.weights), own, toolkit, ranks))
+            parts = find_parts(layer, toolkit.weights)
+            fused = toolkit.fuse(*shard_layer(parts, own, ranks, toolkit.weights))
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue
-        _replace_layer(model, name, fused)
-        done.num_fused += 1
         done.num_kept_mlps += find_mlp(fused) is not None
+        _replace_layer(model, name, _at_edge(fused, ranks.stage, place, stage_places))
+        done.num_fused += 1
+    if ranks.stage.count > 1:
+        drop_ends(model, ranks.stage)
     done.experts = toolkit.replace_others(model)
     return done
 
 
-def _shard(
-    parts: LayerParts, call: LayerCall, toolkit: Toolkit, ranks: Ranks
-) -> tuple[LayerParts, LayerCall]:
-    return shard_layer(parts, call, ranks, size_multiple=toolkit.weights.size_multiple)
+def _at_edge(layer: nn.Module, stage: Stage, place: int, places: range) -> nn.Module:
+    inlet = stage.inlet if place == places[0] else None
+    outlet = stage.outlet if place == places[-1] else None
+    return layer if inlet is None and outlet is None else EdgeLayer(layer, inlet, outlet)
 
 
 def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:

@@ -9,7 +9,8 @@ Shapes: N outputs, K inputs, G groups of inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from math import gcd
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ EIGHT_BITS = "8 bits in groups"
 FLOAT8 = "float8"
 """Formats, see Weight.format."""
 _FORMATS = {torch.uint8: FOUR_BITS, torch.int8: EIGHT_BITS, torch.float8_e4m3fn: FLOAT8}
+
+
+_Weight = TypeVar("_Weight", bound="GroupedWeight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +144,14 @@ class GroupedWeight:
         return replace(self, codes=self.codes[chosen], scales_NG=self.scales_NG[chosen], offsets_NG=offsets)
 
     def inputs(self, start: int, end: int) -> Self:
-        """Inputs [start, end). Raises ValueError where that cuts a group, or if inputs are permuted."""
+        """Inputs [start, end); groups become smaller where that cuts one. Raises ValueError if permuted."""
         if self.permutation_K is not None:
             raise ValueError("permuted inputs cannot be cut: their groups are spread over all of them")
-        size = self.group_size
-        if start % size or end % size or not 0 <= start < end <= self.num_inputs:
-            raise ValueError(f"inputs {start} to {end} cut groups of {size}")
+        if not 0 <= start < end <= self.num_inputs:
+            raise ValueError(f"inputs {start} to {end} are none of {self.num_inputs}")
+        size = gcd(self.group_size, start, end)
+        if size != self.group_size:
+            return _cut(self, size).inputs(start, end)
         groups = slice(start // size, end // size)
         per_byte = self.num_inputs // self.codes.shape[1]
         if start % per_byte or end % per_byte:
@@ -233,7 +239,7 @@ def _without_sign(weight: GroupedWeight) -> GroupedWeight:
     return replace(weight, table=UNSIGNED_TABLE.to(weight.device), offsets_NG=offsets)
 
 
-def _cut(weight: GroupedWeight, size: int) -> GroupedWeight:
+def _cut(weight: _Weight, size: int) -> _Weight:
     times = weight.group_size // size
     if times == 1:
         return weight

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from worker.ranks.stage import ONLY_STAGE, Stage
+
 
 class Reducer(NamedTuple):
     """A C function that replaces sums by those over all ranks: void (void* context, float* sums, int64_t)."""
@@ -27,6 +29,8 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    stage: Stage
+    """The layers that they have; ranks are those of one stage."""
 
     def join(self, library: Path) -> None:
         """Open the exchange, with functions of the compiled kernels."""
@@ -45,16 +49,16 @@ class Ranks(Protocol):
         """Return the numbers of rank 0; each rank brings as many."""
 
     def agree_min(self, number: int) -> int:
-        """Return the smallest number of all ranks."""
+        """Return the smallest number of all ranks, of all stages."""
 
     def check_same(self, what: str, text: str) -> None:
-        """Raise StartupError if `text`, which describes `what`, is another one on some rank."""
+        """Raise StartupError if `text`, which describes `what`, is another one on some rank of any stage."""
 
 
 class Alone:
     """A model that is not divided: see Ranks."""
 
-    rank, size = 0, 1
+    rank, size, stage = 0, 1, ONLY_STAGE
 
     def join(self, library: Path) -> None:
         """Do nothing."""
@@ -80,3 +84,8 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def is_divided(ranks: Ranks) -> bool:
+    """Tell whether other processes compute a part of the model."""
+    return ranks.size > 1 or ranks.stage.count > 1

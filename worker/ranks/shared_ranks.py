@@ -16,17 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import Reducer
 from worker.ranks.shared_page import PAGE_BYTES
+from worker.ranks.stage import ONLY_STAGE, SharedReceiver, SharedSender, Stage
 from worker.worker_errors import StartupError
 
 
 class SharedRanks:
     """See Ranks. Not for several threads at once."""
 
-    def __init__(self, page: int, *, rank: int, size: int) -> None:
-        """Map the memory behind a file descriptor, which may be closed afterwards."""
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        page: int,
+        *,
+        rank: int,
+        size: int,
+        stage: Stage = ONLY_STAGE,
+        world: "SharedRanks | None" = None,
+    ) -> None:
+        """Map the memory behind a file descriptor, which may be closed afterwards.
+
+        `world` are the ranks of all stages, where there are several.
+        """
+        self.rank, self.size, self.stage = rank, size, stage
+        self._world = world or self
         self._page = mmap.mmap(page, PAGE_BYTES)
         self._library: Any = None
         self._ranks: int | None = None
@@ -35,6 +49,8 @@ class SharedRanks:
         """See Ranks. Later calls do nothing: turns are counted from the first."""
         if self._ranks is not None:
             return
+        if self._world is not self:
+            self._world.join(library)
         functions: Any = ctypes.CDLL(str(library))
         functions.tokenyard_ranks_open.argtypes = (c_void_p, c_int64, c_int, c_int)
         functions.tokenyard_ranks_open.restype = c_void_p
@@ -72,16 +88,16 @@ class SharedRanks:
 
     def agree_min(self, number: int) -> int:
         """See Ranks."""
-        return int(self._of_all([number]).min())
+        return int(self._world._of_all([number]).min())
 
     def check_same(self, what: str, text: str) -> None:
         """See Ranks."""
         digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
-        numbers_S = self._of_all([int.from_bytes(digest, "big")]).reshape(-1)
-        others = [rank for rank in range(self.size) if numbers_S[rank] != numbers_S[0]]
+        numbers_S = self._world._of_all([int.from_bytes(digest, "big")]).reshape(-1)
+        others = [rank for rank in range(len(numbers_S)) if numbers_S[rank] != numbers_S[0]]
         if others:
             raise StartupError(
-                f"ranks 0 and {others[0]} differ in {what}; on rank {self.rank} it is: {text}",
+                f"ranks 0 and {others[0]} differ in {what}; on rank {self._world.rank} it is: {text}",
                 fix="start again, with nothing changed meanwhile: all ranks must have the same",
             )
 
@@ -95,3 +111,16 @@ class SharedRanks:
         to = None if parts is None else parts.data_ptr()
         self._library.tokenyard_ranks_gather(self._ranks, own.data_ptr(), own.nbytes, to)
         return parts
+
+
+def open_ranks(place: RankPlace) -> SharedRanks:
+    """Open what a process has inherited for its place."""
+    size = place.num_stages * place.num_shards
+    stage = Stage(
+        place.stage,
+        place.num_stages,
+        inlet=None if place.inlet is None else SharedReceiver(place.inlet),
+        outlet=None if place.outlet is None else SharedSender(place.outlet),
+    )
+    world = SharedRanks(place.world, rank=place.rank, size=size) if place.num_stages > 1 else None
+    return SharedRanks(place.page, rank=place.shard, size=place.num_shards, stage=stage, world=world)

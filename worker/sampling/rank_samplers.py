@@ -37,6 +37,8 @@ class LeadingSampler(Sampler):
         def collect() -> SampleResult:
             result = launched.collect()
             self._ranks.broadcast(result.token_ids)
+            if self._ranks.stage.count > 1:
+                self._ranks.stage.sampled.append(result.token_ids)
             return result
 
         return launched._replace(collect=collect)
@@ -65,7 +67,18 @@ class FollowingSampler(RowSampler):
         del logits_NV, states
 
         def collect() -> SampleResult:
-            token_ids = self._ranks.broadcast([0] * len(rows))
-            return SampleResult(token_ids=token_ids, logprobs={}, failed={})
+            return SampleResult(token_ids=self._receive(len(rows)), logprobs={}, failed={})
 
         return LaunchedSample(torch.zeros(len(rows), dtype=torch.int64), collect)
+
+    def _receive(self, num_tokens: int) -> list[int]:
+        return self._ranks.broadcast([0] * num_tokens)
+
+
+class StageSampler(FollowingSampler):
+    """Sampler of all stages but the last, whose tokens are in `sampled` before a result is asked for."""
+
+    def _receive(self, num_tokens: int) -> list[int]:
+        token_ids = self._ranks.stage.sampled.popleft()
+        assert len(token_ids) == num_tokens, "stages do not compute the same"
+        return token_ids

@@ -25,6 +25,7 @@ from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     ModelKind,
     context_window,
+    describe_division,
     dtype_name,
     model_config_of,
     refuse_codes,
@@ -77,9 +78,11 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     )
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
+    if len(layout.layers) < config.num_stages:
+        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
-        raise refuse_division(config.num_ranks, f"it has {num_query_heads} query heads")
+        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     size = size_cache(
         CacheRequest(
@@ -104,7 +107,7 @@ def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
     try:
         return shard_layout(layout, config.num_ranks)
     except Unrecognised as uneven:
-        raise refuse_division(config.num_ranks, str(uneven)) from uneven
+        raise refuse_division(describe_division(config), str(uneven)) from uneven
 
 
 def _build_without_content(kind: ModelKind) -> Any:

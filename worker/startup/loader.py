@@ -54,7 +54,7 @@ from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import Rules
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.startup.quantized_loading import (
     QuantizedModules,
     arguments_of,
@@ -166,7 +166,7 @@ def load_model(
         model = _build(kind, config.dtype, modules, read_state(files))
         if modules is not None:
             modules.fill(model, device.torch_device)
-        if ranks.size == 1:
+        if not is_divided(ranks):
             move_weights(model, device, stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
@@ -232,19 +232,20 @@ def refuse_codes(kind: ModelKind, device: Device) -> None:
         )
 
 
+def describe_division(config: WorkerConfig) -> str:
+    """Name the options that divide the model."""
+    options = {"--tensor-parallel-size": config.num_ranks, "--pipeline-parallel-size": config.num_stages}
+    return " ".join(f"{option} {number}" for option, number in options.items() if number > 1)
+
+
 def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     """Raise StartupError for ranks on a device, or of a kind of model, that is not divided among them."""
-    if config.num_ranks == 1:
+    if config.num_ranks == config.num_stages == 1:
         return
-    asked = f"--tensor-parallel-size {config.num_ranks}"
+    asked = describe_division(config)
     if device.torch_device.type != "cpu":
         raise StartupError(
             f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
-        )
-    if kind.quantization is not None:
-        raise StartupError(
-            f"{asked} does not divide quantized checkpoints yet",
-            fix="leave it out, or take the same model in bfloat16",
         )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(

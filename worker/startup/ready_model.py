@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import NO_RESERVE, Device, Reserve
-from worker.memory_sizes import CacheRequest, CacheSize, format_size, size_cache
+from worker.memory_sizes import CacheRequest, CacheSize, format_size, num_host_blocks, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.quantization import rounding_of
@@ -33,9 +33,9 @@ from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
-from worker.ranks.ranks import Ranks
+from worker.ranks.ranks import Ranks, is_divided
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, move_weights
+from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, describe_division, move_weights
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
 from worker.steps.host_pool import HostPool
 from worker.worker_config import ModelFacts, WorkerConfig
@@ -60,6 +60,14 @@ class ReadyModel(Generic[AnyRunner]):
     """The layers that our own kernels compute; None where torch computes all."""
 
 
+class _Layouts(NamedTuple):
+    """The blocks of one rank's heads."""
+
+    all_stages: BlockLayout
+    own: BlockLayout
+    """Layers of its stage alone."""
+
+
 def start_loaded(
     config: WorkerConfig,
     device: Device,
@@ -74,18 +82,18 @@ def start_loaded(
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
-    layout = _divide(whole_layout, ranks)
+    layouts = _divide(whole_layout, ranks)
     toolkit = _open_toolkit(config, device, loaded, stage)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
-    size = _agreed(_size(config, layout, budget_bytes, checkpoint_len), ranks)
-    cache = _allocate(device, layout, size)
-    host_pool = HostPool(config.swap_space_bytes // ranks.size, cache, device)
+    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
+    cache = _allocate(device, layouts.own, size)
+    host_pool = _open_host_pool(config, device, layouts, cache, ranks)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
     fix_temperatures(loaded.model)
 
     stage.enter(LoadPhase.WARMING_UP)
-    whole_cache = cache if ranks.size == 1 else _small_cache(device, whole_layout)
+    whole_cache = _small_cache(device, whole_layout) if is_divided(ranks) else cache
     backend: AttentionBackend = RefAttention(whole_cache, device)
     check = SelfCheck(
         loaded=loaded,
@@ -103,13 +111,23 @@ def start_loaded(
         surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
     _log_codes(loaded, stored_codes)
     return ReadyModel(
-        facts=_facts(device, loaded, cache, size, host_pool),
+        facts=_facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window),
         host_pool=host_pool,
         runner=runner,
         backend=backend,
         toolkit=toolkit,
         surgery=surgery,
     )
+
+
+def _open_host_pool(
+    config: WorkerConfig, device: Device, layouts: _Layouts, cache: KVCache, ranks: Ranks
+) -> HostPool:
+    """Make a pool of as many blocks as each stage has. Raises StartupError."""
+    num_blocks = num_host_blocks(
+        swap_bytes=config.swap_space_bytes // ranks.size, block_bytes=layouts.all_stages.block_bytes
+    )
+    return HostPool(num_blocks * cache.layout.block_bytes, cache, device)
 
 
 def _log_codes(loaded: LoadedModel, stored: dict[str, Codes]) -> None:
@@ -139,8 +157,8 @@ def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: Lo
     )
     log.info("%s", surgery.describe())
     _refuse_unquantized(config, surgery)
-    if loaded.ranks.size > 1:
-        _refuse_undivided(check, surgery)
+    if is_divided(loaded.ranks):
+        _refuse_undivided(config, check, surgery)
         move_weights(loaded.model, check.device, stage)
         stage.enter(LoadPhase.WARMING_UP)
     return surgery
@@ -151,11 +169,11 @@ def _open_toolkit(
 ) -> Toolkit | None:
     """Open the kernels, and the exchange of ranks, which needs them. Raises StartupError."""
     toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
-    if loaded.ranks.size == 1:
+    if not is_divided(loaded.ranks):
         return toolkit
     if toolkit is None:
         raise StartupError(
-            f"--tensor-parallel-size {loaded.ranks.size} needs the CPU kernels, and there are none",
+            f"{describe_division(config)} needs the CPU kernels, and there are none",
             fix="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
         )
     toolkit.divide_among(loaded.ranks)
@@ -173,12 +191,23 @@ def _describe_origin(config: WorkerConfig) -> str:
     return ", ".join(words)
 
 
-def _divide(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
+def _divide(layout: BlockLayout, ranks: Ranks) -> _Layouts:
     """Keep the heads of one rank. Raises StartupError where they cannot be divided."""
     try:
-        return shard_layout(layout, ranks.size)
+        divided = shard_layout(layout, ranks.size)
+        return _Layouts(divided, _of_stage(divided, ranks))
     except Unrecognised as uneven:
-        raise refuse_division(ranks.size, str(uneven)) from uneven
+        raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
+
+
+def _of_stage(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
+    """Keep the layers of one stage. Raises StartupError where there are fewer than stages."""
+    num_layers, stage = len(layout.layers), ranks.stage
+    if num_layers < stage.count:
+        raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
+    keys = list(layout.layers)
+    own = [keys[place] for place in stage.layers_of(num_layers)]
+    return replace(layout, layers={key: layout.layers[key] for key in own})
 
 
 def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
@@ -195,12 +224,15 @@ def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
     return KVCache(layout, num_blocks, memory)
 
 
-def _refuse_undivided(check: SelfCheck, surgery: Surgery) -> None:
+def _refuse_undivided(config: WorkerConfig, check: SelfCheck, surgery: Surgery) -> None:
     """Raise StartupError if a layer with keys and values stayed whole."""
     ranks = check.loaded.ranks
-    ranks.check_same("layers", surgery.describe())
-    if surgery.num_fused < len(check.cache.layout.layers):
-        raise refuse_division(ranks.size, surgery.describe())
+    ranks.check_same("layers", f"{surgery.num_fused} of {surgery.num_layers} divided")
+    has_whole_experts = surgery.experts.num_replaced < surgery.experts.num_found
+    num_own = len(ranks.stage.layers_of(surgery.num_layers))
+    is_whole = surgery.num_fused < surgery.num_layers or num_own < len(check.cache.layout.layers)
+    if is_whole or has_whole_experts:
+        raise refuse_division(describe_division(config), surgery.describe())
 
 
 def _largest_step(
@@ -288,7 +320,12 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
 
 
 def _facts(
-    device: Device, loaded: LoadedModel, cache: KVCache, size: CacheSize, host_pool: HostPool
+    device: Device,
+    loaded: LoadedModel,
+    cache: KVCache,
+    size: CacheSize,
+    host_pool: HostPool,
+    sliding_window: int | None,
 ) -> ModelFacts:
     facts = ModelFacts(
         model_type=loaded.model_type,
@@ -301,13 +338,15 @@ def _facts(
         block_size=cache.layout.block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=cache.num_bytes,
-        sliding_window=cache.layout.sliding_window,
+        sliding_window=sliding_window,
         num_host_blocks=host_pool.num_blocks,
         copy_s_per_block=host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.
         saturating_tokens=0 if loaded.has_experts else kernels_of(device).saturating_tokens,
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
+        num_ranks=loaded.ranks.size * loaded.ranks.stage.count,
+        num_stages=loaded.ranks.stage.count,
     )
     log.info(
         "loaded %s: weights %s, KV cache %s in %s blocks of %s tokens, context %s tokens, %s",

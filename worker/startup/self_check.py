@@ -119,8 +119,8 @@ class SelfCheck:
             return None  # random or damaged weights: requests will fail one by one, and say so
         with refusing(self.loaded.model_type):
             ours = self._run_paged(self._token_ids().tolist())
-        if self.loaded.ranks.rank > 0:
-            return None  # rank 0 has the logits, and refuses for all
+        if self.loaded.ranks.rank > 0 or not self.loaded.ranks.stage.is_last:
+            return None  # rank 0 of the last stage has the logits, and refuses for all
         error = max(
             relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
         )

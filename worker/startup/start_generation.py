@@ -9,9 +9,9 @@ from dataclasses import replace
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
+from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler, StageSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
@@ -20,7 +20,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
+from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -53,13 +53,14 @@ def start_generating(
         sampler = _open_sampler(facts, device, grammars, ranks)
     if facts.runs_ahead or device.torch_device.type != "cpu":
         refuse_speculation(config, "the steps of a GPU verify no drafts yet")
-    elif ranks.size > 1:
+    elif is_divided(ranks):
         refuse_speculation(config, "ranks verify no drafts yet")
     else:
         facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
     generation = GenerationSteps(
         device=device,
-        facts=facts,
+        # The tokens of a stage's steps come with later plans, if it is not the last.
+        facts=facts if ranks.stage.is_last else replace(facts, runs_ahead=True),
         rows=rows,
         host_pool=ready.host_pool,
         steps=steps,
@@ -71,7 +72,9 @@ def start_generating(
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:
-    if ranks.size == 1:
+    if not ranks.stage.is_last:
+        return StageSampler(vocab_size=facts.vocab_size, ranks=ranks)
+    if not is_divided(ranks):
         return Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
     if ranks.rank == 0:
         return LeadingSampler(vocab_size=facts.vocab_size, device=device, grammars=grammars, ranks=ranks)
@@ -83,6 +86,6 @@ def load_generator(
 ) -> ReadyModel[ModelRunner]:
     """Load the model with its cache, without a sampler. Raises StartupError."""
     loaded = load_model(config, kind, device, stage, ranks)
-    runner = ModelRunner(loaded.model, loaded.vocab_size)
+    runner = (ModelRunner if ranks.stage.is_last else StageRunner)(loaded.model, loaded.vocab_size)
     reserved = kernels_of(device).reserve(config, loaded)
     return start_loaded(config, device, stage, loaded, runner, reserve=reserved)

@@ -64,8 +64,9 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
     num_weight_bytes = weight_bytes(config, kind, device)
     weights = f"weights {format_size(num_weight_bytes)}"
-    if config.num_ranks > 1:
-        weights += f", divided among {config.num_ranks} ranks"
+    num_processes = config.num_ranks * config.num_stages
+    if num_processes > 1:
+        weights += f", divided among {num_processes} ranks"
     refuse_ranks(config, kind, device)
     if kind.task is not Task.GENERATE or kind.is_encoder:
         return _fine("memory", f"{weights}; not looked at: what a step takes")
@@ -93,9 +94,9 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Fi
 def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     num_tokens = found.size.num_blocks * found.layout.block_size
     max_model_len = found.size.max_model_len
-    cache = format_size(found.size.num_blocks * found.layout.block_bytes)
-    if config.num_ranks > 1:
-        cache += f" on each of {config.num_ranks} ranks"
+    cache = format_size(found.size.num_blocks * found.layout.block_bytes // config.num_stages)
+    if config.num_ranks * config.num_stages > 1:
+        cache += f" on each of {config.num_ranks * config.num_stages} ranks"
     what = (
         f"{weights}, KV cache up to {cache} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "

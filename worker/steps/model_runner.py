@@ -118,6 +118,17 @@ class ModelRunner:
         return name if hasattr(self._model, name) else "model"
 
 
+class StageRunner(ModelRunner):
+    """Caller of a stage that is not the last: it computes no logits, and returns zeros."""
+
+    def forward(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
+    ) -> Tensor:
+        """See ModelRunner."""
+        super().forward(input_ids_1T, position_ids_1T, logits_indices_N[:0], executor)
+        return torch.zeros(()).expand(len(logits_indices_N), self._vocab_size)
+
+
 class StepRunner(Protocol):
     """Computation of steps, one after another."""
 

@@ -76,6 +76,7 @@ plans = st.builds(
     swap_in=copies,
     copies=copies,
     preemptions=st.lists(preemptions, max_size=2).map(tuple),
+    draft_choice=st.none(),
     draft_token_ids=st.dictionaries(ids, token_ids, max_size=2),
     encoder_inputs=st.dictionaries(
         ids,

@@ -2,13 +2,15 @@
 
 import hashlib
 
+import httpx
 import pytest
 
 from engine.errors import Overloaded
 from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
 from server.app import build_app
-from tests.server.conftest import Settings, connect
+from tests.server.conftest import Settings, connect, serving
+from tests.server.http.test_connections import parsed, said
 
 BODIES = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 2},
@@ -88,3 +90,58 @@ async def test_a_client_that_asks_gets_its_place_in_the_queue_with_the_reply(cli
     assert "x-tokenyard-sequences-ahead" not in silent.headers
     odd = await client.post("/v1/completions", json=body, headers={"x-tokenyard-forecast": "soon"})
     assert odd.status_code == 400
+
+
+FULL = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 9000\r\n%b\r\n"
+
+
+async def test_on_a_new_connection_a_refusal_is_no_request_and_reads_no_body(engine, monkeypatch):
+    full_for_all(engine, monkeypatch)
+    app = build_app(engine, Settings())
+    async with serving(app) as url:
+        status, headers, code = parsed(await said(url, FULL % b"x-request-id: mine\r\n"))
+        assert (status, code, headers["retry-after"], headers["connection"]) == (
+            429,
+            "server_overloaded",
+            "3",
+            "close",
+        )
+        assert headers["x-request-id"] == "mine"
+    value = engine.metrics.registry.get_sample_value
+    route = {"method": "POST", "route": "/v1/completions", "status": "429"}
+    assert value("tokenyard:http_requests_total", route) == 1
+    assert value("tokenyard:request_errors_total", {"code": "server_overloaded"}) == 1
+    assert engine.asked_room == [None]
+    assert app.middleware_stack is None, "no layer was asked"
+
+
+async def test_where_a_layer_has_another_opinion_it_decides(engine, monkeypatch):
+    full_for_all(engine, monkeypatch)
+    key = ApiKey(name="team", digest=hashlib.sha256(b"word").digest(), most_urgent_priority=0)
+    async with serving(build_app(engine, Settings(), keys=KeyRing([key]))) as url:
+        assert (
+            parsed(await said(url, FULL % b"Authorization: Bearer wrong\r\nConnection: close\r\n"))[0] == 401
+        )
+        assert parsed(await said(url, FULL % b"Connection: close\r\n"))[0] == 401
+        assert engine.asked_room == []
+        assert parsed(await said(url, FULL % b"Authorization: Bearer word\r\n"))[0] == 429
+        assert engine.asked_room == [0]
+
+
+async def test_a_kept_connection_stays_and_every_protocol_keeps_its_shape(engine, monkeypatch):
+    async with serving(build_app(engine, Settings())) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/health")).status_code == 200
+        full_for_all(engine, monkeypatch)
+        refused = await client.post("/v1/completions", content=b"no JSON at all")
+        assert (refused.status_code, refused.headers.get("connection")) == (429, None)
+        told = await client.post("/v1/messages", content=b"{}")
+        async with httpx.AsyncClient(base_url=url) as newcomer:
+            assert (await newcomer.post("/v1/messages", content=b"{}")).json().keys() == told.json().keys()
+
+
+async def test_refusals_of_a_full_queue_are_a_count_in_the_log(client, engine, monkeypatch, caplog):
+    full_for_all(engine, monkeypatch)
+    caplog.set_level("INFO", "server")
+    for _ in range(30):
+        assert (await client.post("/v1/completions", json={})).status_code == 429
+    assert len([record for record in caplog.records if record.name.startswith("server")]) <= 1

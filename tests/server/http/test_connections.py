@@ -192,13 +192,39 @@ async def test_a_stream_whose_socket_is_full_now_and_then_is_whole_and_in_order(
 
 @pytest.mark.parametrize(
     "words",
-    [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"POST /v1/models\r\n\r\n"],
+    [
+        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/models\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/2.0\r\nHost: t\r\n\r\n",
+    ],
 )
 async def test_what_is_not_http_is_refused_in_openais_shape(url, words):
     status, headers, code = parsed(await said(url, words))
     assert (status, code) == (400, "invalid_request")
     assert headers["content-type"] == "application/json"
     assert headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("before", [b"", MODELS])
+@pytest.mark.parametrize(
+    "words",
+    [
+        HEALTH.replace(b"\r\n", b"\n"),
+        HEALTH[:-2] + b"\n",
+        HEALTH[:-2] + b"x-a: b\n\r\n",
+        HEALTH[:-2] + b"x-a: b\r\n c\r\n\r\n",
+        HEALTH[:-2] + b"Transfer-Encoding:\r\n\tchunked\r\n\r\n",
+    ],
+)
+async def test_lines_that_a_proxy_may_read_otherwise_are_refused(url, before, words):
+    """Source: RFC 9112, sections 2.2 and 5.2."""
+    reply = await said(url, before, words)
+    status, headers, code = parsed(reply[reply.rindex(b"HTTP/1.1 400") :])
+    assert (status, code) == (400, "invalid_request")
+    assert headers["connection"] == "close"
+    assert reply.count(b"HTTP/1.1 200") == bool(before)
 
 
 @pytest.mark.parametrize("before", [b"", MODELS])

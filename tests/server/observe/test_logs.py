@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.errors import Overloaded, RequestFailed
+from engine.errors import RequestFailed
 from engine.logs.log_lines import LogFormat, ProcessName
 from engine.logs.log_setup import Logs
 from server.app import build_app
@@ -74,11 +74,9 @@ async def test_a_response_is_logged_under_the_id_that_its_client_has(http, lines
 
 
 async def test_a_refusal_is_one_line_with_its_code(http, lines, engine) -> None:
-    engine.admission_error = Overloaded("full", retry_after_s=1.0)
-    reply = await http.post("/v1/completions", json={"prompt": "hi"})
-    assert reply.status_code == 429
+    reply = await http.post("/v1/completions", json={"prompt": 7})
     (line,) = await requests_of(lines, 1)
-    assert (line["status"], line["error"]) == (429, "server_overloaded")
+    assert (line["status"], line["error"]) == (400, "invalid_value")
     assert line["request_id"] == reply.headers["x-request-id"]
 
 

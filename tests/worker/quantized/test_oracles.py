@@ -101,8 +101,9 @@ def test_cut_and_merged_weights_are_those_of_the_dequantized_weight():
         assert torch.equal(both.dequantized(), torch.cat([one.dequantized(), other.dequantized()]))
         assert torch.equal(both.outputs(slice(24, 64)).dequantized(), other.dequantized())
         assert torch.equal(both.inputs(32, 96).dequantized(), both.dequantized()[:, 32:96])
-        with pytest.raises(ValueError, match="cut groups"):
-            both.inputs(16, 64)
+        assert torch.equal(both.inputs(16, 64).dequantized(), both.dequantized()[:, 16:64])
+        with pytest.raises(ValueError, match="are none of"):
+            both.inputs(16, 160)
     with pytest.raises(ValueError, match="different kinds"):
         merged([random_weight("signed", 8, 64, 32), random_weight("e2m1", 8, 64, 32)])
     mixed = [random_weight("signed", 8, 64, 32), random_weight("unsigned", 8, 64, 32)]

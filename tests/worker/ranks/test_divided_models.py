@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.messages import SamplingParams, TokenLogprobs
 from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.ranks.divided import DividedWorker
@@ -21,14 +22,26 @@ SCORED = replace(GREEDY, num_prompt_logprobs=2, num_logprobs=2)
 KV_HEADS = {"one KV head": 1, "a KV head for each query head": 4}
 FAMILIES = (
     *("llama", "llama3_rope", "dynamic_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text"),
-    *("phi3", "phi3_longrope"),
+    *("phi3", "phi3_longrope", "mixtral", "qwen3_moe"),
 )
+FORMATS = (
+    *(("llama", name) for name in ("int4", "int4 by channel", "int8", "float8", "awq", "fp8")),
+    ("mixtral", "int4"),
+)
+OVERRIDES = {"qwen3_moe": {"moe_intermediate_size": 64}}
 NUM_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[DividedWorker]:
     worker = DividedWorker(2)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def two_by_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DividedWorker]:
+    worker = DividedWorker(2, store=tmp_path_factory.mktemp("gloo") / "store")
     yield worker
     worker.close()
 
@@ -87,7 +100,36 @@ def compare(two_ranks: DividedWorker, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_sample_the_tokens_of_one(two_ranks: DividedWorker, folder: Path, family: str) -> None:
-    compare(two_ranks, make_checkpoint(family, folder / family))
+    checkpoint = make_checkpoint(family, folder / family, **OVERRIDES.get(family, {}))
+    compare(two_ranks, checkpoint)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_our_exchange_gives_the_bits_of_gloos(
+    two_ranks: DividedWorker, two_by_gloo: DividedWorker, folder: Path, family: str
+) -> None:
+    config = config_of(make_checkpoint(family, folder / f"{family} by gloo"), 2)
+    for worker in (two_ranks, two_by_gloo):
+        worker.load(config)
+    ours, gloos = (a_busy_hour(PlanDriver(each, BLOCK_SIZE)) for each in (two_ranks, two_by_gloo))  # type: ignore[arg-type]
+    assert ours == gloos
+
+
+@pytest.mark.parametrize(("family", "name"), FORMATS, ids=" ".join)
+def test_a_quantized_checkpoint_is_divided_between_its_groups(
+    two_ranks: DividedWorker, tmp_path: Path, family: str, name: str
+) -> None:
+    compare(two_ranks, write_quantized(family, name, tmp_path)[0])
+
+
+@pytest.mark.parametrize(
+    "rounding", [{"quantization": "int8"}, {"quantization": "int4"}, {"quantize_head": "int8"}]
+)
+def test_shards_are_rounded_too(two_ranks: DividedWorker, folder: Path, rounding: dict[str, str]) -> None:
+    checkpoint = make_checkpoint("llama", folder / "rounded", intermediate_size=128)
+    two_ranks.load(replace(config_of(checkpoint, 2), **rounding))
+    driver = PlanDriver(two_ranks, BLOCK_SIZE)  # type: ignore[arg-type]
+    driver.generate([driver.add(PROMPT)], NUM_TOKENS)
 
 
 @pytest.mark.parametrize("num_heads", KV_HEADS.values(), ids=KV_HEADS)
@@ -116,7 +158,6 @@ def test_each_rank_keeps_its_part_of_the_cache(two_ranks: DividedWorker, folder:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("mixtral", "its MLP cannot be divided among ranks"),
         ("gpt2", "0 of 0 layers fused"),
     ],
 )
@@ -125,6 +166,18 @@ def test_layers_that_cannot_be_divided_are_refused_with_the_reason(
 ) -> None:
     checkpoint = make_checkpoint(family, folder / family)
     with pytest.raises(StartupError, match=reason):
+        two_ranks.load(config_of(checkpoint, 2))
+
+
+def test_permuted_inputs_are_refused(two_ranks: DividedWorker, tmp_path: Path) -> None:
+    checkpoint, _ = write_quantized("llama", "gptq", tmp_path)
+    with pytest.raises(StartupError, match="permuted inputs cannot be cut"):
+        two_ranks.load(config_of(checkpoint, 2))
+
+
+def test_experts_that_do_not_divide_are_refused(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint("mixtral", folder / "uneven", intermediate_size=80)
+    with pytest.raises(StartupError, match="its experts have 80 gates, no multiple of 2 ranks times 16"):
         two_ranks.load(config_of(checkpoint, 2))
 
 

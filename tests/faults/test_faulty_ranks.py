@@ -1,0 +1,81 @@
+"""One rank raises in the middle of a step: all ranks end, the request fails, and the next group answers."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from engine.errors import EngineDied
+from engine.frontend.client import AsyncEngine
+from engine.options.engine_config import resolve
+from engine.options.option_sources import read_options
+from engine.processes import engine_processes as lives
+from engine.processes import supervisor
+from tests.faults.faulty_ranks import FAULT_FILE, NAME, Place
+from tests.faults.test_faulty_engine import WAIT_S, request, tokens_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STARTS_WITHIN_S = 3 * WAIT_S
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which engine processes have theirs."""
+    return tmp_path_factory.mktemp("runtime")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: Path, runtime: Path) -> AsyncIterator[AsyncEngine]:
+    """One for all tests; afterwards nothing of it is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            supervisor,
+            "_child_arguments",
+            lambda directory: ["-m", NAME, str(directory), str(os.getpid()), "30", str(runtime / "log")],
+        )
+        patch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
+        patch.setattr(lives, "_MAX_DEATHS", 100)
+        patch.setattr("tempfile.tempdir", str(runtime))
+        given = {"model": str(tiny_model), "tensor_parallel_size": "2", "num_threads": "1"}
+        config, _ = resolve(read_options({**given, "dtype": "float32"}, {}), environment={})
+        engine = AsyncEngine(config)
+        engine.start()
+        await asyncio.wait_for(engine.ready(), STARTS_WITHIN_S)
+        yield engine
+        await engine.close()
+    assert not list(runtime.glob("tokenyard-*")), "a folder was left behind"
+
+
+def ranks_of(engine: AsyncEngine) -> list[int]:
+    pid = engine.pid
+    assert pid is not None
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+async def _until_end(outputs: AsyncIterator[object]) -> None:
+    async for _ in outputs:
+        pass
+
+
+@pytest.mark.parametrize(("rank", "place"), [(1, Place.BEFORE), (0, Place.BETWEEN), (1, Place.AFTER)])
+async def test_an_exception_on_one_rank_ends_all(
+    engine: AsyncEngine, runtime: Path, rank: int, place: Place
+) -> None:
+    await asyncio.wait_for(engine.ready(), STARTS_WITHIN_S)
+    expected = await tokens_of(engine, request("calm"))
+    pids = ranks_of(engine)
+    assert len(pids) == 2
+    outputs = engine.generate_all([request("struck", max_tokens=480)])
+    await anext(outputs)  # a request that has not begun is replayed
+    (runtime / FAULT_FILE).write_text(f"{rank} {place}")
+    with pytest.raises(EngineDied):
+        await asyncio.wait_for(_until_end(outputs), WAIT_S)
+    assert f"planted {place} the sums" in (runtime / "log").read_text()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        await asyncio.sleep(0.02)
+    await asyncio.wait_for(engine.ready(), STARTS_WITHIN_S)
+    assert await tokens_of(engine, request("next")) == expected

@@ -1,0 +1,57 @@
+"""Ranks that exchange everything by torch.distributed with gloo: slow, and not ours. What ours must equal.
+
+Owns: the process group, over a file and the loopback device.
+"""
+
+import ctypes
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker.ranks.ranks import Reducer
+from worker.ranks.shared_ranks import SharedRanks
+from worker.ranks.stage import ONLY_STAGE
+
+_TIMEOUT = timedelta(seconds=60)
+_Reduce = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+class GlooRanks(SharedRanks):
+    """See Ranks. Of its base it keeps what is made of gathered parts."""
+
+    def __init__(self, store: Path, *, rank: int, size: int) -> None:
+        self.rank, self.size, self.stage = rank, size, ONLY_STAGE
+        self._world = self
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=_TIMEOUT
+        )
+        self._function = _Reduce(self._reduce_at)
+
+    def join(self, library: Path) -> None:
+        """See Ranks."""
+
+    @property
+    def reducer(self) -> Reducer:
+        function = ctypes.cast(self._function, ctypes.c_void_p).value
+        assert function is not None
+        return Reducer(function, None)
+
+    def reduce(self, sums: Tensor) -> None:
+        """See Ranks."""
+        if sums.numel():
+            dist.all_reduce(sums)
+
+    def _reduce_at(self, _context: int | None, address: int, count: int) -> None:
+        numbers = (ctypes.c_float * count).from_address(address)
+        self.reduce(torch.frombuffer(numbers, dtype=torch.float32))
+
+    def _gather(self, own: Tensor, *, is_wanted: bool) -> Tensor | None:
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        if own.numel():
+            dist.all_gather(parts, own.contiguous())
+        return torch.stack(parts) if is_wanted else None

@@ -1,0 +1,139 @@
+"""A rank's stage of a pipeline: which layers it has, and how hidden states come and go.
+
+Owns: the division of layers, and a one-way channel for hidden states over memory that two processes share.
+Never: computes, or sums (shared_ranks.py).
+Source: pipeline parallelism as in GPipe, arXiv:1811.06965, for inference.
+
+A channel has places for pieces. The sender fills one and sends its length over a socket; the receiver empties
+it and sends a byte back. Both sleep in the system while they wait, and end with an error when the other does.
+"""
+
+import mmap
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker.ranks.rank_places import PipeEnd
+from worker.ranks.shared_page import PAGE_BYTES
+
+_NUM_PIECES = 4
+_PIECE_BYTES = PAGE_BYTES // _NUM_PIECES
+_LENGTH_BYTES = 8
+
+
+class HiddenSender(Protocol):
+    """Way to the next stage."""
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states; wait while the next stage has not taken the ones before."""
+
+    def close(self) -> None: ...
+
+
+class HiddenReceiver(Protocol):
+    """Way from the stage before."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """Wait for hidden states of the same size, and write them to `hidden`."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of `count`, as one rank sees it."""
+
+    index: int
+    count: int
+    inlet: HiddenReceiver | None = None
+    outlet: HiddenSender | None = None
+    sampled: deque[list[int]] = field(default_factory=deque)
+    """Tokens of steps, as the last stage sampled them: on their way out there, on their way in elsewhere."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def close(self) -> None:
+        """Close both ways."""
+        for end in (self.inlet, self.outlet):
+            if end is not None:
+                end.close()
+
+    def layers_of(self, num_layers: int) -> range:
+        """Return the places of this stage's layers; the first stages have one more where they are uneven.
+
+        The last has the output layer too.
+        """
+        size, rest = divmod(num_layers, self.count)
+        start = self.index * size + min(self.index, rest)
+        return range(start, start + size + (self.index < rest))
+
+
+ONLY_STAGE = Stage(0, 1)
+
+
+class _SharedEnd:
+    def __init__(self, end: PipeEnd) -> None:
+        """Map the memory behind the end, whose descriptors belong to this object from now on."""
+        self._socket = socket.socket(fileno=end.socket)
+        self._page = mmap.mmap(end.page, PAGE_BYTES)
+        self._pieces = torch.frombuffer(self._page, dtype=torch.uint8).view(_NUM_PIECES, _PIECE_BYTES)
+        self._num_moved = 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _next_piece(self) -> Tensor:
+        piece = self._pieces[self._num_moved % _NUM_PIECES]
+        self._num_moved += 1
+        return piece
+
+
+class SharedSender(_SharedEnd):
+    """See HiddenSender."""
+
+    def __init__(self, end: PipeEnd) -> None:
+        super().__init__(end)
+        self._num_free = _NUM_PIECES
+
+    def send(self, hidden: Tensor) -> None:
+        """See HiddenSender."""
+        for part in _pieces_of(hidden):
+            if self._num_free == 0:
+                self._num_free += len(_received(self._socket, 1))
+            self._num_free -= 1
+            self._next_piece()[: len(part)] = part
+            self._socket.sendall(len(part).to_bytes(_LENGTH_BYTES, "little"))
+
+
+class SharedReceiver(_SharedEnd):
+    """See HiddenReceiver."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """See HiddenReceiver."""
+        for part in _pieces_of(hidden):
+            length = int.from_bytes(_received(self._socket, _LENGTH_BYTES), "little")
+            if length != len(part):
+                raise ValueError(f"stages do not compute the same: {length} bytes came for {len(part)}")
+            part.copy_(self._next_piece()[:length])
+            self._socket.sendall(b".")
+
+
+def _pieces_of(hidden: Tensor) -> tuple[Tensor, ...]:
+    assert hidden.is_contiguous()
+    return torch.split(hidden.view(-1).view(torch.uint8), _PIECE_BYTES)
+
+
+def _received(from_peer: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = from_peer.recv(count - len(found))
+        if not part:
+            raise ConnectionError("the next or the last stage has ended")
+        found += part
+    return found
