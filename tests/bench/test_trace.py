@@ -170,9 +170,10 @@ def test_the_picture_has_time_kv_use_and_an_arrow_for_each_preemption(tmp_path: 
 
 def test_perfetto_gets_every_step_share_and_preemption_in_the_order_of_time(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    assert main([str(traced(tmp_path)), "--perfetto", str(path)]) == 0
+    trace = traced(tmp_path)
+    assert main([str(trace), "--perfetto", str(path)]) == 0
     events = json.loads(path.read_bytes())["traceEvents"]
-    steps = steps_of(traced(tmp_path))
+    steps = steps_of(trace)
     own = [each for each in events if each["ph"] == "X" and each["pid"] == 1]
     assert [each["args"]["step"] for each in own] == [step.step for step in steps]
     assert all(one["ts"] <= other["ts"] for one, other in pairwise(own))
