@@ -62,7 +62,7 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && pip check \
     && tokenyard --version \
     && python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place \
-    && python deploy/image/write_sbom.py deploy/locks > /opt/tokenyard/sbom.cdx.json
+    && cp -r deploy /opt/tokenyard/deploy
 
 
 FROM ${PYTHON_IMAGE}
@@ -78,6 +78,9 @@ RUN if [ "$DEVICE" = cuda ]; then \
     fi
 
 COPY --from=build /opt/tokenyard /opt/tokenyard
+# Here and not above: the build stage has packages of the system that this one has not.
+RUN PYTHONPATH=/opt/tokenyard/deploy/image /opt/tokenyard/bin/python -m write_sbom /opt/tokenyard/deploy/locks \
+    > /opt/tokenyard/sbom.cdx.json
 
 # HOME and USER: the user id has no entry in /etc/passwd, and some libraries ask who they are.
 # PYTHONSAFEPATH: a Python file in the working directory must not stand in for one of ours.

@@ -168,7 +168,9 @@ def main(arguments: Sequence[str]) -> int:
         if options.wheels
         else ()
     )
-    words = ("--isolation", "chroot", "--build-arg", f"PYTHON_IMAGE={base}", *with_wheels)
+    # The format of Docker has a HEALTHCHECK, which that of OCI has not.
+    words = ("--isolation", "chroot", "--format", "docker", *with_wheels)
+    words += ("--build-arg", f"PYTHON_IMAGE={base}")
     if "@sha256:" not in base:
         words += ("--build-arg", "BASE_WITHOUT_DIGEST=yes")
     began_s = time.monotonic()

@@ -1,16 +1,17 @@
 """Everything at once, for as long as is asked: does the server keep anything that it should have let go?
 
-    python -m campaigns.soak --minutes 60
+    python -m campaigns.soak --minutes 60 [--attacks]
     python -m campaigns.soak --streams 256 --minutes 3
 
 Starts `tokenyard serve` on the built-in model with everything small, so that queues, KV cache and swap space
 are full most of the time, sends it a random mix of all that clients do, kills its engine process once, and
 looks afterwards: every request has had exactly one end; nothing runs, waits or holds a block; memory, files
-and threads of both processes are as they were. With `--streams`, only streams, whose every piece is compared
+and threads of both processes are as they were. With `--attacks` all of that is among attackers (attacks.py),
+and the engine process is killed twice. With `--streams`, only streams, whose every piece is compared
 (streams.py). Exit status 1 if anything was wrong.
 
 Owns: the run, the samples of what the processes hold, and the verdict.
-Never: what clients do (acts.py).
+Never: what clients do (acts.py), or attackers.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import NamedTuple
 from campaigns.servers.own_server import OwnServer, own_server, total
 from campaigns.servers.processes import Held, held_by
 from campaigns.soak.acts import Acts, Ends, Known, ask_alone, keep_acting
+from campaigns.soak.attacks import Attacks
 from campaigns.soak.streams import ManyStreams
 from server.http.http_client import ExchangeFailed, Timeouts, exchange
 
@@ -47,6 +49,7 @@ CROWDED = ("--num-gpu-blocks-override", "400", "--block-size", "8", "--max-model
 _NUM_CLIENTS, _NUM_KNOWN = 48, 12
 _KILLED_AT = 0.15
 """After this share of the time the engine process is killed: the next one has the rest to show a leak."""
+_KILLED_AGAIN_AT = 0.5
 _ENGINE_GONE_S = 3.0
 """Time after the next engine process is ready, within which its predecessor's death may still be reported."""
 _SAMPLE_EVERY_S = 0.5
@@ -119,8 +122,10 @@ class Life:
 class Soak:
     """One run against one server."""
 
-    def __init__(self, server: OwnServer, *, seed: int) -> None:
+    def __init__(self, server: OwnServer, *, seed: int, attacks: Attacks | None = None) -> None:
         self._server = server
+        self._attacks = attacks
+        self._num_kills = 0
         self._seed = seed
         self._dice = random.Random(seed)
         self._known: list[Known] = []
@@ -133,15 +138,21 @@ class Soak:
     async def run(self, seconds: float) -> None:
         """Raises ExchangeFailed if the server cannot be asked at all."""
         self._known = await ask_alone(self._server.target, num=_NUM_KNOWN, seed=self._seed)
+        beside = []
+        if self._attacks is not None:
+            beside.append(asyncio.create_task(self._attacks.run(self._over)))
         await self._act_for(min(5.0, seconds / 10))  # the first of everything
         api_before = held_by(self._server.pid)
-        sampler = asyncio.create_task(self._sample())
-        await self._act_for(seconds * _KILLED_AT)
-        await self._replace_engine()
+        beside.append(asyncio.create_task(self._sample()))
+        passed = 0.0
+        for share in (_KILLED_AT,) if self._attacks is None else (_KILLED_AT, _KILLED_AGAIN_AT):
+            await self._act_for(seconds * (share - passed))
+            await self._replace_engine()
+            passed = share
         engine_before, engine_ready_s = held_by(self._server.engine_pid or 0), time.monotonic()
-        await self._act_for(seconds * (1 - _KILLED_AT))
+        await self._act_for(seconds * (1 - passed))
         self._over.set()
-        await sampler
+        await asyncio.gather(*beside)
         await self._rest()
         engine_pid = self._server.engine_pid or 0
         self._add_life("API process", self._server.pid, api_before, since_s=0.0)
@@ -161,6 +172,7 @@ class Soak:
     async def _replace_engine(self) -> None:
         """Kill the engine process with requests in flight; return when the next one has found its stride."""
         pid = self._server.engine_pid
+        self._num_kills += 1
         self.ends.is_engine_gone = True
         busy = asyncio.create_task(self._act_for(_ENGINE_GONE_S))
         await asyncio.sleep(_ENGINE_GONE_S / 3)
@@ -203,7 +215,7 @@ class Soak:
 
     async def _check_counters(self) -> None:
         metrics = await self._server.metrics()
-        if total(metrics, "tokenyard:engine_restarts_total") != 1:
+        if total(metrics, "tokenyard:engine_restarts_total") != self._num_kills:
             self.faults.append("the engine process was replaced by itself")
         if not total(metrics, "tokenyard:num_preemptions_total"):
             self.faults.append("nothing was preempted: the KV cache is too large to prove anything")
@@ -212,12 +224,15 @@ class Soak:
 
     def all_faults(self) -> list[str]:
         acts = [f"{num} times {kind}" for kind, num in self.ends.faults.items()]
+        if self._attacks is not None:
+            acts += [f"{num} times {kind}" for kind, num in self._attacks.faults.items()]
         return [*self.faults, *acts, *(fault for life in self.lives for fault in life.faults())]
 
     def report(self) -> str:
         lines = [f"{self.ends.num_acts} acts of {_NUM_CLIENTS} clients; how they ended:"]
         for name, ends in sorted(self.ends.ends.items()):
             lines.append(f"  {name:16}" + ", ".join(f"{num} {end}" for end, num in ends.most_common()))
+        lines += [] if self._attacks is None else [self._attacks.report()]
         lines += [str(life) for life in self.lives]
         lines += [f"FAULT: {fault}" for fault in self.all_faults()]
         return "\n".join([*lines, *(f"  {example}" for example in self.ends.examples)])
@@ -230,6 +245,17 @@ def soak(minutes: float, *, seed: int, words: Sequence[str] = ()) -> Soak:
     """Start a server, soak it, and return what was seen."""
     with own_server((*SMALL, *words)) as server:
         run = Soak(server, seed=seed)
+        asyncio.run(run.run(minutes * 60))
+    return run
+
+
+def attacked_soak(minutes: float, *, seed: int, words: Sequence[str] = ()) -> Soak:
+    """Do the same among attackers."""
+    with own_server((*SMALL, *words)) as server:
+        ends = Ends()
+        attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone)
+        run = Soak(server, seed=seed, attacks=attacks)
+        run.ends = ends
         asyncio.run(run.run(minutes * 60))
     return run
 
@@ -250,6 +276,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m campaigns.soak", allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default %(default)g")
     parser.add_argument("--streams", type=int, metavar="N", help="only streams, so many at a time")
+    parser.add_argument("--attacks", action="store_true", help="among attackers (campaigns/soak/attacks.py)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
@@ -257,7 +284,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.streams:
             return many_streams(options.streams, options.minutes, seed=options.seed, words=words)
-        run = soak(options.minutes, seed=options.seed, words=words)
+        begin = attacked_soak if options.attacks else soak
+        run = begin(options.minutes, seed=options.seed, words=words)
     except ExchangeFailed as failure:
         print(f"campaigns.soak: {failure.kind}: {failure}", file=sys.stderr)
         return 1

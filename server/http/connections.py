@@ -28,10 +28,10 @@ from engine.logs.log_lines import fields
 from engine.types import EngineState, Health
 from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
-from server.http.lingering import LingeringTransport
 from server.http.strict_http import RefusalOf, RefusedHead, StrictConnection
 from server.observe.request_ids import new_request_id
 from server.sockets.half_closed import HalfClosed, can_watch
+from server.sockets.lingering import LingeringTransport
 from server.sockets.places import Place
 from server.sockets.rare_log import RareLog
 

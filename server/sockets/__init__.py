@@ -1,5 +1,5 @@
 """Sockets of clients before there is HTTP: accepted, counted, shaken hands with (API process).
 
-Also: clients that closed their half, and the memory that large requests leave.
+Also: clients that closed their half, the end of a connection, and the memory that large requests leave.
 Never: reads or writes a byte of a request.
 """

@@ -21,6 +21,8 @@ MAX_FILES_OF_OWNER = 1000
 MAX_OPEN_BATCHES_OF_OWNER = 100
 _DATABASE = "tokenyard.sqlite"
 _LOCK_WAIT_S = 10.0
+_NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
+"""Kinds of SQLite's errors when a write fails; a limit of the file's size gives the second."""
 OPEN_STATUSES = ("validating", "in_progress", "cancelling")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -109,14 +111,22 @@ class StateStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Do all or nothing; the next one may begin whatever happens. Raises StorageFull if the disk is."""
         with self._lock:
-            self._connection.execute("BEGIN IMMEDIATE")
             try:
+                self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
-            except BaseException:
-                self._connection.execute("ROLLBACK")
+                self._connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF in _NO_ROOM:
+                    raise StorageFull(
+                        "the disk of this server has no room for it; try again later"
+                    ) from error
                 raise
-            self._connection.execute("COMMIT")
+            finally:
+                # Also a COMMIT may fail, and SQLite may have rolled back by itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
 
     # Files.
 

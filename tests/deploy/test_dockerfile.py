@@ -89,7 +89,8 @@ def test_nothing_is_fetched_and_nothing_is_written_outside_of_tmp() -> None:
 
 
 def test_the_final_stage_adds_only_what_the_build_stage_made_and_for_triton_a_compiler() -> None:
-    run = the_only(texts(FINAL, "RUN"))
+    run, bill = texts(FINAL, "RUN")
+    assert bill.endswith("> /opt/tokenyard/sbom.cdx.json"), "of this stage: the other one has compilers"
     assert re.fullmatch(r'if \[ "\$DEVICE" = cuda \]; then .* gcc libc6-dev .*; fi', re.sub(r"\s+", " ", run))
     assert not texts(FINAL, "ADD") + texts(BUILD, "ADD")
     assert all(text.startswith("--from=build ") for text in texts(FINAL, "COPY"))

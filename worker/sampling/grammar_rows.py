@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 
@@ -123,7 +124,7 @@ class RowGrammar:
 
 
 class Grammars:
-    """Factory of rows with grammars; opens the tokenizer and starts threads when first needed."""
+    """Factory of rows with grammars; starts threads, and opens the tokenizer, when needed at the latest."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder = folder
@@ -134,6 +135,14 @@ class Grammars:
         self._threads: ThreadPoolExecutor | None = None
         self._step = StepAccount(num_threads=self._num_threads)
         self._limits: torch.Tensor | None = None
+
+    def open_ahead(self) -> None:
+        """Open the tokenizer now. Later it would hold the interpreter, and all streams with it, for a second.
+
+        Where it cannot be opened nothing happens: each grammar says so then.
+        """
+        with suppress(GrammarRefused, OSError):
+            self._open()
 
     def begin_step(self) -> None:
         """Open a new account: the masks that follow are those of one step."""

@@ -34,6 +34,7 @@ def start_generating(
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
     )
+    grammars.open_ahead()
     rows = RowTable(
         max_num_seqs=config.max_num_seqs,
         max_model_len=facts.max_model_len,

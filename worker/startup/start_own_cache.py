@@ -194,6 +194,7 @@ def _steps(
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
     )
+    grammars.open_ahead()
     sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
     rows = RowTable(
         max_num_seqs=config.max_num_seqs,

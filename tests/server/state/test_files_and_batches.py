@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import resource
 
 import pytest
 
@@ -183,3 +184,20 @@ async def test_without_a_folder_every_route_says_which_option_is_missing(engine)
     for reply in replies:
         assert reply.status_code == 400
         assert "--state-folder" in reply.json()["error"]["message"]
+
+
+async def test_on_a_full_disk_an_upload_is_refused_and_the_next_one_with_room_is_kept(client, tmp_path):
+    """A limit of the size of files stands for the disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files = {"file": ("in.jsonl", b"x" * 3000), "purpose": (None, "batch")}
+    largest = max(path.stat().st_size for path in (tmp_path / "state").iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 512, limits[1]))
+    try:
+        replies = [await client.post("/v1/files", files=files, headers=KEYS) for _ in range(3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(reply.status_code, reply.json()["error"]["code"]) for reply in replies] == [
+        (400, "storage_full")
+    ] * 3
+    await upload(client, line())
+    assert len((await client.get("/v1/files", headers=KEYS)).json()["data"]) == 1

@@ -1,6 +1,7 @@
 """The kernels' library is built once, into a place that only its owner writes."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -35,6 +36,15 @@ def test_it_is_found_once_it_was_built(cache, compiler):
     path = build_library()
     assert path.read_text() == "built\n"
     assert find_library() == path
+    assert [found.name for found in path.parent.iterdir()] == [path.name], "nothing else is left"
+
+
+def test_servers_that_start_at_once_for_the_first_time_build_beside_each_other(cache, compiler):
+    compiler.write_text(compiler.read_text().replace("echo built", "sleep 0.1; echo built"))
+    with ThreadPoolExecutor(4) as servers:
+        paths = {each.result() for each in [servers.submit(build_library) for _ in range(4)]}
+    (path,) = paths
+    assert path.read_text() == "built\n"
     assert [found.name for found in path.parent.iterdir()] == [path.name], "nothing else is left"
 
 

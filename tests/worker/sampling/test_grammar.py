@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -391,7 +392,7 @@ def num_masks(rows: Sequence[RowGrammar]) -> int:
 def test_of_many_choices_that_grow_dear_at_one_token_a_few_are_computed_and_no_neighbour_ends(
     clock: _Clock, grammars: Grammars
 ) -> None:
-    dear, modest = _rows(clock, [0.03] * 128, name=1), _rows(clock, [0.0005] * 100, name=2)
+    dear, modest = _rows(clock, [0.03] * 128, name=1), _rows(clock, [0.0004] * 100, name=2)
     grammars.begin_step()
     grammars.bitmasks([*dear, *modest])
     budget = 0.03 * min(8, os.cpu_count() or 1)
@@ -401,8 +402,17 @@ def test_of_many_choices_that_grow_dear_at_one_token_a_few_are_computed_and_no_n
     assert not any(row.failure for row in modest)
 
 
+def test_a_tokenizer_that_was_opened_ahead_is_not_opened_in_a_step(demo: World, tmp_path: Path) -> None:
+    shutil.copy(demo.folder / "tokenizer.json", tmp_path)
+    grammars = Grammars(tmp_path, vocab_size=demo.vocab_size, eos_token_ids=(demo.eos,))
+    grammars.open_ahead()
+    (tmp_path / "tokenizer.json").unlink()
+    assert not grammars.row(Grammar(kind=GrammarKind.REGEX, text="a"), ()).failure
+    Grammars(tmp_path, vocab_size=demo.vocab_size, eos_token_ids=(demo.eos,)).open_ahead()  # no grammars then
+
+
 def test_many_modest_rows_all_get_their_masks(clock: _Clock, grammars: Grammars) -> None:
-    rows = _rows(clock, [0.0009] * 1000)
+    rows = _rows(clock, [0.0004] * 1000)
     for _ in range(20):
         grammars.begin_step()
         grammars.bitmasks(rows)
