@@ -170,14 +170,7 @@ def _asking(ask: Callable[[], Any], name: str, revision: str) -> Any:
         raise PullFailed(f"{name} has no revision {revision}", "name a branch, a tag or a commit") from error
     except errors.HFValidationError as error:
         raise PullFailed(f"{name!r} is no name of a model", "write ORG/NAME") from error
-    except (
-        errors.HTTPError,
-        errors.LocalEntryNotFoundError,
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ) as error:
+    except (errors.HTTPError, *_NO_HUB_ERRORS) as error:  # type: ignore[attr-defined]
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
         raise NoHub(
             f"{host} cannot be reached or does not answer as a hub does ({reason})",
