@@ -16,6 +16,7 @@ from scheduler.messages import (
     SequenceReport,
     ServiceTerms,
 )
+from scheduler.prefix_keys import PrefixChange
 from worker.worker_config import LoadProgress, ModelFacts
 
 # To the engine process.
@@ -98,6 +99,12 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[SequenceOutput]
 
 
+class PrefixChanges(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of the prefix cache that are found now, or are no longer found, in order."""
+
+    changes: list[PrefixChange]
+
+
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the start of the process, by part of the step."""
 
@@ -135,7 +142,7 @@ class View(msgspec.Struct, frozen=True, tag=True):
     document: bytes
 
 
-ToClient = Loading | Ready | StartFailed | Outputs | Beat | Pulse | Explanation | View
+ToClient = Loading | Ready | StartFailed | Outputs | PrefixChanges | Beat | Pulse | Explanation | View
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

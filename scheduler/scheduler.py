@@ -27,7 +27,6 @@ from scheduler.messages import (
 )
 from scheduler.policy import Standing, order_of_service
 from scheduler.queues.deadlines import Deadlines
-from scheduler.queues.fairness import GENERATED_TOKEN_COST
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
@@ -40,6 +39,7 @@ from scheduler.step.rollback import Rollback
 from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog
 from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
+from scheduler.tenant_ledger import GENERATED_TOKEN_COST
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
 

@@ -53,6 +53,18 @@ def usable_cores(root: Path = _MACHINE) -> int:
     return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
 
 
+def visible_gpus(root: Path = _MACHINE) -> list[str]:
+    """Names by which CUDA_VISIBLE_DEVICES would list the NVIDIA GPUs that this process may use.
+
+    No driver is asked, which only a process that computes should load.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip()]
+    devices = (root / "dev").glob("nvidia[0-9]*")
+    return [str(number) for number in range(sum(1 for _ in devices))]
+
+
 def _meminfo_available_bytes(root: Path) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

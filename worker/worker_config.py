@@ -92,6 +92,8 @@ class WorkerConfig:
     num_ranks: int = 1
     """Processes that compute a stage together, each with a shard of its layers. They share the memory
     that is asked for here."""
+    num_engines: int = 1
+    """Engines that load at the same time; on CPUs they share cores and free memory, on GPUs the host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

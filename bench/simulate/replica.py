@@ -98,6 +98,8 @@ class Replica:
         self.num_waiting = 0
         """Requests, preempted ones included."""
         self.num_running = 0
+        self.outputs: list[SequenceOutput] | None = None
+        """Outputs since they were last taken away, for one line before the replicas; None: not kept."""
 
     def add(
         self, request: SimRequest, token_ids: tuple[int, ...], sequence_id: SequenceId, now_s: float
@@ -117,8 +119,10 @@ class Replica:
             self.scheduler.add_request(seq, now_s=now_s)
         except NeverFits:
             tally.num_rejected += 1
+            if self.outputs is not None:
+                self.outputs.append(SequenceOutput(sequence_id, (), FinishReason.REJECTED))
             return
-        self._live[sequence_id] = _Live(seq, now_s, tally)
+        self._live[sequence_id] = _Live(seq, min(now_s, request.arrival_s), tally)
         self.num_waiting += 1
 
     def begin_step(self, now_s: float) -> float | None:
@@ -202,6 +206,8 @@ class Replica:
     def _settle(self, news: list[SequenceOutput], now_s: float) -> int:
         """Count the requests that ended. Return how many outputs bring no token."""
         num_without = 0
+        if self.outputs is not None:
+            self.outputs += news
         for output in [each for each in news if each[2] is not None]:
             num_without += not output.token_ids
             live = self._live.pop(output.sequence_id)

@@ -26,6 +26,7 @@ class RouterKind(StrEnum):
     LEAST_WAITING = "least-waiting"
     ROUND_ROBIN = "round-robin"
     PREFIX_AWARE = "prefix-aware"
+    ONE_LINE = "one-line"  # requests wait before the replicas, as with --data-parallel-size (one_line.py)
 
 
 class LeastBusy:
@@ -64,6 +65,8 @@ def router_of(kind: RouterKind, replicas: Sequence[Replica], least_busy: LeastBu
             return lambda _: next(turn) % len(replicas)
         case RouterKind.PREFIX_AWARE:
             return _prefix_aware(replicas, least_busy)
+        case RouterKind.ONE_LINE:
+            raise ValueError("one line chooses later than at arrival (one_line.py)")
 
 
 def _burden(replica: Replica) -> tuple[int, int]:

@@ -299,7 +299,8 @@ def _add_setup(group: Any) -> None:
         type=setting(RouterKind),
         default=RouterKind.LEAST_WAITING,
         metavar="NAME",
-        help="which replica takes a request: least-waiting (default), round-robin, prefix-aware",
+        help="which replica takes a request: least-waiting (default), round-robin, prefix-aware, "
+        "one-line (as --data-parallel-size does)",
     )
 
 

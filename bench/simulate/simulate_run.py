@@ -12,8 +12,9 @@ from heapq import heappop, heappush
 from math import inf
 
 from bench.simulate.arrivals import PromptMaker, SimRequest
+from bench.simulate.one_line import OneLine, Waiting
 from bench.simulate.replica import Replica, Tallies
-from bench.simulate.router import LeastBusy, router_of
+from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
 from scheduler.messages import SequenceId
@@ -42,6 +43,8 @@ class RunResult:
     mean_kv_use: float
     """Share of the blocks in use while a step runs."""
     max_kv_use: float
+    busiest_to_mean: float
+    """KV blocks in use, summed over time: of the replica with most, to the mean."""
     queue: tuple[tuple[float, int], ...]
     """Time in seconds, and how many requests wait on all replicas together."""
 
@@ -57,21 +60,39 @@ class _Run:
         self.now_s = 0.0
         self._num_waiting = 0  # on all replicas; a sum over a thousand of them would cost more than a step
         self._least_busy = LeastBusy(self.replicas)
-        self._router = router_of(setup.router, self.replicas, self._least_busy)
+        self._one_line: OneLine | None = None
+        if setup.router is RouterKind.ONE_LINE:
+            self._one_line = OneLine(setup.config, self.replicas)
+        else:
+            self._router = router_of(setup.router, self.replicas, self._least_busy)
         self._prompts = PromptMaker()
         self._events: list[tuple[float, int]] = []  # moment, number of the replica
 
     def arrive(self, request: SimRequest, number: int) -> None:
         now_s = request.arrival_s / self._setup.load
-        place = self._router(request)
+        request = request._replace(arrival_s=now_s)
+        token_ids = self._prompts.token_ids(request, number)
+        if self._one_line is None:
+            self._place(self._router(request), Waiting(request, token_ids, number), now_s)
+        else:
+            self._one_line.arrive(Waiting(request, token_ids, number))
+            self._place_from_line(now_s)
+
+    def _place(self, place: int, waiting: Waiting, now_s: float) -> None:
         replica = self.replicas[place]
         num_before = replica.num_waiting
-        replica.add(request, self._prompts.token_ids(request, number), SequenceId(number), now_s)
+        replica.add(waiting.request, waiting.token_ids, SequenceId(waiting.number), now_s)
         self._num_waiting += replica.num_waiting - num_before
         self._least_busy.note(place)
         if not replica.is_awake:
             replica.is_awake = True
             heappush(self._events, (now_s, place))
+
+    def _place_from_line(self, now_s: float) -> None:
+        """Place all requests of the line that can begin soon."""
+        if self._one_line is not None:
+            for place, waiting in self._one_line.bind():
+                self._place(place, waiting, now_s)
 
     def advance(self, until_s: float) -> None:
         """Handle all events before `until_s`."""
@@ -82,6 +103,11 @@ class _Run:
             num_before = replica.num_waiting
             replica.end_step(now_s)
             self.now_s = now_s
+            if self._one_line is not None:
+                self._one_line.look(number)
+                self._num_waiting += replica.num_waiting - num_before
+                self._place_from_line(now_s)
+                num_before = replica.num_waiting
             next_s = replica.begin_step(now_s)
             if next_s is None:
                 replica.is_awake = False
@@ -89,7 +115,8 @@ class _Run:
                 heappush(events, (next_s, number))
             self._num_waiting += replica.num_waiting - num_before
             self._least_busy.note(number)
-            self.queue.add(now_s, self._num_waiting)
+            in_line = 0 if self._one_line is None else self._one_line.num_waiting
+            self.queue.add(now_s, self._num_waiting + in_line)
 
 
 def simulate(
@@ -133,5 +160,10 @@ def _result(run: _Run, setup: Setup) -> RunResult:
         if busy_s
         else 0.0,
         max_kv_use=max(replica.max_used_blocks for replica in replicas) / num_blocks,
+        busiest_to_mean=_busiest_to_mean([replica.kv_block_s for replica in replicas]),
         queue=tuple(run.queue.points),
     )
+
+
+def _busiest_to_mean(loads: list[float]) -> float:
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0

@@ -27,6 +27,7 @@ from engine.process_messages import (
     Explain,
     Explanation,
     Outputs,
+    PrefixChanges,
     ResetPrefixCache,
     Shutdown,
     StepTimes,
@@ -146,6 +147,7 @@ class EngineLoop:
         for _ in range(self._num_results_due(plan)):
             self._take_result()
         self._post(self._scheduler.take_outputs())
+        self._post_prefix_changes()
         self._watch.look(now_s=self._clock())
         self._num_turns += 1
         self._beat()
@@ -303,6 +305,11 @@ class EngineLoop:
             self._mailbox.send(Outputs(of_client))
         if self._num_failed_in_a_row >= _MAX_FAILED_STEPS_IN_A_ROW:
             raise WorkerBroken(f"{self._num_failed_in_a_row} steps failed in a row")
+
+    def _post_prefix_changes(self) -> None:
+        journal = self._scheduler.kv.prefix_cache.journal
+        if journal is not None and (changes := journal.take()):
+            self._mailbox.send(PrefixChanges(changes))
 
     def _trace_step(self, plan: SchedulerOutput, planned_s: float) -> None:
         if self._trace is None and not self._watch.is_on:

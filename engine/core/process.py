@@ -37,6 +37,7 @@ from engine.processes.child_process import (
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
 from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, SchedulerOptions
+from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
 from worker.ranks.rank_places import make_places
 from worker.worker_config import LoadProgress, ModelFacts
@@ -83,6 +84,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     keep_what_is_loaded()
     mailbox.send(Ready(facts))
     scheduler = Scheduler(scheduler_config(config.scheduler, facts))
+    if config.prefix_journal is not None:
+        scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
     executor: Executor = worker
     if group is not None:
         group.lead(worker, stage)

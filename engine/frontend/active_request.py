@@ -7,7 +7,7 @@ Never: holds results: texts (active_text.py) or vectors (active_pooling.py).
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from engine.errors import (
     DeadlineExceeded,
@@ -24,6 +24,7 @@ from engine.frontend.metrics import AbortCause
 from engine.frontend.vllm_metrics import Timeline
 from engine.types import GenerationRequest, PoolingRequest
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput
+from scheduler.routing.dispatcher import Ticket
 
 _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
     EngineUnavailable: AbortCause.SHUTDOWN,
@@ -78,6 +79,10 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         self.num_cached_tokens = 0
         self.num_deaths = 0
         """Engine processes that died while they held this request."""
+        self.sent_s = self.arrived_s
+        """Last time that it was sent to an engine."""
+        self.ticket: Ticket[Any]
+        """Its place in the line, then its engine; set at admission."""
         self.error: EngineError | None = None
         self._readable = readable
 

@@ -1,8 +1,10 @@
 """The requests between admission and their end.
 
-Owns: admission, the map from sequences to requests, the metrics of both, and which requests survive the death
-of an engine process. Every admitted request leaves once, through `leave`.
-Never: runs the engine process (client.py passes messages on), or makes text (active_text.py).
+Owns: admission, the map from sequences to requests, the metrics of both, when a request is sent to which
+engine, and which requests survive the death of an engine process. Every admitted request leaves once, through
+`leave`.
+Never: runs engine processes (client.py passes messages on), chooses one (scheduler/routing), or makes text
+(active_text.py).
 """
 
 import asyncio
@@ -23,30 +25,45 @@ from engine.frontend.active_pooling import ActivePooling
 from engine.frontend.active_request import RequestChoice
 from engine.frontend.active_text import ActiveText
 from engine.frontend.metrics import EngineMetrics
+from engine.frontend.patience import Patience, remaining_limits
 from engine.frontend.queue_limits import QueueLimits, TenantTokens
-from engine.frontend.replay import ReplayQueue, remaining_limits
 from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
+from engine.reports.live_load import LiveCounts
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms, TimeLimits
-from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, SequenceStart
+from scheduler.config import PrefixCaching
+from scheduler.messages import (
+    FinishReason,
+    SamplingParams,
+    SchedulerStats,
+    SequenceId,
+    SequenceOutput,
+    SequenceStart,
+)
+from scheduler.policy import order_of_service
+from scheduler.prefix_keys import PrefixChange, prompt_keys, root_key
+from scheduler.routing.dispatcher import CallNeeds, Dispatcher
+from scheduler.routing.engine_view import EngineSize
 
 log = logging.getLogger(__name__)
 
 AnyActive = ActiveText | ActivePooling
 _NO_SAMPLING = SamplingParams()
+_ONE_ENGINE = EngineSize(num_blocks=1, block_size=1, max_num_seqs=1, step_tokens=1)
+"""Size of an engine among which there is no choice; it is not read."""
 
 
 class ActiveRequests:
-    """The admitted requests. The receiver of messages feeds them; `send` posts to the engine process."""
+    """The admitted requests. The receiver of messages feeds them; `send` posts to the engine of a number."""
 
     def __init__(
         self,
         config: EngineConfig,
         tokenizer: Tokenizer,
         metrics: EngineMetrics,
-        send: Callable[[ToEngine], None],
+        send: Callable[[int, ToEngine], None],
     ) -> None:
         self._limits = config.time_limits
         self._tokenizer = tokenizer
@@ -57,10 +74,18 @@ class ActiveRequests:
         )
         self._tenant_tokens = TenantTokens()
         self._waiting: WaitingCalls[AnyActive] = WaitingCalls(config.scheduler)
+        self._order = order_of_service(config.scheduler)
+        self._dispatcher: Dispatcher[AnyActive] = Dispatcher(config.num_engines, config.scheduler)
+        self._chooses = config.num_engines > 1
+        self._reads_prefixes = config.scheduler.prefix_caching is PrefixCaching.ON
+        if (
+            not self._chooses
+        ):  # it gets all that is admitted; the client of this class asks whether it is ready
+            self._dispatcher.open(0, _ONE_ENGINE)
         self._next_id = 1
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
-        self._replays = ReplayQueue()
+        self._patience = Patience()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.num_cut_off = 0
@@ -125,10 +150,16 @@ class ActiveRequests:
 
     def leave(self, active: AnyActive) -> None:
         """Remove a request, however it ended: the only way out. May be called twice."""
+        self._remove(active)
+        self._bind()
+
+    def _remove(self, active: AnyActive) -> None:
         if self._by_id.get(active.request.request_id) is not active:
             return
         del self._by_id[active.request.request_id]
-        self._replays.let_go(active.first_id)
+        self._patience.let_go(active.first_id)
+        engine = active.ticket.engine
+        self._dispatcher.close(active.ticket)
         self._waiting.discard(active)
         unfinished = [
             sequence_id for sequence_id in active.unfinished_ids if sequence_id in self._by_sequence
@@ -139,7 +170,9 @@ class ActiveRequests:
         self._queue_limits.leave(active.num_unstarted, num_tokens)
         self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         if unfinished:
-            self._send(EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED))
+            if engine is not None:
+                ended = EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED)
+                self._send(engine, ended)
             for sequence_id in unfinished:
                 num_generated = active.choices[sequence_id].num_tokens
                 self._metrics.choice_finished(active.reason_of_end, num_generated)
@@ -156,13 +189,14 @@ class ActiveRequests:
         for active in list(self._by_id.values()):
             self._cut_off(active, error)
 
-    def engine_died(self) -> None:
-        """Fail the requests that the dead process had begun; hold the others for the next process.
+    def engine_died(self, engine: int) -> None:
+        """Fail the requests that the dead process had begun; the others return to their place in the line.
 
-        A request is held only once: one that was there at two deaths may be their cause.
+        A request returns only once: one that was there at two deaths may be their cause.
         """
+        self._dispatcher.shut(engine)
         for active in list(self._by_id.values()):
-            if active.is_over or active.first_id in self._replays:  # ended, or held already
+            if active.is_over or active.ticket.engine != engine:  # ended, in the line, or elsewhere
                 continue
             active.num_deaths += 1
             if active.num_deaths > 1:
@@ -170,23 +204,40 @@ class ActiveRequests:
             elif active.has_started:
                 self._cut_off(active, EngineDied())
             else:
+                self._dispatcher.take_back(active.ticket)
                 self._hold(active)
+        self._bind()
 
-    def replay(self) -> None:
-        """Send the held requests to the new engine process, in order of arrival."""
-        held = [self._by_sequence.get(first_id) for first_id in self._replays.take_all()]
-        # A request aborted meanwhile is over, but its reader may not have seen it yet.
-        resent = [active for active in held if active is not None and not active.is_over]
-        if resent:
-            log.warning("%d requests that had not begun go to the new engine process", len(resent))
-        for active in resent:
-            self._send(self._message(active))
-            self._metrics.request_replayed()
+    def engine_ready(self, engine: int, size: EngineSize) -> None:
+        """Let a new engine process have requests of the line."""
+        self._dispatcher.open(engine, size)
+        self._bind()
+
+    def note_load(self, engine: int, stats: SchedulerStats) -> None:
+        """Take in how much of its KV cache an engine has left."""
+        self._dispatcher.views[engine].num_free_blocks = stats.num_blocks - stats.num_used_blocks
+
+    def note_prefixes(self, engine: int, changes: Iterable[PrefixChange]) -> None:
+        """Take in which prefixes an engine has got and lost."""
+        self._dispatcher.views[engine].note_prefixes(changes)
+
+    def live_counts(self, engine: int) -> LiveCounts:
+        """Count the sequences of an engine, and its part of the line; the parts add up to the whole."""
+        num_in_line = sum(ticket.needs.num_sequences for ticket in self._dispatcher.line)
+        views = self._dispatcher.views
+        share, rest = divmod(num_in_line, len(views))
+        return LiveCounts(views[engine].num_live, share + (engine < rest))
+
+    def line(self) -> list[AnyActive]:
+        """Requests that no engine has, in the order of service."""
+        return [ticket.owner for ticket in self._dispatcher.line]
 
     def abort(self, active: AnyActive, eos_token_ids: tuple[int, ...]) -> None:
         """End a request from outside; its reader gets the output so far."""
-        if active.first_id not in self._replays:
-            self._send(EndSequences(sequence_ids=active.unfinished_ids, reason=FinishReason.ABORTED))
+        engine = active.ticket.engine
+        if engine is not None:
+            ended = EndSequences(sequence_ids=active.unfinished_ids, reason=FinishReason.ABORTED)
+            self._send(engine, ended)
             return
         for sequence_id in active.unfinished_ids:  # no engine process answers
             aborted = SequenceOutput(sequence_id, (), FinishReason.ABORTED)
@@ -208,6 +259,8 @@ class ActiveRequests:
                 active.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
             active.push(output, eos_token_ids)
             num_tokens = len(output.token_ids)
+            if self._chooses:
+                self._dispatcher.note_output(active.ticket, num_tokens)
             if num_tokens and choice.last_token_s is not None:
                 # All tokens of a step follow those of an earlier step: there are few different gaps.
                 gap_s = (now_s - choice.last_token_s) / num_tokens
@@ -219,6 +272,7 @@ class ActiveRequests:
                 self._note_end(active, choice, output)
         if num_by_gap:
             self._metrics.tokens_arrived(num_by_gap)
+        self._bind()
 
     def _take_places(
         self, requests: Sequence[GenerationRequest | PoolingRequest], num_sequences: int
@@ -261,7 +315,7 @@ class ActiveRequests:
             self._metrics.request_displaced()
             for active in call.lives:
                 active.fail(error)
-                self.leave(active)
+                self._remove(active)
 
     def _giving_way(
         self, num_sequences: int, num_tokens: int, terms: CallTerms | None
@@ -308,28 +362,71 @@ class ActiveRequests:
                 self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
         try:
+            self._waiting.add(
+                admitted,
+                self._call_terms([active.request for active in admitted], admitted[0].arrived_s),
+            )
             for active in admitted:
-                self._send(self._message(active))
-            terms = self._call_terms([active.request for active in admitted], admitted[0].arrived_s)
-            self._waiting.add(admitted, terms)
+                active.ticket = self._dispatcher.add(active, self._needs(active))
+            self._bind()
         except BaseException:  # requests that cannot be sent must not stay behind
             for active in admitted:
                 self.leave(active)
             raise
+        for active in admitted:
+            if active.ticket.engine is None and not active.is_over:
+                self._hold(active)
+
+    def _bind(self) -> None:
+        """Send the requests of the line that an engine can begin soon."""
+        num_resent = 0
+        while (ticket := self._dispatcher.next()) is not None:
+            active, engine = ticket.owner, ticket.engine
+            assert engine is not None
+            self._patience.let_go(active.first_id)
+            if active.is_over:  # aborted meanwhile; its reader has not seen it yet
+                self._dispatcher.close(ticket)
+                continue
+            active.sent_s = time.monotonic()
+            self._send(engine, self._message(active))
+            if active.num_deaths:
+                num_resent += 1
+                self._metrics.request_replayed()
+        if num_resent:
+            log.warning("%d requests that had not begun go to a new engine process", num_resent)
+
+    def _needs(self, active: AnyActive) -> CallNeeds:
+        terms = self._call_terms([active.request], active.arrived_s)
+        return CallNeeds(
+            rank=self._order.rank(terms.standing(active.first_id)),
+            priority=terms.priority,
+            tenant=terms.tenant,
+            num_sequences=len(active.choices),
+            num_prompt_tokens=active.num_prompt_tokens,
+            keys=self._keys(active.request),
+        )
+
+    def _keys(self, request: GenerationRequest | PoolingRequest) -> list[bytes]:
+        """Keys of the prompt's blocks, where they help to choose an engine."""
+        sizes = [view.size for view in self._dispatcher.views if view.size is not None]
+        if not self._chooses or not self._reads_prefixes or not sizes or isinstance(request, PoolingRequest):
+            return []
+        return prompt_keys(request.prompt_token_ids, sizes[0].block_size, root_key(request.terms.cache_salt))
 
     def _cut_off(self, active: AnyActive, error: EngineError) -> None:
         if active.is_over:  # complete; its reader has not fetched the rest yet
             return
         active.fail(error)
-        self.leave(active)
+        self._remove(active)
         self.num_cut_off += 1
 
     def _hold(self, active: AnyActive) -> None:
         def give_up() -> None:
-            active.fail(DeadlineExceeded("its time ran out while the engine was being replaced"))
+            why = "an engine was being replaced" if active.num_deaths else "it waited for an engine"
+            active.fail(DeadlineExceeded(f"its time ran out while {why}"))
             self.leave(active)
 
-        self._replays.hold(active.first_id, self._terms(active).time_limits.nearest_s, give_up)
+        self._patience.hold(active.first_id, self._terms(active).time_limits.nearest_s, give_up)
 
     def _message(self, active: AnyActive) -> AddRequest:
         request = active.request
@@ -352,12 +449,15 @@ class ActiveRequests:
             first_token_s=min(asked.first_token_s, allowed.first_token_s),
             total_s=min(asked.total_s, allowed.total_s),
         )
-        if active.num_deaths:
+        if active.num_deaths or self._chooses:
             limits = remaining_limits(limits, time.monotonic() - active.arrived_s)
         return replace(active.request.terms, time_limits=limits)
 
     def _note_start(self, active: AnyActive, start: SequenceStart, now_s: float) -> None:
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
+        in_line_s = active.sent_s - active.arrived_s if self._chooses else 0.0
+        start = replace(start, queue_s=start.queue_s + in_line_s)
+        self._dispatcher.note_start(active.ticket)
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:
             active.started_s = active.arrived_s + start.queue_s
@@ -383,8 +483,11 @@ class ActiveRequests:
         """Account for a sequence whose last output this was."""
         assert choice.finish_reason is not None
         del self._by_sequence[output.sequence_id]
+        engine = active.ticket.engine
+        self._dispatcher.note_end(active.ticket)
         self._metrics.choice_finished(choice.finish_reason, choice.num_tokens)
         active.request.journal.note_end(choice.finish_reason, choice.num_tokens)
-        if output.finish_reason is None:  # a stop string, which only this process can see
+        is_ours = output.finish_reason is None  # a stop string, which only this process can see
+        if is_ours and engine is not None:
             ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
-            self._send(ended)
+            self._send(engine, ended)

@@ -20,17 +20,20 @@ from engine.grammars.grammar_compiler import GrammarCompiler
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import (
     Beat,
-    Explain,
     Explanation,
     Loading,
     Outputs,
+    PrefixChanges,
     Pulse,
     Ready,
     ResetPrefixCache,
     ToClient,
     View,
 )
-from engine.processes.engine_processes import Death, EngineProcesses, GaveUp
+from engine.processes.engine_group import EngineGroup
+from engine.processes.engine_processes import Death, GaveUp
+from engine.reports.joined_views import JoinedViews
+from engine.reports.questions import Questions, report_in_line
 from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import SpecialTokens
 from engine.text.tokenizer_threads import TokenizerThreads
@@ -51,9 +54,9 @@ from engine.types import (
     TokenOutput,
     TokenText,
 )
-from scheduler.messages import SequenceReport
+from scheduler.routing.engine_view import EngineSize
+from worker.worker_config import ModelFacts
 
-_MAX_ANSWER_S = 5.0
 _SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="shutting_down")
 
 
@@ -65,18 +68,21 @@ class AsyncEngine:
         self._tokenizer, self._template = load_texts(config.worker)
         self._texts = TokenizerThreads(self._tokenizer, self._template)
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
-        self._health = HealthMonitor(heartbeat_timeout_s=config.heartbeat_timeout_s)
-        self._processes = EngineProcesses(config, on_message=self._take_message, on_death=self._take_death)
+        self._health = HealthMonitor(
+            heartbeat_timeout_s=config.heartbeat_timeout_s, num_engines=config.num_engines
+        )
+        self._engines = EngineGroup(config, on_message=self._take_message, on_death=self._take_death)
         self._supervision: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None
-        self._death: Death | None = None
-        """The death of the last process, until the next is ready."""
-        self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[Explanation]] = {}
-        self._viewers = Viewers(self._processes.send)
-        self.metrics = EngineMetrics(config.served_names[0])
+        self._deaths: dict[int, Death] = {}
+        """The death of each engine's last process, until the next is ready."""
+        self._viewers = Viewers(self._engines.send_all)
+        self._views = JoinedViews(config.num_engines)
+        self.metrics = EngineMetrics(config.served_names[0], num_engines=config.num_engines)
         self.metrics.watch_health(self.health)
-        self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._processes.send)
+        self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send)
+        self.metrics.watch_load(self._requests.live_counts)
+        self._questions = Questions(self._engines.send)
 
     # Life.
 
@@ -106,7 +112,7 @@ class AsyncEngine:
         await asyncio.sleep(delay_s)
         self._health.welcome = Welcome.CLOSED
         self._viewers.close()
-        self._processes.stop_replacing()
+        self._engines.stop_replacing()
         num_cut_off = self._requests.num_cut_off
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._requests.is_empty.wait(), timeout_s)
@@ -118,14 +124,14 @@ class AsyncEngine:
         self._health.welcome = Welcome.CLOSED
         self._viewers.close()
         self._requests.fail_all(_SHUTTING_DOWN)
-        await self._processes.stop()
+        await self._engines.stop()
         if self._supervision is not None:
             await self._supervision
         await self._grammars.close()
         self._texts.close()
 
     async def _supervise(self) -> GaveUp | None:
-        gave_up = await self._processes.run()
+        gave_up = await self._engines.run()
         if gave_up is not None:
             self._requests.fail_all(EngineDied())
         return gave_up
@@ -141,15 +147,20 @@ class AsyncEngine:
 
     @property
     def pid(self) -> int | None:
-        """The engine process's id, for the log and for tests."""
-        return self._processes.pid
+        """The first engine process's id, for the log and for tests."""
+        return self._engines.pids[0]
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process id of each engine; None while it has no process."""
+        return self._engines.pids
 
     def health(self) -> Health:
         return self._health.judge(now_s=time.monotonic())
 
     def load(self) -> EngineLoad:
         """Report the work that the engine has now."""
-        return self.metrics.load(len(self._requests))
+        return self.metrics.live_load.summary(len(self._requests))
 
     # Requests.
 
@@ -274,18 +285,10 @@ class AsyncEngine:
         Raises EngineUnavailable.
         """
         self._health.require_ready(now_s=time.monotonic())
-        self._num_questions += 1
-        question = self._num_questions
-        answer: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
-        self._answers[question] = answer
-        self._processes.send(Explain(question=question, page=page))
-        try:
-            explanation = await asyncio.wait_for(answer, _MAX_ANSWER_S)
-        except TimeoutError:
-            raise EngineUnavailable("the engine did not answer in time") from None
-        finally:
-            del self._answers[question]
-        return [self._name(report) for report in explanation.reports], explanation.num_live
+        engines = [number for number, each in enumerate(self._health.engines) if each.is_ready]
+        in_line = [report_in_line(*each) for each in enumerate(self._requests.line())]
+        reports, num_live = await self._questions.ask(page, engines, in_line)
+        return [self._name(report) for report in reports], num_live
 
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Yield views of the engine as JSON, at most ten a second; empty ones while there is nothing new.
@@ -297,20 +300,20 @@ class AsyncEngine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises EngineUnavailable."""
         self._health.require_ready(now_s=time.monotonic())
-        self._processes.send(ResetPrefixCache())
+        self._engines.send_all(ResetPrefixCache())
 
-    def _name(self, report: SequenceReport) -> dict[str, Any]:
+    def _name(self, report: dict[str, Any]) -> dict[str, Any]:
         """Add the names by which clients know the sequence: request and choice."""
-        active = self._requests.of_sequence(report.sequence_id)
+        active = self._requests.of_sequence(report["sequence_id"])
         if active is None:
-            return {"request_id": None, "x_request_id": None, "trace_id": None, **report._asdict()}
+            return {"request_id": None, "x_request_id": None, "trace_id": None, **report}
         journal = active.request.journal
         return {
             "request_id": active.request.request_id,
             "x_request_id": journal.request_id,
             "trace_id": journal.trace_id,
-            "choice": active.choices[report.sequence_id].index,
-            **report._asdict(),
+            "choice": active.choices[report["sequence_id"]].index,
+            **report,
         }
 
     async def abort(self, request_id: str) -> None:
@@ -319,50 +322,57 @@ class AsyncEngine:
         if active is not None:
             self._requests.abort(active, self.info.eos_token_ids)
 
-    # Messages from the engine process.
+    # Messages from the engine processes.
 
-    def _take_message(self, message: ToClient) -> None:
+    def _take_message(self, engine: int, message: ToClient) -> None:
         match message:
             case Outputs():
                 now_s, eos_token_ids = time.monotonic(), self.info.eos_token_ids
                 self._requests.take_outputs(message.outputs, eos_token_ids, now_s)
+            case PrefixChanges():
+                self._requests.note_prefixes(engine, message.changes)
             case Beat():
-                self._health.beat(message, now_s=time.monotonic())
-                self.metrics.beat(message)
+                self._health.engines[engine].beat(message, now_s=time.monotonic())
+                self.metrics.beat(engine, message)
+                self._requests.note_load(engine, message.stats)
             case View():
-                self._viewers.show(message.document)
+                self._viewers.show(self._views.join(engine, message.document))
             case Pulse():
-                self._health.moved(now_s=time.monotonic())
+                self._health.engines[engine].moved(now_s=time.monotonic())
             case Explanation():
-                answer = self._answers.get(message.question)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                self._questions.answer(engine, message)
             case Loading():
-                self._health.loading(message.progress, now_s=time.monotonic())
+                self._health.engines[engine].loading(message.progress, now_s=time.monotonic())
             case Ready():
-                if self._death is not None:
-                    self.metrics.engine_restarted(self._death.cause)
-                    self._death = None
-                self._info = ModelInfo.of(
-                    message.facts,
-                    served_names=self._config.served_names,
-                    created_s=int(time.time()),
-                    has_chat_template=self._template.is_present,
-                    chat_template=self._template.source_with_tools,
-                    added_tokens=self._tokenizer.added_tokens,
-                )
-                self.metrics.model_is_ready(self._info)
-                self._health.ready(now_s=time.monotonic())
-                self._requests.replay()
+                self._take_ready(engine, message.facts)
 
-    def _take_death(self, death: Death) -> None:
-        self._death = death
-        self._health.died(death.what)
-        self.metrics.engine_is_gone()
-        if self._health.welcome is Welcome.CLOSED:  # no next process will come
-            self._requests.fail_all(EngineDied())
+    def _take_ready(self, engine: int, facts: ModelFacts) -> None:
+        death = self._deaths.pop(engine, None)
+        if death is not None:
+            self.metrics.engine_restarted(death.cause)
+        self._info = ModelInfo.of(
+            facts,
+            served_names=self._config.served_names,
+            created_s=int(time.time()),
+            has_chat_template=self._template.is_present,
+            chat_template=self._template.source_with_tools,
+            added_tokens=self._tokenizer.added_tokens,
+        )
+        self.metrics.model_is_ready(engine, self._info)
+        self._health.ready(engine, now_s=time.monotonic())
+        options = self._config.scheduler
+        size = EngineSize(
+            facts.num_blocks, facts.block_size, options.max_num_seqs, options.max_num_batched_tokens
+        )
+        self._requests.engine_ready(engine, size)
+
+    def _take_death(self, engine: int, death: Death) -> None:
+        self._deaths[engine] = death
+        self._health.died(engine, death.what)
+        self.metrics.engine_is_gone(engine)
+        self._views.forget(engine)
+        self._questions.forget(engine)
+        if self._health.welcome is Welcome.CLOSED and not self._health.became_ready.is_set():
+            self._requests.fail_all(EngineDied())  # no next process will come
         else:
-            self._requests.engine_died()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineUnavailable("the engine stopped"))
+            self._requests.engine_died(engine)

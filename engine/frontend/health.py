@@ -28,7 +28,66 @@ class Welcome(Enum):
 
 
 class HealthMonitor:
-    """The health as of the last message of the engine process; read by probes and by admission."""
+    """The health of all engines together; read by probes and by admission.
+
+    One that is ready makes the whole ready: it serves what the others would.
+    """
+
+    def __init__(self, *, heartbeat_timeout_s: float, num_engines: int = 1) -> None:
+        self.engines = tuple(
+            EngineHealth(heartbeat_timeout_s=heartbeat_timeout_s) for _ in range(num_engines)
+        )
+        self.welcome = Welcome.OPEN
+        self.became_ready = asyncio.Event()
+
+    def ready(self, engine: int, *, now_s: float) -> None:
+        self.engines[engine].ready(now_s=now_s)
+        self.became_ready.set()
+
+    def died(self, engine: int, cause: str) -> None:
+        self.engines[engine].died(cause)
+        if not any(each.is_ready for each in self.engines):
+            self.became_ready.clear()
+
+    def judge(self, *, now_s: float) -> Health:
+        best = self._best(now_s)
+        is_open = self.welcome is Welcome.OPEN
+        is_live = best.is_live(now_s)
+        return Health(
+            state=best.state if is_open else EngineState.DRAINING,
+            is_live=is_live,
+            detail=self._detail(best, now_s) if is_open or not is_live else _LEAVES,
+            num_steps=sum(each.num_steps for each in self.engines),
+            progress=best.progress,
+        )
+
+    def require_ready(self, *, now_s: float) -> None:
+        """Raise EngineUnavailable with the reason, unless new requests can be served."""
+        if self.welcome is Welcome.CLOSED:
+            raise EngineUnavailable(_LEAVES, code="shutting_down", retry_after_s=_MIN_RETRY_S)
+        best = self._best(now_s)
+        if not best.is_ready or not best.is_live(now_s):
+            raise EngineUnavailable(self.judge(now_s=now_s).detail, retry_after_s=best.retry_after_s(now_s))
+
+    def _best(self, now_s: float) -> "EngineHealth":
+        """Engine that is nearest to serving."""
+        return max(self.engines, key=lambda each: (each.is_ready, each.is_live(now_s), each.progress))
+
+    def _detail(self, best: "EngineHealth", now_s: float) -> str:
+        """Describe the best engine and, among several, each that is not ready."""
+        if len(self.engines) == 1 or not best.is_ready:
+            return best.detail(now_s)
+        others = [
+            f"engine {number}: {each.detail(now_s)}"
+            for number, each in enumerate(self.engines)
+            if not each.is_ready or not each.is_live(now_s)
+        ]
+        num_ready = len(self.engines) - len(others)
+        return f"ready, {num_ready} of {len(self.engines)} engines" + "".join(f"; {each}" for each in others)
+
+
+class EngineHealth:
+    """The health of one engine as of the last message of its process."""
 
     def __init__(self, *, heartbeat_timeout_s: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -38,8 +97,24 @@ class HealthMonitor:
         self._num_steps = 0
         self._load_s = _GUESSED_LOAD_S
         self._loading_since_s = 0.0
-        self.welcome = Welcome.OPEN
-        self.became_ready = asyncio.Event()
+        self.is_ready = False
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def state(self) -> EngineState:
+        if self.is_ready:
+            return EngineState.READY
+        return EngineState.DEAD if self._cause_of_death else EngineState.LOADING
+
+    @property
+    def progress(self) -> float:
+        """Loaded share of the model, 0 to 1."""
+        if self.is_ready:
+            return 1.0
+        return self._progress.fraction if self._progress else 0.0
 
     def loading(self, progress: LoadProgress, *, now_s: float) -> None:
         if self._progress is None:
@@ -51,7 +126,7 @@ class HealthMonitor:
         self._last_beat_s = now_s
         self._load_s = now_s - self._loading_since_s
         self._num_steps = 0
-        self.became_ready.set()
+        self.is_ready = True
 
     def beat(self, beat: Beat, *, now_s: float) -> None:
         self._last_beat_s = now_s
@@ -62,55 +137,28 @@ class HealthMonitor:
         self._last_beat_s = now_s
 
     def died(self, cause: str) -> None:
-        self.became_ready.clear()
+        self.is_ready = False
         self._progress = None
         self._cause_of_death = cause
 
-    def judge(self, *, now_s: float) -> Health:
-        is_loaded = self.became_ready.is_set()
-        is_live = self._is_live(now_s)
-        silence_s = now_s - self._last_beat_s
-        return Health(
-            state=self._state(),
-            is_live=is_live,
-            detail=self._detail() if is_live else f"the engine has not moved for {silence_s:.0f} s",
-            num_steps=self._num_steps,
-            progress=1.0 if is_loaded else self._progress.fraction if self._progress else 0.0,
-        )
+    def is_live(self, now_s: float) -> bool:
+        return not self.is_ready or now_s - self._last_beat_s <= self._heartbeat_timeout_s
 
-    def require_ready(self, *, now_s: float) -> None:
-        """Raise EngineUnavailable with the reason, unless new requests can be served."""
-        if self.welcome is Welcome.CLOSED:
-            raise EngineUnavailable(_LEAVES, code="shutting_down", retry_after_s=_MIN_RETRY_S)
-        if not self.became_ready.is_set() or not self._is_live(now_s):
-            health = self.judge(now_s=now_s)
-            raise EngineUnavailable(health.detail, retry_after_s=self._retry_after_s(now_s))
-
-    def _retry_after_s(self, now_s: float) -> float:
+    def retry_after_s(self, now_s: float) -> float:
         """Estimate the rest of the load from the duration of the last one."""
-        if self.became_ready.is_set():
+        if self.is_ready:
             return _MIN_RETRY_S
         return max(self._load_s - (now_s - self._loading_since_s), _MIN_RETRY_S)
 
-    def _is_live(self, now_s: float) -> bool:
-        return not self.became_ready.is_set() or now_s - self._last_beat_s <= self._heartbeat_timeout_s
-
-    def _state(self) -> EngineState:
-        if self.welcome is not Welcome.OPEN:
-            return EngineState.DRAINING
-        if self.became_ready.is_set():
-            return EngineState.READY
-        return EngineState.DEAD if self._cause_of_death else EngineState.LOADING
-
-    def _detail(self) -> str:
-        match self._state():
-            case EngineState.DRAINING:
-                return _LEAVES
+    def detail(self, now_s: float) -> str:
+        if not self.is_live(now_s):
+            return f"the engine has not moved for {now_s - self._last_beat_s:.0f} s"
+        match self.state:
             case EngineState.READY:
                 return "ready"
             case EngineState.DEAD:
                 return f"the engine process {self._cause_of_death}; it is being replaced"
-            case EngineState.LOADING:
+            case _:
                 return f"loading the model{_describe(self._progress)}"
 
 

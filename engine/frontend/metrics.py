@@ -26,7 +26,8 @@ from engine.frontend.vllm_metrics import Derived, Timeline, VllmMetrics, value_o
 from engine.logs.log_setup import num_dropped_lines
 from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
-from engine.types import EngineLoad, Health, ModelInfo
+from engine.reports.live_load import LiveCounts, LiveLoad
+from engine.types import Health, ModelInfo
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
 
 # From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
@@ -37,6 +38,9 @@ _END_TO_END_BUCKETS = _LATENCY_BUCKETS[2:]
 _LENGTH_BUCKETS = (1, 16, 64, 256, 1024, 4096, 16384, 131072)
 # Few: each band has a set of them.
 _BAND_BUCKETS = (0.5, 2.5, 10.0, 60.0)
+
+# Gauges of each engine that vLLM has under the same name.
+_VLLM_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -74,24 +78,28 @@ def band_of(priority: int) -> PriorityBand:
 class EngineMetrics:
     """Metrics that AsyncEngine feeds and the server renders from `registry`."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, num_engines: int = 1) -> None:
         # A third of all lines, and of no use.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._model_name = model_name
         self.registry = CollectorRegistry()
         prometheus_client.ProcessCollector(registry=self.registry)
-        self._last: SchedulerStats | None = None
-        self._last_times = StepTimes()
-        self._last_dropped: dict[Telemetry, int] = {}
+        self._num_engines = num_engines
+        self.live_load = LiveLoad(num_engines)
+        self._last_times: dict[int, StepTimes] = {}
+        self._last_dropped: dict[tuple[Telemetry, int], int] = {}
+        self._of_engines: dict[str, Gauge] = {}
         self._ranks: Gauge | None = None
         self._make_gauges()
         self._make_counters()
         self._make_counters_of_ends()
         self._make_histograms()
-        self._vllm = VllmMetrics(model_name, self._twins(), self._derived())
+        self._vllm = VllmMetrics(
+            model_name, self._twins(), self._derived(), engine="0" if num_engines == 1 else "all"
+        )
         self.registry.register(self._vllm)
 
-    def model_is_ready(self, info: ModelInfo) -> None:
+    def model_is_ready(self, engine: int, info: ModelInfo) -> None:
         """Publish the facts that cluster routers read from labels."""
         labels = {
             "model_name": self._model_name,
@@ -100,11 +108,11 @@ class EngineMetrics:
         }
         self._cache_info.clear()
         self._cache_info.labels(**labels).set(1)
+        self._forget(engine)
+        if self._engine_ready:
+            self._engine_ready[engine].set(1)
         if info.num_ranks > 1:
             self._count_ranks(info.num_ranks)
-        self._last_times = StepTimes()
-        self._last = None  # a fresh engine process counts from zero
-        self._last_dropped.pop(Telemetry.ENGINE_LOG_LINES, None)
 
     def _count_ranks(self, num: int) -> None:
         if self._ranks is None:  # made by the first ranks: most models are not divided
@@ -116,20 +124,38 @@ class EngineMetrics:
         self._ready.set_function(lambda: health().is_ready)
         self._live.set_function(lambda: health().is_live)
 
-    def engine_is_gone(self) -> None:
+    def engine_is_gone(self, engine: int) -> None:
         """Set the gauges of a dead process to zero."""
-        for gauge in (self._running, self._waiting, self._swapped, self._kv_usage, self._swap_usage):
-            gauge.set(0)
-        for gauge in self._waiting_by_reason.values():
-            gauge.set(0)
-        if self._ranks is not None:
+        self._forget(engine)
+        for gauge in (self._swapped, self._kv_usage, self._swap_usage):
+            gauge[engine].set(0)
+        if self._engine_ready:
+            self._engine_ready[engine].set(0)
+        if self._ranks is not None and not self.live_load.last:
             self._ranks.set(0)
+
+    def _forget(self, engine: int) -> None:
+        """Forget the counts of an engine's last process: a fresh one counts from zero."""
+        self.live_load.last.pop(engine, None)
+        self._last_times.pop(engine, None)
+        self._last_dropped.pop((Telemetry.ENGINE_LOG_LINES, engine), None)
+
+    def watch_load(self, counts: Callable[[int], LiveCounts]) -> None:
+        """Ask for the live sequences of each engine at each scrape."""
+        self.live_load.counts = counts
+
+    def look(self) -> None:
+        """Set the gauges of what runs and waits now. Called by the event loop before a page is rendered."""
+        for engine in range(self._num_engines):
+            self._running[engine].set(self.live_load.num_running(engine))
+            self._waiting[engine].set(self.live_load.num_waiting(engine))
+        for reason, gauge in self._waiting_by_reason.items():
+            gauge.set(self.live_load.num_waiting_for(reason))
 
     @property
     def wait_reason(self) -> str:
-        """Reason why the queue of the engine process waited, as of the last beat."""
-        last = self._last
-        return (last.wait_reason if last is not None and last.num_waiting else WaitReason.STEP).value
+        """Reason why most sequences wait, as of the last beats."""
+        return self.live_load.wait_reason.value
 
     def engine_restarted(self, cause: DeathCause) -> None:
         self._restarts[cause].inc()
@@ -137,29 +163,25 @@ class EngineMetrics:
     def request_replayed(self) -> None:
         self._replayed.inc()
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, engine: int, beat: Beat) -> None:
         """Set gauges to their values, and raise counters by the difference to the last beat."""
         stats = beat.stats
-        last = self._last or SchedulerStats(num_blocks=stats.num_blocks)
-        self._last = stats
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.num_used_blocks / stats.num_blocks)
+        last = self.live_load.last.get(engine) or SchedulerStats(num_blocks=stats.num_blocks)
+        self.live_load.last[engine] = stats
+        self._kv_usage[engine].set(stats.num_used_blocks / stats.num_blocks)
         self._steps.inc(stats.num_steps - last.num_steps)
-        for reason, gauge in self._waiting_by_reason.items():
-            gauge.set(stats.num_waiting if reason is stats.wait_reason else 0)
         self._stalls.inc(stats.num_stalls - last.num_stalls)
         self._out_of_memory.inc(stats.num_out_of_memory - last.num_out_of_memory)
-        self._swapped.set(stats.num_swapped)
+        self._swapped[engine].set(stats.num_swapped)
         if stats.num_host_blocks:
-            self._swap_usage.set(stats.num_used_host_blocks / stats.num_host_blocks)
+            self._swap_usage[engine].set(stats.num_used_host_blocks / stats.num_host_blocks)
         before = {(count.cause, count.was_swapped): count.num for count in last.preemptions}
         for count in stats.preemptions:
             key = (count.cause, count.was_swapped)
             self._preemptions[key].inc(count.num - before.get(key, 0))
         self._swap_full.inc(stats.num_swap_space_full - last.num_swap_space_full)
-        self._take_times(beat.times)
-        self._take_dropped_lines(beat.num_dropped_log_lines)
+        self._take_times(engine, beat.times)
+        self._take_dropped_lines(engine, beat.num_dropped_log_lines)
         self._prefix_queries.inc(stats.num_prefix_queries - last.num_prefix_queries)
         self._prefix_hits.inc(stats.num_prefix_hits - last.num_prefix_hits)
         self._prefix_host_hits.inc(stats.num_prefix_host_hits - last.num_prefix_host_hits)
@@ -168,15 +190,6 @@ class EngineMetrics:
         self._drafts.inc(stats.num_draft_tokens - last.num_draft_tokens)
         self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
         self._take_drafts(stats, last)
-
-    def load(self, num_requests: int) -> EngineLoad:
-        """Report the work of this moment, as of the last heartbeat."""
-        stats = self._last
-        return EngineLoad(
-            num_requests=num_requests,
-            num_waiting=0 if stats is None else stats.num_waiting,
-            kv_cache_usage=0.0 if stats is None else stats.num_used_blocks / stats.num_blocks,
-        )
 
     def _take_drafts(self, stats: SchedulerStats, last: SchedulerStats) -> None:
         self._verified.inc(stats.num_verified_shares - last.num_verified_shares)
@@ -187,15 +200,18 @@ class EngineMetrics:
                 self._accepted_by_place[position] = self._accepted_places.labels(position)
             self._accepted_by_place[position].inc(num - before[place])
 
-    def _take_dropped_lines(self, num_of_engine: int) -> None:
-        """Count dropped lines of both processes; each counts from its own start."""
-        now = {Telemetry.API_LOG_LINES: num_dropped_lines(), Telemetry.ENGINE_LOG_LINES: num_of_engine}
-        for what, num in now.items():
-            self._dropped[what].inc(num - self._last_dropped.get(what, 0))
-        self._last_dropped = now
+    def _take_dropped_lines(self, engine: int, num_of_engine: int) -> None:
+        """Count dropped lines of an engine's process and of this one; each counts from its own start."""
+        now = {
+            (Telemetry.API_LOG_LINES, 0): num_dropped_lines(),
+            (Telemetry.ENGINE_LOG_LINES, engine): num_of_engine,
+        }
+        for key, num in now.items():
+            self._dropped[key[0]].inc(num - self._last_dropped.get(key, 0))
+        self._last_dropped |= now
 
-    def _take_times(self, times: StepTimes) -> None:
-        last, self._last_times = self._last_times, times
+    def _take_times(self, engine: int, times: StepTimes) -> None:
+        last, self._last_times[engine] = self._last_times.get(engine, StepTimes()), times
         for part, counter in self._step_time.items():
             counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
 
@@ -259,6 +275,9 @@ class EngineMetrics:
         self._kv_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1; cached but free ones not counted"
         )
+        self._engine_ready: list[Gauge] = []
+        if self._num_engines > 1:  # of one, tokenyard:ready says it
+            self._engine_ready = self._gauge("engine_ready", "1 while this engine serves requests")
         self._swapped = self._gauge("num_requests_swapped", "Sequences whose KV waits in host memory")
         by_reason = Gauge(
             "tokenyard:num_requests_waiting_by_reason",
@@ -370,7 +389,8 @@ class EngineMetrics:
     def _twins(self) -> tuple[Collector, ...]:
         """Metrics that vLLM has under the same name and with the same meaning."""
         return (
-            *(self._running, self._waiting, self._kv_usage, self._cache_info),
+            *(self._of_engines[name] for name in _VLLM_GAUGES),
+            self._cache_info,
             *(self._prefix_queries, self._prompt_tokens, self._generated),
             *(self._first_token, self._inter_token, self._queue_time, self._end_to_end),
             *(self._request_prompt, self._request_generated),
@@ -389,7 +409,7 @@ class EngineMetrics:
         by_place = by_word(self._accepted_by_place)
 
         def waiting() -> dict[str, float]:
-            return {"capacity": value_of(self._waiting), "deferred": 0.0}
+            return {"capacity": sum(map(value_of, self._waiting)), "deferred": 0.0}
 
         def drafts() -> float:
             return value_of(self._drafts)
@@ -450,9 +470,11 @@ class EngineMetrics:
             Derived("prompt_tokens_by_source", "Prompt tokens by source", counter, by_source, "source"),
         )
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        labels = {"model_name": self._model_name, "engine": "0"}
-        return Gauge(f"tokenyard:{name}", text, list(labels), registry=self.registry).labels(**labels)
+    def _gauge(self, name: str, text: str) -> list[Gauge]:
+        """Make a gauge of each engine."""
+        family = Gauge(f"tokenyard:{name}", text, ["model_name", "engine"], registry=self.registry)
+        self._of_engines[name] = family
+        return [family.labels(self._model_name, str(engine)) for engine in range(self._num_engines)]
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tokenyard:{name}", text, registry=self.registry)

@@ -47,8 +47,11 @@ class Derived(NamedTuple):
 class VllmMetrics(Collector):
     """The families of the page that begin with `vllm:`."""
 
-    def __init__(self, model_name: str, twins: Iterable[Collector], derived: Iterable[Derived]) -> None:
-        self._labels = {"model_name": model_name, "engine": "0"}
+    def __init__(
+        self, model_name: str, twins: Iterable[Collector], derived: Iterable[Derived], *, engine: str
+    ) -> None:
+        """`engine` is the label of families that are not counted for each engine."""
+        self._labels = {"model_name": model_name, "engine": engine}
         self._twins = tuple(twins)
         self._derived = tuple(derived)
         self._prefill = _histogram(

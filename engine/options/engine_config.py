@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.logs.log_lines import LogFormat
 from engine.options.edge_config import EdgeConfig, edge_config
+from engine.options.engine_split import check_engines, device_of, prefix_journal
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
@@ -30,6 +31,7 @@ from scheduler.config import (
     SchedulingPolicy,
 )
 from scheduler.messages import TimeLimits
+from scheduler.prefix_keys import JournalContent
 from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import config_overrides, generation_overrides
@@ -72,6 +74,12 @@ class EngineConfig:
     heartbeat_timeout_s: float
     grammar_compile_timeout_s: float
     worker: WorkerConfig
+    num_engines: int = 1
+    """Engine processes behind one API process."""
+    engine: int = 0
+    """Number of this one, in the configuration that its process gets."""
+    prefix_journal: JournalContent | None = None
+    """Content of the reports on cached prefixes; None: nothing reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +127,7 @@ def resolve(
     check_traces_endpoint(options.otlp_traces_endpoint)
     _check_device(options)
     _check_ranks(options)
+    check_engines(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
     _check_checksums(options.checksums, folder)
@@ -169,7 +178,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             config_overrides=_overrides(config_overrides, options.hf_overrides),
             task=options.task,
             dtype=options.dtype,
-            device=options.device,
+            device=device_of(options),
             max_model_len=options.max_model_len,
             block_size=options.block_size,
             num_blocks=options.num_gpu_blocks_override,
@@ -187,8 +196,11 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
             activations=options.activations,
             num_threads=options.num_threads,
             num_ranks=options.tensor_parallel_size,
+            num_engines=options.data_parallel_size,
             num_stages=options.pipeline_parallel_size,
         ),
+        num_engines=options.data_parallel_size,
+        prefix_journal=prefix_journal(options),
     )
 
 

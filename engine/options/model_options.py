@@ -11,6 +11,25 @@ from engine.options.option_declaration import Arity, Group
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Choice, Count, Pattern, Switch, Text
 
+TOOL_CALL_PARSERS = Choice(
+    words=(
+        *("auto", "hermes", "llama3_json", "llama4_json", "mistral", "granite", "phi4", "json"),
+        *("deepseek", "kimi_k2", "harmony", "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2"),
+        *("olmo3", "gemma4", "functiongemma", "generic", "none"),
+    )
+)
+TOOL_CALL_HELP = (
+    "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
+    "template; generic shows the tools in the prompt and lets a grammar keep to their schemas, for models "
+    "that were not trained to call, at the cost of a mask for each token; none refuses."
+)
+REASONING_PARSERS = Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"))
+REASONING_HELP = (
+    "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
+    "</think>, mistral [THINK], harmony the channels of gpt-oss. auto looks for the marks in the chat "
+    "template and the tokenizer."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions(EdgeOptions):
@@ -107,6 +126,15 @@ class ModelOptions(EdgeOptions):
         "Processes that compute the model together, each with a part of every layer and of the KV cache, on "
         "CPUs only. For machines with several memory nodes: a rank uses --num-threads threads, and ranks "
         "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast.",
+        default=1,
+    )
+    data_parallel_size: int = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="ENGINES"),
+        "Engines behind this one server, each with the whole model, a KV cache and the other limits of this "
+        "page for itself; on GPUs each has one, on CPUs they share the cores. Requests wait in one line, and "
+        "one goes to an engine when that can begin it soon. More engines serve more requests at once, and "
+        "none of them faster; weights take memory once for each.",
         default=1,
     )
     pipeline_parallel_size: int = _option(

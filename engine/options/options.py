@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.options.option_declaration import Arity, Declaration, Group, OptionError
-from engine.options.option_declaration import declared as _option
-from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
-from engine.options.parser_options import (
+from engine.options.model_options import (
     REASONING_HELP,
     REASONING_PARSERS,
     TOOL_CALL_HELP,
     TOOL_CALL_PARSERS,
 )
+from engine.options.option_declaration import Arity, Declaration, Group, OptionError
+from engine.options.option_declaration import declared as _option
+from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
 from engine.options.speculation_option import SpeculationOptions
 from scheduler.config import OrderAmongEquals, SchedulingPolicy
 

@@ -9,6 +9,8 @@ _OURS = {
         "tp": "tensor-parallel-size",
         "tensor-parallel": "tensor-parallel-size",
         "num-shard": "tensor-parallel-size",
+        "dp": "data-parallel-size",
+        "data-parallel": "data-parallel-size",
     },
     **{"c": "max-model-len", "ctx-size": "max-model-len", "max-total-tokens": "max-model-len"},
     **{"model-id": "model", "m": "model", "tokenizer": "model", "a": "served-model-name"},

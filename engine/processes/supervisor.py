@@ -18,6 +18,7 @@ from engine.processes.child_environment import child_environment
 from engine.processes.child_process import CONFIG_FILE, SIGNAL_FOR_STACKS
 from engine.processes.runtime_directory import RuntimeDirectory
 from engine.processes.transport import ClientSide
+from worker.machine import visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class EngineProcess:
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
                 # torch would make a folder of a name that others can foresee, in the folder that all share.
-                env=child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory.path / "torch")),
+                env=child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory.path / "torch"))
+                | _device_environment(config),
             )
         except BaseException:
             if side is not None:
@@ -91,6 +93,13 @@ class EngineProcess:
     def clean_up(self) -> None:
         self.side.close()
         self._directory.remove()
+
+
+def _device_environment(config: EngineConfig) -> dict[str, str]:
+    """Let each of several engines see one GPU."""
+    if config.num_engines == 1 or config.worker.device != "cuda":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": visible_gpus()[config.engine]}
 
 
 def _child_arguments(directory: Path) -> list[str]:

@@ -2,34 +2,13 @@
 
 Owns: the map from a block's key to the block, and back.
 Never: reference counts or the order of eviction (block_pool.py).
-
-A key is a SHA-256 chain: it covers the tokens of its own block and, through its parent's key, all tokens
-before, and the cache salt at the root. Equal keys therefore mean equal prefixes of the same salt; a
-collision that would leak one tenant's text to another is out of reach (CVE-2025-25183 was a weak hash).
+Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the same salt.
 """
 
-from array import array
-from hashlib import sha256
 from itertools import takewhile
 
 from scheduler.messages import BlockId
-
-
-def root_key(cache_salt: str, adapter: str = "") -> bytes:
-    """Key of the parent of a sequence's first block.
-
-    The two texts are hashed apart: else one could end earlier and the other begin earlier, with the same key.
-    """
-    return sha256(sha256(cache_salt.encode()).digest() + adapter.encode()).digest()
-
-
-def block_key(parent: bytes, token_ids: list[int], inputs: bytes = b"") -> bytes:
-    """Key of a full block, or of the beginning of one.
-
-    `token_ids` and `inputs`, which name the encoder inputs at some of the positions, are the block's own
-    only.
-    """
-    return sha256(parent + array("I", token_ids).tobytes() + inputs).digest()
+from scheduler.prefix_keys import PrefixJournal
 
 
 class PrefixCache:
@@ -39,6 +18,8 @@ class PrefixCache:
         self._block_by_key: dict[bytes, BlockId] = {}
         self._key_by_block: dict[BlockId, bytes] = {}
         self.num_changes = 0
+        self.journal: PrefixJournal | None = None
+        """Record of what is found and no longer found, for readers outside; None: there are none."""
 
     def __len__(self) -> int:
         return len(self._block_by_key)
@@ -77,6 +58,8 @@ class PrefixCache:
         if key is not None:
             del self._block_by_key[key]
             self.num_changes += 1
+            if self.journal is not None:
+                self.journal.note_forgotten(key)
         return key
 
     def forget_key(self, key: bytes) -> None:
@@ -88,6 +71,8 @@ class PrefixCache:
         self._block_by_key.clear()
         self._key_by_block.clear()
         self.num_changes += 1
+        if self.journal is not None:
+            self.journal.note_cleared()
 
     def published(self) -> dict[BlockId, bytes]:
         """Copy of the keys by block; for tests and invariants."""

@@ -12,13 +12,15 @@ behind it in the same block; so the others get a copy of the block, if they are 
 the same step the tail is not written yet when copies are made, and to compute it costs less than to wait.
 """
 
+from array import array
 from dataclasses import dataclass, field
 
 from scheduler.blocks.attended_blocks import AttendedBlocks
-from scheduler.blocks.prefix_cache import PrefixCache, block_key, root_key
+from scheduler.blocks.prefix_cache import PrefixCache
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
 from scheduler.messages import BlockId
+from scheduler.prefix_keys import ChangeKind, JournalContent, PrefixChange, PrefixJournal, block_key, root_key
 from scheduler.sequence import Sequence
 
 
@@ -68,7 +70,7 @@ class PrefixIndex:
             keys = self._keys(seq, last)
             # Plans in flight may have moved the window past a block before its last token was known.
             for place in range(max(first, seq.num_passed_blocks), last):
-                self.cache.publish(keys[place], seq.block_ids[place])
+                self._publish(seq, place, keys[place])
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
             if key is not None:
@@ -82,7 +84,7 @@ class PrefixIndex:
         keys = self._keys(seq, num_full)
         for place in hit.host:
             if place < num_full:
-                self.cache.publish(keys[place], seq.block_ids[place])
+                self._publish(seq, place, keys[place])
 
     def publish_swapped(self, device_block: BlockId, host_block: BlockId) -> None:
         """Let others find the copy of a preempted sequence as well, if they can find the block itself."""
@@ -118,6 +120,22 @@ class PrefixIndex:
         for key, block in self._new_tails:
             self._tails.replace(key, block)
         self._new_tails.clear()
+
+    def _publish(self, seq: Sequence, place: int, key: bytes) -> None:
+        """Let others find the block at a place of the table of `seq`."""
+        journal = self.cache.journal
+        if journal is not None and self.cache.get(key) is None:
+            journal.note_stored(self._stored(seq, place, journal))
+        self.cache.publish(key, seq.block_ids[place])
+
+    def _stored(self, seq: Sequence, place: int, journal: PrefixJournal) -> PrefixChange:
+        key = seq.block_keys[place]
+        if journal.content is JournalContent.KEYS:
+            return PrefixChange(ChangeKind.STORED, key)
+        start = place * self._block_size
+        token_ids = array("I", seq.token_ids[start : start + self._block_size]).tobytes()
+        parent, salt = (seq.block_keys[place - 1], "") if place else (b"", seq.cache_salt)
+        return PrefixChange(ChangeKind.STORED, key, parent, token_ids, salt)
 
     def _find_prefix(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of full blocks of which all blocks that the next token attends are there."""

@@ -12,12 +12,13 @@ from operator import attrgetter
 from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import Page, RequestCounts, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
-from scheduler.queues.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, FairWaitingQueue, TenantLedger
+from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import LazyHeap
 from scheduler.queues.need_index import NeedIndex
 from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence, Status
+from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 
 _running_rank_of = attrgetter("running_rank")
 

@@ -11,13 +11,13 @@ from math import inf
 from scheduler.blocks.kv_cache_manager import AllocationStatus, BlockDemand
 from scheduler.config import PrefixCaching
 from scheduler.messages import FinishReason, PreemptionCause, SequenceStart, WaitReason
-from scheduler.queues.fairness import PROMPT_TOKEN_COST
 from scheduler.sequence import Sequence
 from scheduler.step.budget import SchedulingBudget
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import PROTECTED_TOKENS, Preemptor
 from scheduler.step.scheduler_state import SchedulerState
 from scheduler.step.token_shares import TokenShares
+from scheduler.tenant_ledger import PROMPT_TOKEN_COST
 
 # Places behind a head that does not fit that are looked at although they seem to need too much: much of what
 # they need may be in the prefix cache.

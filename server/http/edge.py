@@ -46,6 +46,9 @@ class HasRegistry(Protocol):
     @property
     def registry(self) -> CollectorRegistry: ...
 
+    def look(self) -> None:
+        """Set the gauges that follow from the state of this moment."""
+
 
 class Engine(Protocol):
     """The methods of engine.frontend.client.AsyncEngine that the server calls; it documents them."""

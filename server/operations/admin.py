@@ -46,6 +46,8 @@ class LiveSequence(ReplyModel):
     num_bypasses: int
     age_s: float
     wait_reason: str
+    engine: int | None = 0
+    """Engine that has it; null while it waits for one."""
     expected_start_s: float | None = None
     """Seconds until it starts, as the last starts were apart; null if it runs, or nothing is known."""
 

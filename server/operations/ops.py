@@ -5,7 +5,7 @@ Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import orjson
@@ -80,8 +80,14 @@ def _without(registry: CollectorRegistry, left_out: str) -> CollectorRegistry:
 class MetricsPage:
     """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
 
-    def __init__(self, registry: CollectorRegistry, *, left_out: str = "") -> None:
-        """`left_out` is the prefix of names that are not shown; empty: all are."""
+    def __init__(
+        self, registry: CollectorRegistry, *, left_out: str = "", look: Callable[[], None] = lambda: None
+    ) -> None:
+        """`left_out` is the prefix of names that are not shown; empty: all are.
+
+        `look` sets the gauges that follow from the state of this moment, in the event loop.
+        """
+        self._look = look
         self._registry = _without(registry, left_out) if left_out else registry
         self._rendering = asyncio.Lock()
         self._body = b""
@@ -91,6 +97,7 @@ class MetricsPage:
         clock = asyncio.get_running_loop().time
         async with self._rendering:
             if clock() >= self._expires_s:
+                self._look()
                 self._body = await asyncio.to_thread(generate_latest, self._registry)
                 self._expires_s = clock() + METRICS_TTL_S
         return self._body
@@ -98,9 +105,9 @@ class MetricsPage:
 
 def _add_page(app: FastAPI, settings: EdgeSettings) -> None:
     edge: Edge = app.state.edge
-    app.state.metrics_page = MetricsPage(
-        edge.engine.metrics.registry, left_out=_LEFT_OUT[settings.edge.metric_names]
-    )
+    metrics = edge.engine.metrics
+    left_out = _LEFT_OUT[settings.edge.metric_names]
+    app.state.metrics_page = MetricsPage(metrics.registry, left_out=left_out, look=metrics.look)
 
 
 router = APIRouter()

@@ -30,6 +30,7 @@ _REASONS = {
     "encoder": "the encoder has no room",
     "grammar": "other grammars are compiled first",
     "order": "one before it waits",
+    "engine": "no engine can begin it soon",
 }
 
 
@@ -99,7 +100,7 @@ def _head(recent: Recent, url: str) -> RenderableType:
         ("prefill ", "dim"),
         f"{prefill:,.0f} tokens/s   ",
         ("busy ", "dim"),
-        f"{min(recent.per_second('execute_s'), 1.0):.0%}   ",
+        f"{min(recent.per_second('execute_s') / view.get('num_engines', 1), 1.0):.0%}   ",
         ("preemptions ", "dim"),
         f"{stats['num_preemptions']:,}   ",
         ("computed again ", "dim"),

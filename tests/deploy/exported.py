@@ -32,9 +32,10 @@ FROM_PROMETHEUS = frozenset({"up"})
 
 def series() -> dict[str, dict[str, set[str]]]:
     """By name, and by label, the values seen."""
-    metrics = EngineMetrics("model")
+    metrics = EngineMetrics("model", num_engines=2)
     HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200").inc()
-    metrics.model_is_ready(INFO)
+    for engine in range(2):
+        metrics.model_is_ready(engine, INFO)
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for family in metrics.registry.collect():
         for sample in family.samples:

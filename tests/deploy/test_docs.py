@@ -198,8 +198,8 @@ def test_every_option_is_in_the_table_once() -> None:
 
 def exported() -> dict[str, Metric]:
     """By the name on the page."""
-    metrics = EngineMetrics("model")
-    metrics.model_is_ready(INFO)
+    metrics = EngineMetrics("model", num_engines=2)
+    metrics.model_is_ready(0, INFO)
     HttpMetrics(metrics.registry)
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 

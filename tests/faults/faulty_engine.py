@@ -66,8 +66,8 @@ def wait_for_ever() -> None:
 class FaultyWorker(Worker):
     """Knows which sequences bring a fault."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, *args: object, **changes: object) -> None:
+        super().__init__(*args, **changes)  # type: ignore[arg-type]
         self._faults: dict[SequenceId, Fault] = {}
         self._num_steps: dict[SequenceId, int] = {}
         self._due: dict[SequenceId, Fault] = {}

@@ -9,8 +9,8 @@ import pytest
 
 from scheduler.config import Displacement, Fairness, SchedulingPolicy
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId
-from scheduler.queues.fairness import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from scheduler.scheduler import Scheduler
+from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from scheduler.blocks.prefix_cache import root_key
 from scheduler.config import PrefixCaching, SchedulingPolicy
 from scheduler.messages import (
     FinishReason,
@@ -12,6 +11,7 @@ from scheduler.messages import (
     SequenceId,
     WaitReason,
 )
+from scheduler.prefix_keys import root_key
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 

@@ -62,6 +62,9 @@ READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=
 class FakeMetrics:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
+    def look(self) -> None:
+        """Nothing runs or waits."""
+
 
 @dataclass
 class FakeEngine:

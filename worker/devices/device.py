@@ -166,9 +166,9 @@ class CpuDevice:
     def __init__(self, config: WorkerConfig) -> None:
         self._kv_cache_bytes = config.kv_cache_bytes
         self._swap_space_bytes = config.swap_space_bytes
-        torch.set_num_threads(
-            config.num_threads or max(1, usable_cores() // (config.num_ranks * config.num_stages))
-        )
+        self._num_engines = config.num_engines
+        num_shares = config.num_ranks * config.num_stages * config.num_engines
+        torch.set_num_threads(config.num_threads or max(1, usable_cores() // num_shares))
 
     def describe(self) -> str:
         num_threads = torch.get_num_threads()
@@ -223,11 +223,12 @@ class CpuDevice:
         return self.foreseen_budget_bytes(0)
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
-        return cpu_budget_bytes(
+        budget_bytes = cpu_budget_bytes(
             available_memory_bytes() - num_weight_bytes,
             asked_bytes=self._kv_cache_bytes,
             swap_bytes=self._swap_space_bytes,
         )
+        return budget_bytes // self._num_engines if self._kv_cache_bytes is None else budget_bytes
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         check_host_memory(available_memory_bytes(), cache_bytes=cache_bytes, swap_bytes=swap_bytes)

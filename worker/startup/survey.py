@@ -19,7 +19,8 @@ from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
-from worker.memory_sizes import format_size
+from worker.machine import available_memory_bytes
+from worker.memory_sizes import check_host_memory, check_weights_fit, format_size
 from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
@@ -64,6 +65,9 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Finding:
     num_weight_bytes = weight_bytes(config, kind, device)
     weights = f"weights {format_size(num_weight_bytes)}"
+    if config.num_engines > 1:
+        weights += f" for each of {config.num_engines} engines"
+        _refuse_so_many_engines(config, device, num_weight_bytes)
     num_processes = config.num_ranks * config.num_stages
     if num_processes > 1:
         weights += f", divided among {num_processes} ranks"
@@ -91,12 +95,28 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Fi
     return _judge(config, weights, found)
 
 
+def _refuse_so_many_engines(config: WorkerConfig, device: Device, num_weight_bytes: int) -> None:
+    """Raise StartupError if the engines, which have the host's memory in common, do not fit together."""
+    available_bytes = available_memory_bytes()
+    where = f"this machine, for {config.num_engines} engines,"
+    if device.kind == "CPU":
+        num_bytes = config.num_engines * num_weight_bytes
+        available_bytes = check_weights_fit(num_bytes, available_bytes=available_bytes, where=where)
+    check_host_memory(
+        available_bytes,
+        cache_bytes=0 if device.kind == "GPU" else config.num_engines * (config.kv_cache_bytes or 0),
+        swap_bytes=config.num_engines * config.swap_space_bytes,
+    )
+
+
 def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     num_tokens = found.size.num_blocks * found.layout.block_size
     max_model_len = found.size.max_model_len
     cache = format_size(found.size.num_blocks * found.layout.block_bytes // config.num_stages)
     if config.num_ranks * config.num_stages > 1:
         cache += f" on each of {config.num_ranks * config.num_stages} ranks"
+    if config.num_engines > 1:
+        cache += " in each engine"
     what = (
         f"{weights}, KV cache up to {cache} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "

@@ -71,7 +71,7 @@ function drawGauges(view, steps) {
   const stats = view.stats;
   const recent = steps.filter((step) => step.time_s > view.time_s - 2);
   const perSecond = (of) => recent.reduce((sum, step) => sum + of(step), 0) / 2;
-  const busy = Math.min(100, 100 * perSecond((step) => step.schedule_s + step.execute_s + step.update_s));
+  const busy = Math.min(100, 100 / (view.num_engines ?? 1) * perSecond((step) => step.schedule_s + step.execute_s + step.update_s));
   const hits = stats.num_prefix_queries ? Math.round(100 * stats.num_prefix_hits / stats.num_prefix_queries) : 0;
   const rows = [
     ["Running", stats.num_running, `of ${view.max_num_seqs}`], ["Waiting", stats.num_waiting, stats.num_swapped ? `+ ${stats.num_swapped} swapped` : ""],

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from engine.errors import EngineDied, EngineUnavailable, Overloaded
 from engine.process_messages import AddRequest
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
+from scheduler.routing.engine_view import EngineSize
 from tests.engine.frontend.test_giving_way import Door
 
 EOS: tuple[int, ...] = ()
+SIZE = EngineSize(num_blocks=100, block_size=16, max_num_seqs=8, step_tokens=256)
 START = SequenceStart(queue_s=0.0, num_cached_tokens=0)
 HISTORIES = settings(
     max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
@@ -53,9 +55,9 @@ class Hall:
         if operation == "ask":
             self._ask(priority=first, n=second)
         elif operation == "die":
-            self.in_flight.engine_died()
+            self.in_flight.engine_died(0)
         elif operation == "replay":
-            self.in_flight.replay()
+            self.in_flight.engine_ready(0, SIZE)
         elif self.lives:
             self._happen(operation, self.lives[first % len(self.lives)], second)
 
@@ -112,7 +114,7 @@ async def test_one_that_is_complete_is_read_to_its_end_whatever_becomes_of_the_e
     for live in (done, cut):
         door.begin(live)
     finish(door, done, FinishReason.LENGTH)
-    door.in_flight.engine_died()
+    door.in_flight.engine_died(0)
     door.in_flight.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
     (output,) = done.take()
     assert output.finish_reason is FinishReason.LENGTH
@@ -128,11 +130,11 @@ async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
     (live,) = door.ask("a", 0)
     if is_aborted_first:
         finish(door, live, FinishReason.ABORTED)
-    door.in_flight.engine_died()
+    door.in_flight.engine_died(0)
     if not is_aborted_first:
         door.in_flight.abort(live, EOS)
     door.sent.clear()
-    door.in_flight.replay()
+    door.in_flight.engine_ready(0, SIZE)
     assert not [message for message in door.sent if isinstance(message, AddRequest)]
     (output,) = live.take()
     assert output.finish_reason is FinishReason.ABORTED

@@ -34,7 +34,9 @@ class Door:
         config, _ = resolve(asked, environment={})
         self.metrics = EngineMetrics("tiny")
         self.sent: list = []
-        self.in_flight = ActiveRequests(config, Tokenizer.load(folder), self.metrics, self.sent.append)
+        self.in_flight = ActiveRequests(
+            config, Tokenizer.load(folder), self.metrics, lambda _, message: self.sent.append(message)
+        )
 
     def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
         """Raises Overloaded."""

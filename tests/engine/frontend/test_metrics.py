@@ -85,10 +85,10 @@ def test_dropped_lines_are_counted_across_engine_processes(metrics) -> None:
     sizes = {"num_blocks": 8, "block_size": 4, "max_model_len": 16}
     stats = Scheduler(SchedulerConfig(**sizes, max_num_seqs=2, max_num_batched_tokens=8)).stats()
     for num in (3, 5):
-        metrics.beat(Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=num))
+        metrics.beat(0, Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=num))
     assert value(metrics, "telemetry_dropped_total", what="engine_log_lines") == 5
-    metrics.model_is_ready(INFO)  # another process, which counts from zero
-    metrics.beat(Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=2))
+    metrics.model_is_ready(0, INFO)  # another process, which counts from zero
+    metrics.beat(0, Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=2))
     assert value(metrics, "telemetry_dropped_total", what="engine_log_lines") == 7
     assert value(metrics, "telemetry_dropped_total", what="api_log_lines") == 0
 

@@ -24,7 +24,9 @@ class Queue:
     def __init__(self, folder: Path) -> None:
         config, _ = resolve(replace(Options(), model=str(folder)), environment={})
         self.metrics = EngineMetrics("tiny")
-        self.in_flight = ActiveRequests(config, Tokenizer.load(folder), self.metrics, lambda message: None)
+        self.in_flight = ActiveRequests(
+            config, Tokenizer.load(folder), self.metrics, lambda engine, message: None
+        )
         self.num_requests = 0
 
     def ask(self, tenant: str, *lengths: int, n: int = 1, limit: int | None = LIMIT):

@@ -75,6 +75,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "watermark": ("0", 0.0),
     "swap_space": ("4GiB", 2**32),
     "tensor_parallel_size": ("2", 2),
+    "data_parallel_size": ("2", 2),
     "pipeline_parallel_size": ("2", 2),
     "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 3}',) * 2,
     "prefix_cache_host_tier": ("off", "off"),

@@ -1,0 +1,4 @@
+"""Reports on all engines as one: live sequences, views and load (API process).
+
+Never: decides anything, or holds requests.
+"""

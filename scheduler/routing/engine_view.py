@@ -1,0 +1,95 @@
+"""Load and prefixes of one engine, as the process that chooses between engines knows them.
+
+Owns: the counts of sequences and tokens that were sent there and have not ended. They are raised when a
+request is sent, so that a burst sees itself; a report of the engine never overwrites them.
+Never: compares engines (dispatcher.py).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from scheduler.prefix_keys import ChangeKind, PrefixChange
+
+_MOST_UNBEGUN = 2
+"""Sequences that may wait at an engine whatever their length: so it never lacks the next one."""
+_STEPS_AHEAD = 2
+"""Steps whose tokens may wait there: one is computed while the other is on its way."""
+_HELD_TOKEN_PRICE = 0.25
+"""Cost of a token of context that an engine holds, in prompt tokens computed: all its steps read it."""
+_LIVE_PRICE_TOKENS = 64
+"""Cost of a sequence that runs beside, in prompt tokens computed: a token of each step is its own."""
+
+
+class EngineSize(NamedTuple):
+    """Limits of an engine, known when its model is loaded."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    step_tokens: int
+    """Most tokens of a step."""
+
+
+class EngineView:
+    """One engine. `size` is None while its model is not loaded."""
+
+    def __init__(self, size: EngineSize | None = None) -> None:
+        self.size = size
+        self.keys: set[bytes] = set()
+        """Keys of the blocks that are found there."""
+        self.num_live = 0
+        """Sequences that were sent and have not ended."""
+        self.num_unbegun = 0
+        """Sequences among them without an output."""
+        self.num_unbegun_tokens = 0
+        """Prompt tokens of those, as far as no cache has them."""
+        self.num_held_tokens = 0
+        """Tokens of context of all live sequences, shared ones for each."""
+        self.num_free_blocks = 0 if size is None else size.num_blocks
+        """Blocks free for others, as last reported."""
+        self.priorities: Counter[int] = Counter()
+        """Requests by priority."""
+        self.last_chosen = 0
+        """Number of the choice that took it last."""
+
+    def note_prefixes(self, changes: Iterable[PrefixChange]) -> None:
+        for change in changes:
+            if change.kind is ChangeKind.STORED:
+                self.keys.add(change.key)
+            elif change.kind is ChangeKind.FORGOTTEN:
+                self.keys.discard(change.key)
+            else:
+                self.keys.clear()
+
+    def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
+        """Tokens at the beginning of a prompt with these keys that need not be computed there."""
+        if self.size is None or not self.keys:
+            return 0
+        return self.size.block_size * sum(1 for _ in takewhile(self.keys.__contains__, keys))
+
+    def can_begin(self, num_tokens: int, *, priority: float) -> bool:
+        """Whether a request with so many tokens to compute can begin soon.
+
+        Priority inf is that of a request which takes no other's place.
+        """
+        size = self.size
+        if size is None:
+            return False
+        if any(each > priority for each in self.priorities):
+            return True  # the engine lets it pass, and may take a running one's place for it
+        if self.num_live >= size.max_num_seqs:
+            return False
+        if self.num_unbegun < _MOST_UNBEGUN:
+            return True
+        return self.num_unbegun_tokens + num_tokens <= _STEPS_AHEAD * size.step_tokens
+
+    def cost(self, num_tokens: int) -> float:
+        """Work before the first token and beside all others, in prompt tokens computed."""
+        assert self.size is not None
+        ahead = self.num_unbegun_tokens + num_tokens
+        beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live
+        # Without room it would wait for others to end, or push them out.
+        has_room = ahead <= self.num_free_blocks * self.size.block_size
+        return ahead + beside + (0 if has_room else self.size.num_blocks * self.size.block_size)

@@ -1,0 +1,89 @@
+"""Service of tenants: virtual token counters, in the scheduler and in the line before several engines.
+
+Owns: the service that each tenant had, and the cost of a token.
+Never: orders requests (queues/fairness.py, routing/call_line.py).
+Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024).
+"""
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+PROMPT_TOKEN_COST = 1.0
+GENERATED_TOKEN_COST = 2.0
+_MAX_IDLE_COUNTERS = 1000
+
+
+class TenantLedger:
+    """Counters of service. Only tenants with unfinished sequences are active; the idle save up no claim."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self._weights = weights
+        self._service: dict[str, float] = {}
+        self._num_unfinished: dict[str, int] = {}
+        self._least: list[tuple[float, str]] = []  # a heap; entries may be out of date, as in _PriorityLevel
+
+    def service(self, tenant: str) -> float:
+        """Service so far, by cost and weight. It never falls while the tenant is active."""
+        return self._service[tenant]
+
+    def join(self, tenant: str) -> None:
+        """Count one more unfinished sequence.
+
+        A tenant that was idle is lifted to the least served active one.
+        """
+        if tenant not in self._num_unfinished:
+            self._service[tenant] = max(self._service.get(tenant, 0.0), self._least_of_the_active())
+            heappush(self._least, (self._service[tenant], tenant))
+        self._num_unfinished[tenant] = self._num_unfinished.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """Count one sequence less.
+
+        A lead over others is kept while they are active, so that a moment's pause does not reset it.
+        """
+        self._num_unfinished[tenant] -= 1
+        if self._num_unfinished[tenant] == 0:
+            del self._num_unfinished[tenant]
+            if not self._num_unfinished:
+                self._service.clear()
+                self._least.clear()
+            elif len(self._service) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+                self._forget_the_idle()
+
+    def charge(self, tenant: str, cost: float) -> None:
+        self._service[tenant] += cost / self._weights.get(tenant, 1.0)
+
+    def _least_of_the_active(self) -> float:
+        """Least service of an active tenant, 0 without one. O(log tenants).
+
+        An active tenant has an entry in the heap that is not above its counter.
+        """
+        if len(self._least) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+            self._least = [(self._service[tenant], tenant) for tenant in self._num_unfinished]
+            heapify(self._least)
+        while self._least:
+            noted, tenant = self._least[0]
+            if tenant not in self._num_unfinished:
+                heappop(self._least)
+            elif noted != (service := self._service[tenant]):
+                heapreplace(self._least, (service, tenant))
+            else:
+                return noted
+        return 0.0
+
+    def _forget_the_idle(self) -> None:
+        """Drop idle tenants that `join` would lift anyway.
+
+        All idle ones are dropped, should there still be too many.
+        """
+        floor = self._least_of_the_active()
+        kept = {
+            name: had for name, had in self._service.items() if name in self._num_unfinished or had > floor
+        }
+        if len(kept) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+            kept = {name: self._service[name] for name in self._num_unfinished}
+        self._service = kept
+
+    @property
+    def tenants(self) -> dict[str, float]:
+        """Copy of the service by tenant."""
+        return dict(self._service)
