@@ -46,7 +46,7 @@ RUN case "$DEVICE" in cpu|cuda) ;; *) echo "DEVICE must be cpu or cuda, not '$DE
     fi \
     && pip install --no-deps --require-hashes -r "deploy/locks/$DEVICE.txt"
 
-COPY README.md LICENSE pyproject.toml setup.py ./
+COPY README.md LICENSE NOTICE pyproject.toml setup.py ./
 COPY deploy/image deploy/image
 COPY bench bench
 COPY engine engine

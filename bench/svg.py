@@ -25,10 +25,27 @@ class Canvas:
         self.width, self.height, self.title = width, height, title
         self._elements: list[str] = []
 
-    def rect(self, x: float, y: float, width: float, height: float, fill: str) -> None:
+    def rect(self, x: float, y: float, width: float, height: float, fill: str, *, tip: str = "") -> None:
+        """Add a rectangle; `tip` is shown where a pointer rests on it."""
+        inside = f"><title>{escape(tip)}</title></rect>" if tip else "/>"
         self._elements.append(
-            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="{fill}"/>'
+            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="{fill}"{inside}'
         )
+
+    def arrow(self, x: float, y_from: float, y_to: float, stroke: str, *, tip: str) -> None:
+        """Add an upright arrow with its head at `y_to`."""
+        side = 4 if y_to > y_from else -4
+        path = f"M{_n(x)} {_n(y_from)}V{_n(y_to)}M{_n(x - 3)} {_n(y_to - side)}L{_n(x)} {_n(y_to)}"
+        path += f"L{_n(x + 3)} {_n(y_to - side)}"
+        self._elements.append(
+            f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="1.5">'
+            f"<title>{escape(tip)}</title></path>"
+        )
+
+    def dashes(self, points: Points, stroke: str) -> None:
+        """Add a dashed line."""
+        self.polyline(points, stroke, 1.5)
+        self._elements[-1] = self._elements[-1].replace("/>", ' stroke-dasharray="6 4"/>')
 
     def polyline(self, points: Points, stroke: str, width: float = 1.5) -> None:
         place = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
@@ -106,8 +123,18 @@ def _round_step(raw: float) -> float:
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50
 
 
-def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]]) -> Canvas:
-    """Draw named lines in one frame, with a legend at the right."""
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value of the horizontal axis that is to be seen, with its name."""
+
+    value: float
+    name: str
+
+
+def line_chart(
+    title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]], *, mark: Mark | None = None
+) -> Canvas:
+    """Draw named lines in one frame, with a legend at the right, and the mark as a dashed line."""
     longest = max((len(name) for name, _ in lines), default=0)
     frame_width, frame_height = 640, 320
     canvas = Canvas(
@@ -117,11 +144,11 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]]
     for value in x.ticks():
         at = _LEFT + x.place(value) * frame_width
         canvas.polyline([(at, _TOP), (at, _TOP + frame_height)], GREY, 0.5)
-        canvas.text(at, _TOP + frame_height + 18, f"{value:g}", anchor="middle")
+        canvas.text(at, _TOP + frame_height + 18, f"{value:,g}", anchor="middle")
     for value in y.ticks():
         at = _TOP + (1 - y.place(value)) * frame_height
         canvas.polyline([(_LEFT, at), (_LEFT + frame_width, at)], GREY, 0.5)
-        canvas.text(_LEFT - 8, at + 4, f"{value:g}", anchor="end")
+        canvas.text(_LEFT - 8, at + 4, f"{value:,g}", anchor="end")
     canvas.text(_LEFT + frame_width / 2, _TOP + frame_height + 38, x.title, anchor="middle")
     canvas.text(18, _TOP + frame_height / 2, y.title, anchor="middle", turn=-90)
     for number, (name, points) in enumerate(lines):
@@ -129,10 +156,14 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[tuple[str, Points]]
         placed = [
             (_LEFT + x.place(px) * frame_width, _TOP + (1 - y.place(py)) * frame_height) for px, py in points
         ]
-        canvas.polyline(placed, colour)
+        canvas.polyline(placed, colour, 2)
         legend_x, legend_y = _LEFT + frame_width + _RIGHT, _TOP + 12 + 20 * number
         canvas.polyline([(legend_x, legend_y - 4), (legend_x + 20, legend_y - 4)], colour, 3)
         canvas.text(legend_x + 26, legend_y, name[:40])
+    if mark is not None and x.low <= mark.value <= x.high:
+        at = _LEFT + x.place(mark.value) * frame_width
+        canvas.dashes([(at, _TOP), (at, _TOP + frame_height)], INK)
+        canvas.text(at + 5, _TOP + frame_height - 8, mark.name)
     return canvas
 
 

@@ -41,6 +41,8 @@ ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
 ADAPTERS: tuple[Endpoint, ...] = (adapter_routes.ENDPOINT,)
 """Endpoints that change what is served, there only where --lora-directory is."""
+POLLED_PATHS = frozenset({"/admin/requests", "/admin/events", "/admin/server"})
+"""Routes that pages and tools ask again and again."""
 OPENAPI_PATH = "/openapi.json"
 
 

@@ -5,17 +5,22 @@ Never: how SVG is written (bench/svg.py).
 """
 
 from collections.abc import Sequence
+from math import inf, isfinite
 
 from bench.load.load_report import percentile
 from bench.simulate.simulate_run import RunResult
-from bench.svg import Axis, Canvas, axis, line_chart, log_axis, staircase
+from bench.svg import Axis, Canvas, Mark, axis, line_chart, log_axis, staircase
 
 _NUM_POINTS = 200
 _NUM_QUEUE_POINTS = 1000
+_LEAST_QUEUE = 5.0
 
 
-def draw_ttft(results: Sequence[RunResult]) -> Canvas:
-    """Draw the share of requests with their first token within so many ms; a line for each class."""
+def draw_ttft(results: Sequence[RunResult], *, slo_s: float = inf) -> Canvas:
+    """Draw the share of requests with their first token within so many ms; a line for each class.
+
+    `slo_s` is what was promised; inf: nothing was.
+    """
     lines = []
     for result in results:
         for tally in result.classes:
@@ -26,8 +31,13 @@ def draw_ttft(results: Sequence[RunResult]) -> Canvas:
             points = [(percentile(ordered, 100 * share) * 1e3, share) for share in shares]
             lines.append((_name(result, results, tally.name), points))
     values = [x for _, points in lines for x, _ in points]
+    mark = None
+    if isfinite(slo_s) and slo_s > 0:
+        values.append(slo_s * 1e3)  # the line is seen even where all are faster
+        mark = Mark(slo_s * 1e3, f"SLO {slo_s * 1e3:,g} ms")
     title = "Time to first token: share of requests served within"
-    return line_chart(title, log_axis("ms", values), Axis("share of requests", 0.0, 1.0), lines)
+    x = log_axis("time to first token, ms", values)
+    return line_chart(title, x, Axis("share of requests", 0.0, 1.0), lines, mark=mark)
 
 
 def draw_queue(results: Sequence[RunResult]) -> Canvas:
@@ -36,7 +46,10 @@ def draw_queue(results: Sequence[RunResult]) -> Canvas:
     seconds = [x for _, points in lines for x, _ in points]
     counts = [y for _, points in lines for _, y in points]
     title = "Requests waiting, preempted ones included"
-    return line_chart(title, axis("virtual time, s", seconds), axis("waiting", counts), lines)
+    # An axis of one request would make needles of full height.
+    return line_chart(
+        title, axis("virtual time, s", seconds), axis("waiting requests", [*counts, _LEAST_QUEUE]), lines
+    )
 
 
 def _thin(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

@@ -216,7 +216,7 @@ def _check_writable(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace, results: Sequence[RunResult], reports: Sequence[RunReport]) -> None:
     if options.plots:
-        (options.plots / "ttft.svg").write_text(str(draw_ttft(results)))
+        (options.plots / "ttft.svg").write_text(str(draw_ttft(results, slo_s=options.slo_ttft_ms / 1e3)))
         (options.plots / "queue.svg").write_text(str(draw_queue(results)))
     if options.json:
         document = {

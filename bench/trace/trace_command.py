@@ -7,6 +7,7 @@ Codes: 0 done, 2 a mistake on the command line or in the file.
 """
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from bench.trace.trace_events import TraceEvents
 from bench.trace.trace_reading import TracedStep, TraceError, read_trace
 from bench.trace.trace_timeline import Timeline
 
@@ -38,11 +40,14 @@ def main(argv: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> None:
     summary, table = TraceSummary(), StepTable(options.steps, max_lines=options.max_lines)
     timeline = Timeline(options.steps, max_columns=_MAX_COLUMNS) if options.svg else None
+    events = TraceEvents(options.steps) if options.perfetto else None
     for step in read_trace(options.file):
         summary.add(step)
         table.add(step)
         if timeline is not None:
             timeline.add(step)
+        if events is not None:
+            events.add(step)
     if not table.num_steps:
         raise TraceError("the trace has no steps with such numbers")
     if timeline is not None:
@@ -50,6 +55,8 @@ def _run(options: argparse.Namespace) -> None:
         _write(options.svg, str(timeline.draw(max_rows=options.max_rows)))
         if timeline.num_left_out:
             print(f"the picture lacks the last {timeline.num_left_out} steps", file=sys.stderr)
+    if events is not None:
+        _write(options.perfetto, json.dumps({"traceEvents": events.events, "displayTimeUnit": "ms"}))
     table.print()
     print(summary)
 
@@ -188,6 +195,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="only these steps, both ends included, in the table and the picture",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw a timeline, one row a sequence")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a trace that Perfetto and chrome://tracing open"
+    )
     parser.add_argument(
         "--max-lines", type=_count, default=50, metavar="N", help="of the table (default %(default)s)"
     )

@@ -1,4 +1,4 @@
-"""Timeline of a step trace: sequences as rows, steps as columns.
+"""Timeline of a step trace: sequences as rows over time, preemptions as arrows, the use of KV blocks.
 
 Owns: the states of the picture and how they follow from the lines of a trace.
 Never: reads files.
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from bench.svg import BLUE, GREEN, GREY, RED, Canvas
-from bench.trace.trace_reading import TracedStep
+from bench.svg import BLUE, GREEN, GREY, INK, ORANGE, RED, SKY, Axis, Canvas
+from bench.trace.trace_reading import TracedPreemption, TracedStep
 
 
 class Cell(Enum):
@@ -35,6 +35,9 @@ _LEGEND = (
 )
 _LEFT, _TOP, _ROW, _GAP = 80, 72, 14, 2
 _WIDTH = 1200
+_BAND = 48
+"""Height of the band of KV blocks."""
+_LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
@@ -97,6 +100,12 @@ class Timeline:
         """Steps of the columns in the window."""
         self.num_left_out = 0
         """Steps in the window for which there was no room."""
+        self._starts_s: list[float] = []
+        self._ends_s: list[float] = []
+        self._kv_use: list[float] = []
+        """Share of the blocks in use, for each column of the window."""
+        self._preemptions: list[tuple[int, TracedPreemption]] = []
+        """Preemptions in the window, each with its column."""
         self._window = window
         self._max_columns = max_columns
         self._live: dict[int, Row] = {}
@@ -115,6 +124,10 @@ class Timeline:
             if not self.step_numbers:
                 self._first = self._num_columns
             self.step_numbers.append(step.step)
+            self._starts_s.append(step.time_s)
+            self._ends_s.append(step.time_s + step.duration_s)
+            self._kv_use.append(step.num_used_blocks / step.num_blocks)
+            self._preemptions += [(self._num_columns, each) for each in step.preemptions]
         self._place(step, self._num_columns)
         self._num_columns += 1
 
@@ -159,23 +172,56 @@ class Timeline:
         clipped = {sequence_id: list(_clip(row.runs, first, end)) for sequence_id, row in self.rows.items()}
         seen = [(sequence_id, runs) for sequence_id, runs in clipped.items() if runs]
         shown = seen[:max_rows]
-        column_width = min(24.0, _WIDTH / len(numbers))
-        canvas = Canvas(
-            max(720, _LEFT + column_width * len(numbers) + 40),
-            _TOP + _ROW * len(shown) + 50,
-            title="Steps of the scheduler",
-        )
+        bottom = _TOP + _ROW * len(shown)
+        canvas = Canvas(_LEFT + _WIDTH + 40, bottom + _BAND + 80, title="Steps of the scheduler")
         more = f"; {len(seen) - len(shown)} more are not drawn" if len(seen) > len(shown) else ""
         canvas.text(_LEFT, 22, f"Steps {numbers[0]} to {numbers[-1]}, {len(shown)} sequences{more}")
         _draw_legend(canvas)
+        canvas.text(_LEFT - 8, _TOP - 6, "sequence", anchor="end")
+        axis = Axis("time since the first of these steps, s", 0.0, self._seconds(len(numbers)))
+        edges = [_LEFT + _WIDTH * axis.place(self._seconds(column)) for column in range(len(numbers) + 1)]
         for place, (sequence_id, runs) in enumerate(shown):
             y = _TOP + place * _ROW
             canvas.text(_LEFT - 8, y + _ROW - 3, str(sequence_id), anchor="end")
             for run in runs:
-                x = _LEFT + (run.first - first) * column_width
-                canvas.rect(x, y, (run.end - run.first) * column_width, _ROW - _GAP, run.cell.value)
-        _draw_steps(canvas, numbers, column_width, _TOP + _ROW * len(shown))
+                x, x_end = edges[run.first - first], edges[run.end - first]
+                width = max(x_end - x, 0.5)
+                canvas.rect(x, y, width, _ROW - _GAP, run.cell.value, tip=self._words(sequence_id, run))
+        self._draw_preemptions(canvas, edges, [sequence_id for sequence_id, _ in shown])
+        self._draw_kv_use(canvas, edges, bottom + 16)
+        _draw_seconds(canvas, axis, bottom + 16 + _BAND)
         return canvas
+
+    def _seconds(self, column: int) -> float:
+        """Time of the left edge of a column of the window, from that of the first."""
+        last = len(self._starts_s)
+        at = self._starts_s[column] if column < last else max(self._ends_s[-1], self._starts_s[-1] + _LEAST_S)
+        return at - self._starts_s[0]
+
+    def _words(self, sequence_id: int, run: Run) -> str:
+        first, last = run.first - self._first, run.end - self._first
+        span_ms = (self._seconds(last) - self._seconds(first)) * 1e3
+        steps = f"steps {self.step_numbers[first]} to {self.step_numbers[last - 1]}"
+        return f"sequence {sequence_id}: {run.cell.name.lower()}, {steps}, {span_ms:,.1f} ms"
+
+    def _draw_preemptions(self, canvas: Canvas, edges: Sequence[float], shown: Sequence[int]) -> None:
+        """Draw an arrow from who needed the blocks to who gave them."""
+        places = {sequence_id: _TOP + place * _ROW + _ROW // 2 for place, sequence_id in enumerate(shown)}
+        for column, each in self._preemptions:
+            if {each.sequence_id, each.beneficiary} <= places.keys() and each.sequence_id != each.beneficiary:
+                tip = f"{each.sequence_id} gave {each.num_freed_blocks} blocks to {each.beneficiary}"
+                tip += f": {each.cause}"
+                x = edges[column - self._first]
+                canvas.arrow(x, places[each.beneficiary], places[each.sequence_id], ORANGE, tip=tip)
+
+    def _draw_kv_use(self, canvas: Canvas, edges: Sequence[float], top: float) -> None:
+        for column, share in enumerate(self._kv_use):
+            width = max(edges[column + 1] - edges[column], 0.5)
+            tip = f"step {self.step_numbers[column]}: {share:.0%} of the KV blocks in use"
+            canvas.rect(edges[column], top + _BAND * (1 - share), width, _BAND * share, SKY, tip=tip)
+        canvas.polyline([(_LEFT, top), (_LEFT + _WIDTH, top)], GREY, 0.5)
+        canvas.text(_LEFT - 8, top + 9, "KV 100%", anchor="end")
+        canvas.text(_LEFT - 8, top + _BAND, "0%", anchor="end")
 
 
 def _clip(runs: Iterable[Run], first: int, end: int) -> Iterable[Run]:
@@ -190,14 +236,14 @@ def _draw_legend(canvas: Canvas) -> None:
         canvas.rect(x, 34, 12, 12, cell.value)
         canvas.text(x + 18, 44, meaning)
         x += 18 + 7 * len(meaning) + 24
+    canvas.arrow(x + 6, 34, 46, ORANGE, tip="a preemption")
+    canvas.text(x + 18, 44, "blocks given up, for the row where the arrow begins")
 
 
-def _draw_steps(canvas: Canvas, numbers: Sequence[int], column_width: float, y: float) -> None:
-    """Draw step numbers below the columns, as many as there is room for."""
-    stride = max(1, -(-len(numbers) // max(1, int(len(numbers) * column_width / 60))))
-    for column in range(0, len(numbers), stride):
-        x = _LEFT + (column + 0.5) * column_width
-        canvas.polyline([(x, y), (x, y + 4)], GREY, 1)
-        canvas.text(x, y + 18, str(numbers[column]), anchor="middle")
-    canvas.text(_LEFT - 8, y + 18, "step", anchor="end")
-    canvas.text(_LEFT - 8, _TOP - 6, "sequence", anchor="end")
+def _draw_seconds(canvas: Canvas, axis: Axis, y: float) -> None:
+    canvas.polyline([(_LEFT, y), (_LEFT + _WIDTH, y)], INK, 1)
+    for value in axis.ticks():
+        x = _LEFT + _WIDTH * axis.place(value)
+        canvas.polyline([(x, y), (x, y + 4)], INK, 1)
+        canvas.text(x, y + 18, f"{value:,g}", anchor="middle")
+    canvas.text(_LEFT + _WIDTH / 2, y + 38, axis.title, anchor="middle")

@@ -6,6 +6,7 @@ Never: downloads, measures memory (the worker does), or opens a port (server/htt
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -435,9 +436,14 @@ def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path
         raise OptionError(
             f"model {model!r}",
             "there is no such folder, and no model of this name in the local hub cache",
-            "check the path, or download the model first: nothing is downloaded from here",
+            "check the path; nothing is downloaded by itself, "
+            f"`tokenyard pull {_hub_name(model)}` fetches a model",
         )
     return cached, model
+
+
+def _hub_name(model: str) -> str:
+    return model if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) else "ORG/NAME"
 
 
 def _folder_of_gguf(path: Path) -> Path:
@@ -478,7 +484,8 @@ def _check_checkpoint(folder: Path) -> None:
         raise OptionError(
             f"model {str(folder)!r}",
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
-            "convert the checkpoint with save_pretrained of transformers",
+            "pull a copy that has them, or convert this one where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW), and the same for AutoTokenizer",
         )
 
 

@@ -39,8 +39,7 @@ class ModelOptions(EdgeOptions):
         Group.MODEL,
         Text(metavar="MODEL"),
         "Checkpoint folder, a GGUF file, or the hub name (org/name) of a checkpoint that is in the local hub "
-        "cache already. "
-        "Nothing is downloaded.",
+        "cache already. `tokenyard pull` fetches one; nothing is downloaded from here.",
         open_default="a tiny built-in model, for trying the server out",
         default=None,
     )

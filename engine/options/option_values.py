@@ -113,7 +113,7 @@ class Count:
     metavar: str = "N"
 
     def parse(self, text: str) -> int:
-        like = "a whole number such as 2048 or 2K"
+        like = "a port such as 8000" if self.metavar == "PORT" else "a whole number such as 2048 or 2K"
         if text.strip().lower().endswith("b"):
             raise ValueError(f"be {like}: it counts no bytes")
         return _within(_whole(text, like=like), self.low, self.high, str)

@@ -28,7 +28,7 @@ _OURS = {
 }
 _NOT_NEEDED = {
     **dict.fromkeys(("trust-remote-code",), "code of a checkpoint is never run"),
-    **dict.fromkeys(("revision", "download-dir", "load-format"), "nothing is downloaded: name a folder"),
+    **dict.fromkeys(("revision", "download-dir", "load-format"), "`tokenyard pull` fetches models"),
     **dict.fromkeys(("disable-log-requests", "no-enable-log-requests"), "texts of requests are never logged"),
     **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
     **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on wherever the model has a dialect"),

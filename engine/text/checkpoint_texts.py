@@ -1,15 +1,17 @@
-"""The text files of a checkpoint: its tokenizer and its chat template.
+"""The files of a checkpoint before any tensor library: its tokenizer, its chat template, its wholeness.
 
 Owns: the comparison with the operator's list of checksums, if there is one, before they are parsed.
 Never: parses them (tokenizer.py, chat_template.py), or reads weights (worker/startup/loader.py).
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
+from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.checksums import Checksums
+from worker.checkpoint.overrides import merged
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -19,6 +21,32 @@ class CheckpointTexts(NamedTuple):
 
     tokenizer: Tokenizer
     template: ChatTemplate
+
+
+def check_files(config: WorkerConfig) -> None:
+    """Find in a moment what the engine process would find after seconds of imports. Raises TokenizerError.
+
+    A broken config.json, weights that are missing or cut off, and a context beyond the model's.
+    """
+    folder = Path(config.model_path)
+    try:
+        content = merged(read_json(folder / "config.json"), config.config_overrides)
+        find_weights(folder)
+    except StartupError as error:
+        raise TokenizerError(error.what, error.fix) from error
+    longest = _plain_context(content)
+    if longest and (config.max_model_len or 0) > longest:
+        raise TokenizerError(
+            f"--max-model-len {config.max_model_len} exceeds the model's context window of {longest} tokens",
+            f"ask for {longest} or less",
+        )
+
+
+def _plain_context(content: dict[str, Any]) -> int:
+    """Context window where config.json says it plainly; 0 where only the model's class knows."""
+    scaled = content.get("rope_scaling") or content.get("rope_parameters")
+    length = content.get("max_position_embeddings")
+    return length if isinstance(length, int) and not scaled else 0
 
 
 def load_texts(config: WorkerConfig) -> CheckpointTexts:

@@ -29,6 +29,7 @@ _TOOLS = {
     "simulate": "bench.simulate.simulate_command",
     "trace": "bench.trace.trace_command",
     "doctor": "server.commands.doctor",
+    "pull": "server.commands.pull_command",
     "config": "server.commands.config_command",
     "keys": "server.commands.keys_command",
     "run-batch": "server.batch.batch_command",

@@ -27,6 +27,7 @@ _tokenyard in a folder of $fpath for zsh.
 """
 _PARSERS = MappingProxyType(
     {
+        "pull": "server.commands.pull_command",
         "chat": "server.terminal.chat_command",
         "complete": "server.terminal.complete_command",
         "top": "server.terminal.top_command",

@@ -11,6 +11,7 @@ from engine.options.options import BY_KEY, COMMON, DECLARATIONS, FIELDS, Group, 
 
 USAGE = """\
 usage: tokenyard serve [MODEL] [options]      serve a model over HTTP, as OpenAI's API does
+       tokenyard pull ORG/NAME                fetch a model from a hub
        tokenyard chat                         talk to a running server
        tokenyard complete PROMPT              let a running server continue a text
        tokenyard top                          watch the requests, blocks and steps of a running server

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 """Status as in nginx's log: the client hung up before one was sent."""
+_FIRST_ERROR = 400
 _NO_SPANS = NoSpans()
 _OVERLOADED = "server_overloaded"
 
@@ -40,11 +41,13 @@ class RequestLog:
         *,
         routes: Iterable[str],
         probes: frozenset[str],
+        polled: frozenset[str] = frozenset(),
         spans: Spans,
         metrics: HttpMetrics,
     ) -> None:
         self._app = app
         self._probes = probes
+        self._polled = polled
         self._metrics = metrics
         self._routes = RouteNames(routes)
         self._spans = spans
@@ -84,7 +87,9 @@ class RequestLog:
             span.end(journal, status=status, error_code=code)
             if code == _OVERLOADED:
                 _refused.note()
-            level = logging.DEBUG if is_probe or code == _OVERLOADED else logging.INFO
+            # A poll that was answered says nothing; one that was refused does.
+            is_quiet = is_probe or (scope["path"] in self._polled and status < _FIRST_ERROR)
+            level = logging.DEBUG if is_quiet or code == _OVERLOADED else logging.INFO
             if log.isEnabledFor(level):
                 facts = fields(
                     **_facts_of(scope, journal),

@@ -23,6 +23,7 @@ from engine.logs.log_setup import Logs
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.options.option_declaration import OptionError
 from engine.processes.garbage import keep_what_is_loaded
+from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.access.credentials import Credentials
 from server.access.tls import LiveTls
@@ -65,7 +66,10 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
     ):
         announcement = Announcement(logs)
         try:
+            check_files(engine_config.worker)
             return runner.run(_serve(engine_config, server_config, listeners, announcement))
+        except TokenizerError as error:
+            return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
         except (OptionError, CannotListen):
             raise
         except Exception:
@@ -79,10 +83,7 @@ async def _serve(
     listeners: Listeners,
     announcement: Announcement,
 ) -> int:
-    try:
-        engine = AsyncEngine(engine_config)
-    except TokenizerError as error:
-        return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
+    engine = AsyncEngine(engine_config)
     patience = Patience(
         keep_alive_s=server_config.stream_keep_alive_s, send_timeout_s=server_config.edge.send_timeout_s
     )

@@ -37,6 +37,8 @@ def test_variants_stand_side_by_side_and_are_written_and_drawn(tmp_path: Path, c
     assert document["parameters"]["prompt_len"] == "uniform:5:40"
     for name in ("ttft.svg", "queue.svg"):
         ElementTree.fromstring((tmp_path / "plots" / name).read_text())
+    assert "time to first token, ms" in (tmp_path / "plots" / "ttft.svg").read_text()
+    assert "SLO " in (tmp_path / "plots" / "ttft.svg").read_text()
 
 
 def test_requests_can_be_saved_and_simulated_again(tmp_path: Path, capsys) -> None:

@@ -1,6 +1,8 @@
 """`tokenyard trace`: a file of steps becomes a table, a summary and a picture."""
 
+import json
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,10 @@ def test_the_picture_is_well_formed_and_keeps_to_its_limits(tmp_path: Path) -> N
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert "more are not drawn" in texts[0]
     rows = {element.get("y") for element in root.iter() if element.tag.endswith("rect")}
-    assert len(rows) == 2 + 3  # background, legend, rows
+    kv_band = [each for each in root.iter() if "KV blocks" in (each.text or "")]
+    tops = {f"{72 + 14 * place}" for place in range(3)}
+    assert tops <= rows, "a row for each of the first three"
+    assert len(kv_band) == 7, "a bar for each step"
 
 
 def test_the_window_knows_what_happened_before_it(tmp_path: Path) -> None:
@@ -149,3 +154,32 @@ def test_mistakes_end_with_2(tmp_path: Path, capsys) -> None:
     err = capsys.readouterr().err
     assert "No such file" in err
     assert "no steps with such numbers" in err
+
+
+def test_the_picture_has_time_kv_use_and_an_arrow_for_each_preemption(tmp_path: Path) -> None:
+    steps = steps_of(traced(tmp_path))
+    drawn = timeline_of(steps).draw(max_rows=100)
+    text = str(drawn)
+    assert "time since the first of these steps, s" in text
+    assert text.count("of the KV blocks in use") == len(steps)
+    given = [each for step in steps for each in step.preemptions if each.beneficiary != each.sequence_id]
+    assert given
+    assert text.count(" blocks to ") == len(given)
+    ElementTree.fromstring(text)
+
+
+def test_perfetto_gets_every_step_share_and_preemption_in_the_order_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    trace = traced(tmp_path)
+    assert main([str(trace), "--perfetto", str(path)]) == 0
+    events = json.loads(path.read_bytes())["traceEvents"]
+    steps = steps_of(trace)
+    own = [each for each in events if each["ph"] == "X" and each["pid"] == 1]
+    assert [each["args"]["step"] for each in own] == [step.step for step in steps]
+    assert all(one["ts"] <= other["ts"] for one, other in pairwise(own))
+    assert sum(each["ph"] == "X" and each["pid"] == 2 for each in events) == sum(
+        len(list(step.shares())) for step in steps
+    )
+    starts = [each for each in events if each["ph"] == "s"]
+    ends = [each for each in events if each["ph"] == "f"]
+    assert len(starts) == len(ends) == sum(len(step.preemptions) for step in steps) > 0

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
+from engine.options import other_names
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page
@@ -44,6 +45,7 @@ PAGES = [
 ]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed", "once"}
+OF_PULL = {"revision", "include"}
 """Flags of the commands that talk to a server; docs/clients.md."""
 CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench", "campaigns")
 
@@ -166,17 +168,23 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
         for word in code_words(text)
         if re.match(r"--\w.*\w$", word)
     }
-    others = {
-        "extra-index-url",
-        "gpus",
-        "tmpfs",
-        "build-arg",
-        "config",
-        "help",
-        "json",
-        "dist",
-        "changed",
-    } | OF_CLIENTS
+    others = (
+        {
+            "extra-index-url",
+            "gpus",
+            "tmpfs",
+            "build-arg",
+            "config",
+            "help",
+            "json",
+            "dist",
+            "changed",
+        }
+        | OF_CLIENTS
+        | OF_PULL
+    )
+    if page.name == "coming-from.md":
+        others |= {*other_names._OURS, *other_names._NOT_NEEDED}
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 

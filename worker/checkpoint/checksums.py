@@ -65,7 +65,7 @@ class Checksums:
         if gone:
             raise StartupError(f"{folder} lacks {gone[0]}, which {self.path} lists", fix="download it again")
         for name in sorted(found):
-            self._compare(name, _digest(found[name], on_read=_ignore))
+            self._compare(name, digest_of(found[name], on_read=_ignore))
         return len(found)
 
     def check_weights(self, folder: Path, files: Iterable[Path], on_read: Callable[[int], None]) -> None:
@@ -86,7 +86,7 @@ class Checksums:
             if has_failed:  # the first difference is reported; finding the others may take minutes
                 return
             try:
-                digest = _digest(path, on_read=count if path.parent == folder else _ignore)
+                digest = digest_of(path, on_read=count if path.parent == folder else _ignore)
                 self._compare(_name(path, folder), digest)
             except StartupError:
                 has_failed = True
@@ -131,7 +131,7 @@ def _name(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _digest(path: Path, *, on_read: Callable[[int], None]) -> str:
+def digest_of(path: Path, *, on_read: Callable[[int], None]) -> str:
     """Hash a file. Raises StartupError if it cannot be read."""
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_READ_BYTES))
