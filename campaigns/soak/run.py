@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -138,11 +138,12 @@ class Soak:
     async def run(self, seconds: float) -> None:
         """Raises ExchangeFailed if the server cannot be asked at all."""
         self._known = await ask_alone(self._server.target, num=_NUM_KNOWN, seed=self._seed)
+        num_files = held_by(self._server.pid).num_files  # attackers hold some from now on
         beside = []
         if self._attacks is not None:
             beside.append(asyncio.create_task(self._attacks.run(self._over)))
         await self._act_for(min(5.0, seconds / 10))  # the first of everything
-        api_before = held_by(self._server.pid)
+        api_before = replace(held_by(self._server.pid), num_files=num_files)
         beside.append(asyncio.create_task(self._sample()))
         passed = 0.0
         for share in (_KILLED_AT,) if self._attacks is None else (_KILLED_AT, _KILLED_AGAIN_AT):
