@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.logs.log_lines import LogFormat
-from engine.options.adapter_options import adapter_config
+from engine.options.adapter_options import AdapterConfig, adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
-from engine.options.engine_split import check_engines, device_of, prefix_journal
+from engine.options.engine_split import (
+    check_device,
+    check_engines,
+    check_ranks,
+    device_of,
+    prefix_journal,
+)
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
@@ -131,8 +137,8 @@ def resolve(
     _check_limits(options)
     _check_scheduler(options)
     check_traces_endpoint(options.otlp_traces_endpoint)
-    _check_device(options)
-    _check_ranks(options)
+    check_device(options)
+    check_ranks(options)
     check_engines(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
@@ -180,39 +186,45 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
-        worker=WorkerConfig(
-            model_path=str(folder),
-            checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
-            chat_template_file=_chat_template(options.chat_template),
-            sampling_overrides=_overrides(generation_overrides, options.override_generation_config),
-            config_overrides=_overrides(config_overrides, options.hf_overrides),
-            task=options.task,
-            dtype=options.dtype,
-            device=device_of(options),
-            max_model_len=options.max_model_len,
-            block_size=options.block_size,
-            num_blocks=options.num_gpu_blocks_override,
-            gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
-            kv_cache_bytes=options.kv_cache_memory,
-            swap_space_bytes=options.swap_space or 0,
-            max_num_seqs=limits.num_sequences,
-            max_num_batched_tokens=limits.num_tokens,
-            cpu_kernels=options.cpu_kernels,
-            gpu_kernels=options.gpu_kernels,
-            enforce_eager=options.enforce_eager,
-            quantization=options.quantization,
-            speculation=speculation_config(options.speculative_config),
-            quantize_head=options.quantize_head,
-            activations=options.activations,
-            adapter_limits=adapters.limits,
-            adapters=adapters.at_start,
-            num_threads=options.num_threads,
-            num_ranks=options.tensor_parallel_size,
-            num_engines=options.data_parallel_size,
-            num_stages=options.pipeline_parallel_size,
-        ),
+        worker=_worker_config(options, folder, limits, adapters),
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
+    )
+
+
+def _worker_config(
+    options: Options, folder: Path, limits: StepLimits, adapters: AdapterConfig
+) -> WorkerConfig:
+    return WorkerConfig(
+        model_path=str(folder),
+        checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
+        chat_template_file=_chat_template(options.chat_template),
+        sampling_overrides=_overrides(generation_overrides, options.override_generation_config),
+        config_overrides=_overrides(config_overrides, options.hf_overrides),
+        task=options.task,
+        dtype=options.dtype,
+        device=device_of(options),
+        max_model_len=options.max_model_len,
+        block_size=options.block_size,
+        num_blocks=options.num_gpu_blocks_override,
+        gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
+        kv_cache_bytes=options.kv_cache_memory,
+        swap_space_bytes=options.swap_space or 0,
+        max_num_seqs=limits.num_sequences,
+        max_num_batched_tokens=limits.num_tokens,
+        cpu_kernels=options.cpu_kernels,
+        gpu_kernels=options.gpu_kernels,
+        enforce_eager=options.enforce_eager,
+        quantization=options.quantization,
+        speculation=speculation_config(options.speculative_config),
+        quantize_head=options.quantize_head,
+        activations=options.activations,
+        adapter_limits=adapters.limits,
+        adapters=adapters.at_start,
+        num_threads=options.num_threads,
+        num_ranks=options.tensor_parallel_size,
+        num_engines=options.data_parallel_size,
+        num_stages=options.pipeline_parallel_size,
     )
 
 
@@ -367,55 +379,6 @@ def _check_limits(options: Options) -> None:
                 "both set the size of the KV cache",
                 "give one of them",
             )
-
-
-def _check_device(options: Options) -> None:
-    """An option that the chosen device has no use for is a mistake. auto is decided by the worker."""
-    if options.device == "cpu":
-        unused, instead = (
-            {
-                "--gpu-memory-utilization": options.gpu_memory_utilization,
-                "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
-                "--enforce-eager": options.enforce_eager or None,
-            },
-            "use --kv-cache-memory for the size of the KV cache",
-        )
-    elif options.device.startswith("cuda"):
-        unused = {"--kv-cache-memory": options.kv_cache_memory, "--num-threads": options.num_threads}
-        instead = "use --gpu-memory-utilization for the size of the KV cache"
-    else:
-        return
-    for key, value in unused.items():
-        if value is not None:
-            raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
-
-
-def _check_ranks(options: Options) -> None:
-    """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
-    asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
-    if options.tensor_parallel_size == 1:
-        return
-    if options.device.startswith("cuda"):
-        raise OptionError(
-            f"{asked} with --device {options.device}", "it divides models on CPUs only", "use --device cpu"
-        )
-    for key, word in (
-        ("--quantization", options.quantization),
-        ("--quantize-head", options.quantize_head),
-        ("--activations", options.activations),
-    ):
-        if word != "none":
-            raise OptionError(
-                f"{asked} with {key} {word}",
-                "rounded numbers are not divided among ranks",
-                "leave one of them out",
-            )
-    if options.cpu_kernels == "off":
-        raise OptionError(
-            f"{asked} with --cpu-kernels off", "only layers of the CPU kernels are divided", "drop one"
-        )
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
 def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:

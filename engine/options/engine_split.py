@@ -1,13 +1,64 @@
-"""The check of --data-parallel-size, and what several engines change in the options of each.
+"""Devices, ranks and engines: the checks of how work is divided, and what several engines change in each.
 
 Owns: the device of each engine, and the reports that the choice between engines needs.
 Never: counts memory (`tokenyard doctor` does, worker/startup/survey.py).
 """
 
+import os
+
 from engine.options.option_declaration import OptionError
 from engine.options.options import Options
 from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus
+
+
+def check_device(options: Options) -> None:
+    """An option that the chosen device has no use for is a mistake. auto is decided by the worker."""
+    if options.device == "cpu":
+        unused, instead = (
+            {
+                "--gpu-memory-utilization": options.gpu_memory_utilization,
+                "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
+                "--enforce-eager": options.enforce_eager or None,
+            },
+            "use --kv-cache-memory for the size of the KV cache",
+        )
+    elif options.device.startswith("cuda"):
+        unused = {"--kv-cache-memory": options.kv_cache_memory, "--num-threads": options.num_threads}
+        instead = "use --gpu-memory-utilization for the size of the KV cache"
+    else:
+        return
+    for key, value in unused.items():
+        if value is not None:
+            raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
+
+
+def check_ranks(options: Options) -> None:
+    """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
+    asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
+    if options.tensor_parallel_size == 1:
+        return
+    if options.device.startswith("cuda"):
+        raise OptionError(
+            f"{asked} with --device {options.device}", "it divides models on CPUs only", "use --device cpu"
+        )
+    for key, word in (
+        ("--quantization", options.quantization),
+        ("--quantize-head", options.quantize_head),
+        ("--activations", options.activations),
+    ):
+        if word != "none":
+            raise OptionError(
+                f"{asked} with {key} {word}",
+                "rounded numbers are not divided among ranks",
+                "leave one of them out",
+            )
+    if options.cpu_kernels == "off":
+        raise OptionError(
+            f"{asked} with --cpu-kernels off", "only layers of the CPU kernels are divided", "drop one"
+        )
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
 def check_engines(options: Options) -> None:

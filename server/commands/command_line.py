@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from engine.options.option_sources import add_flags, closest
 from engine.options.option_values import Switch
 from engine.options.options import COMMON, DECLARATIONS, Group, OptionError
-from engine.options.other_names import advice_for
+from server.commands.other_names import advice_for
 
 _HELP = "--help"
 _EPILOG = """\

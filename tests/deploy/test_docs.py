@@ -14,12 +14,12 @@ from prometheus_client.metrics_core import Metric
 
 from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
-from engine.options import other_names
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page
 from scripts.write_options_page import PAGE, insert, render
 from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
+from server.commands import other_names
 from server.completions.completion_protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.error_catalogue import CATALOGUE
 from server.error_replies import _CODES
