@@ -60,7 +60,9 @@ class PrefixChange(NamedTuple):
     token_ids: bytes = b""
     """Tokens of a stored block, 32 bits each, little-endian; empty if the journal keeps keys only."""
     salt: str = ""
-    """Cache salt of a first block."""
+    """Cache salt of its sequence; with the tokens only."""
+    adapter: str = ""
+    """Adapter of its sequence; with the tokens only."""
 
 
 class JournalContent(StrEnum):

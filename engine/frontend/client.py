@@ -38,6 +38,7 @@ from engine.process_messages import (
 from engine.processes.engine_group import EngineGroup
 from engine.processes.engine_processes import Death, GaveUp
 from engine.reports.joined_views import JoinedViews
+from engine.reports.kv_publisher import KVPublisher
 from engine.reports.questions import Questions, report_in_line
 from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import SpecialTokens, read_json
@@ -69,6 +70,7 @@ class AsyncEngine:
     """The engine, for use from one event loop. Keeps an engine process alive between `start` and `close`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Raises OptionError if the ports of KV events cannot be had."""
         self._config = config
         self._tokenizer, self._template = load_texts(config.worker)
         self._texts = TokenizerThreads(self._tokenizer, self._template)
@@ -93,6 +95,7 @@ class AsyncEngine:
         self._adapter_metrics = AdapterMetrics(max_adapters, lambda: self._adapters.served)
         if max_adapters:
             self.metrics.registry.register(self._adapter_metrics)
+        self._kv_events = None if config.kv_events is None else KVPublisher(config.kv_events)
 
     # Life.
 
@@ -139,6 +142,8 @@ class AsyncEngine:
             await self._supervision
         await self._grammars.close()
         self._texts.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     async def _supervise(self) -> GaveUp | None:
         gave_up = await self._engines.run()
@@ -358,7 +363,7 @@ class AsyncEngine:
                 now_s, eos_token_ids = time.monotonic(), self.info.eos_token_ids
                 self._requests.take_outputs(message.outputs, eos_token_ids, now_s)
             case PrefixChanges():
-                self._requests.note_prefixes(engine, message.changes)
+                self._take_prefix_changes(engine, message)
             case Beat():
                 self._health.engines[engine].beat(message, now_s=time.monotonic())
                 self.metrics.beat(engine, message)
@@ -376,6 +381,11 @@ class AsyncEngine:
                 self._health.engines[engine].loading(message.progress, now_s=time.monotonic())
             case Ready():
                 self._take_ready(engine, message.facts)
+
+    def _take_prefix_changes(self, engine: int, message: PrefixChanges) -> None:
+        self._requests.note_prefixes(engine, message.changes)
+        if self._kv_events is not None:
+            self._kv_events.note(engine, message.changes)
 
     def _take_ready(self, engine: int, facts: ModelFacts) -> None:
         death = self._deaths.pop(engine, None)
@@ -406,6 +416,8 @@ class AsyncEngine:
         self._views.forget(engine)
         self._questions.forget(engine)
         self._adapters.engine_died()
+        if self._kv_events is not None:
+            self._kv_events.forget(engine)
         if self._health.welcome is Welcome.CLOSED and not self._health.became_ready.is_set():
             self._requests.fail_all(EngineDied())  # no next process will come
         else:

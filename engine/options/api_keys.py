@@ -19,6 +19,7 @@ from engine.options.option_declaration import OptionError
 MAX_KEYS = 1024
 """Limit, since each request's key is compared with all: more would take over a millisecond."""
 _MAX_FILE_BYTES = 2**20
+_PRIVATE_SALT = re.compile(r"[0-9a-f]{64}/")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _RESERVED_NAME = re.compile(r"key-\d+")
 """Names of the keys of --api-key."""
@@ -131,6 +132,11 @@ def given_keys(keys: Iterable[str]) -> tuple[ApiKey, ...]:
 def digest_of(key: bytes) -> bytes:
     """Hash a key, so that all have the same length and comparing them reveals none of it."""
     return hashlib.sha256(key).digest()
+
+
+def is_private(cache_salt: str) -> bool:
+    """Whether a request's cache salt is that of a private key, or has its form: a secret, in either case."""
+    return _PRIVATE_SALT.match(cache_salt) is not None
 
 
 def _key_of(entry: _Entry) -> ApiKey:

@@ -17,10 +17,12 @@ from engine.logs.log_lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import (
+    KVEventsConfig,
     check_device,
     check_engines,
     check_ranks,
     device_of,
+    kv_events_config,
     prefix_journal,
 )
 from engine.options.options import OptionError, Options
@@ -90,6 +92,8 @@ class EngineConfig:
     """Number of this one, in the configuration that its process gets."""
     prefix_journal: JournalContent | None = None
     """Content of the reports on cached prefixes; None: nothing reads them."""
+    kv_events: KVEventsConfig | None = None
+    """Sockets on which these reports are published; None: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +193,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         worker=_worker_config(options, folder, limits, adapters),
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
+        kv_events=kv_events_config(options, served_names[0]),
     )
 
 

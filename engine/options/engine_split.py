@@ -1,15 +1,29 @@
 """Devices, ranks and engines: the checks of how work is divided, and what several engines change in each.
 
-Owns: the device of each engine, and the reports that the choice between engines needs.
+Owns: the device of each engine, and the reports that the choice between engines and outside routers need.
 Never: counts memory (`tokenyard doctor` does, worker/startup/survey.py).
 """
 
 import os
+import socket
+from dataclasses import dataclass
 
 from engine.options.option_declaration import OptionError
 from engine.options.options import Options
 from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """The two sockets on which events of the prefix caches are published."""
+
+    host: str
+    port: int
+    """Port of the events; old ones are asked for at the next."""
+    topic: str
 
 
 def check_device(options: Options) -> None:
@@ -89,6 +103,32 @@ def device_of(options: Options) -> str:
 
 
 def prefix_journal(options: Options) -> JournalContent | None:
-    """Reports that the choice between engines needs."""
-    is_read = options.enable_prefix_caching and options.data_parallel_size > 1
-    return JournalContent.KEYS if is_read else None
+    """Reports that the choice between engines and outside routers need."""
+    if not options.enable_prefix_caching:
+        return None
+    if options.kv_events_port is not None:
+        return JournalContent.TOKENS
+    return JournalContent.KEYS if options.data_parallel_size > 1 else None
+
+
+def kv_events_config(options: Options, served_name: str) -> KVEventsConfig | None:
+    """Check and resolve the options of events; None: none are published. Raises OptionError."""
+    if options.kv_events_port is None:
+        for flag, value in (
+            ("--kv-events-host", options.kv_events_host),
+            ("--kv-events-topic", options.kv_events_topic),
+        ):
+            if value is not None:
+                raise OptionError(flag, "no events are published", "give --kv-events-port 5557, say")
+        return None
+    if not options.enable_prefix_caching:
+        raise OptionError(
+            f"--kv-events-port {options.kv_events_port}",
+            "--no-enable-prefix-caching leaves nothing to report",
+            "drop one",
+        )
+    return KVEventsConfig(
+        host=options.kv_events_host or _LOOPBACK,
+        port=options.kv_events_port,
+        topic=options.kv_events_topic or f"kv@{socket.gethostname()}@{served_name}",
+    )

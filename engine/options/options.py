@@ -93,6 +93,31 @@ class Options(SpeculationOptions):
         default=None,
     )
 
+    kv_events_port: int | None = _option(
+        Group.KV_CACHE,
+        Count(low=1, high=65534, metavar="PORT"),
+        "Publish which prompts the prefix cache has got and lost, in the form of vLLM's KV events (ZeroMQ), "
+        "for routers that choose a server by its cache. Old events can be asked for at the next port. They "
+        "hold the tokens of all prompts and answers but those of private keys, for anybody who connects.",
+        open_default="no events",
+        default=None,
+    )
+    kv_events_host: str | None = _option(
+        Group.KV_CACHE,
+        Text(metavar="ADDRESS"),
+        "Address of both KV event ports; 0.0.0.0 is every IPv4 address of this machine.",
+        open_default="127.0.0.1",
+        default=None,
+    )
+    kv_events_topic: str | None = _option(
+        Group.KV_CACHE,
+        Text(metavar="TOPIC"),
+        "Topic of KV events, as kv@SERVER@MODEL. Routers that do not connect to each server themselves know "
+        "it by this name, such as 10.0.0.11:8000.",
+        open_default="kv@, this machine's name, @ and the model's first name",
+        default=None,
+    )
+
     max_num_seqs: int | None = _option(
         Group.SCHEDULER,
         Count(low=1, high=65536),

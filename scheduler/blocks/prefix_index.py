@@ -134,8 +134,8 @@ class PrefixIndex:
             return PrefixChange(ChangeKind.STORED, key)
         start = place * self._block_size
         token_ids = array("I", seq.token_ids[start : start + self._block_size]).tobytes()
-        parent, salt = (seq.block_keys[place - 1], "") if place else (b"", seq.cache_salt)
-        return PrefixChange(ChangeKind.STORED, key, parent, token_ids, salt)
+        parent = seq.block_keys[place - 1] if place else b""
+        return PrefixChange(ChangeKind.STORED, key, parent, token_ids, seq.cache_salt, seq.adapter)
 
     def _find_prefix(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of full blocks of which all blocks that the next token attends are there."""

@@ -20,6 +20,7 @@ _OURS = {
     **{"cuda-memory-fraction": "gpu-memory-utilization", "mem-fraction-static": "gpu-memory-utilization"},
     **{"num-gpu-blocks": "num-gpu-blocks-override", "kv-cache-memory-bytes": "kv-cache-memory"},
     **{"cpu-offload-gb": "swap-space", "kv-offloading-size": "swap-space"},
+    **{"kv-events-config": "kv-events-port"},
     **{"ssl-keyfile": "tls-key", "ssl-certfile": "tls-cert", "ssl-ca-certs": "tls-client-ca"},
     **{"ssl-key-file": "tls-key", "ssl-cert-file": "tls-cert", "allowed-origins": "cors-origin"},
     **{"cors-allow-origin": "cors-origin", "uvicorn-log-level": "log-level", "timeout": "request-timeout"},

@@ -374,3 +374,31 @@ def test_the_route_leads_to_the_pool_and_the_pool_to_pods_and_picker() -> None:
     arguments = container_of(the_only(objects, "Deployment", picker["name"]))["args"]
     assert f"--pool-name={pool['metadata']['name']}" in arguments
     assert f"--grpc-port={picker['port']['number']}" in arguments
+
+
+@needs_kustomize
+def test_the_precise_picker_finds_kv_events_where_replicas_publish_them_and_alone() -> None:
+    folder = KUBERNETES / "overlays" / "gateway-precise"
+    objects = build(folder)
+    options = read_options({"config": str(folder / "tokenyard.yaml")}, {})
+    config = yaml.safe_load((folder / "endpoint-picker-config.yaml").read_text())
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
+    producer = plugins["precise-prefix-cache-producer"]
+    assert producer["tokenProcessorConfig"]["blockSizeTokens"] == options.block_size
+    ports = producer["kvEventsConfig"]["podDiscoveryConfig"]
+    assert ports == {"socketPort": options.kv_events_port, "replaySocketPort": options.kv_events_port + 1}
+    named = {
+        each["name"]: each["containerPort"] for each in container_of(the_only(objects, "Deployment"))["ports"]
+    }
+    assert [named["kv-events"], named["kv-replay"]] == list(ports.values())
+    *_, rule = the_only(objects, "NetworkPolicy")["spec"]["ingress"]
+    assert [each["port"] for each in rule["ports"]] == ["kv-events", "kv-replay"]
+    (reader,) = [each["podSelector"]["matchLabels"] for each in rule["from"]]
+    picker = the_only(objects, "Deployment", "tokenyard-endpoint-picker")
+    assert reader == picker["spec"]["template"]["metadata"]["labels"]
+    used = {each["pluginRef"] for profile in config["schedulingProfiles"] for each in profile["plugins"]}
+    for source in config["dataLayer"]["sources"]:
+        used |= {source["pluginRef"], *(each["pluginRef"] for each in source["extractors"])}
+    assert plugins.keys() - used == {"token-producer"}
+    assert used <= plugins.keys()
+    assert plugins["prefix-cache-scorer"]["prefixMatchInfoProducerName"] in plugins

@@ -1,9 +1,14 @@
 """AsyncEngine over a real engine process with a tiny model."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from engine.errors import EngineUnavailable, Overloaded
 from engine.frontend.client import AsyncEngine
@@ -68,3 +73,26 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
         await finish_reasons(engine, "too late")
     await engine.close()
     assert engine.pid is None
+
+
+async def test_kv_events_follow_the_prefix_cache_through_the_death_of_its_engine(
+    tiny_model: Path, unused_tcp_port: int
+) -> None:
+    port = str(unused_tcp_port - 1)
+    engine = make_engine(tiny_model, kv_events_port=port, kv_events_topic="kv@here@tiny", block_size="4")
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as events:
+        events.setsockopt(zmq.SUBSCRIBE, b"kv@here@")
+        events.connect(f"tcp://127.0.0.1:{port}")
+        engine.start()
+        await engine.ready()
+        assert await finish_reasons(engine, "a", max_tokens=9) == [FinishReason.LENGTH]
+        _, first, batch = await events.recv_multipart()
+        (stored, *_) = msgspec.msgpack.decode(batch)[1]
+        assert stored["type"] == "BlockStored"
+        assert stored["token_ids"][:3] == [5, 6, 7]
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        while (await events.recv_multipart())[2][-len("AllBlocksCleared") :] != b"AllBlocksCleared":
+            pass
+        assert first > bytes(8), "the first number tells readers of an earlier server to begin anew"
+        await engine.close()
