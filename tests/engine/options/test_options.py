@@ -84,6 +84,9 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "pipeline_parallel_size": ("2", 2),
     "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 3}',) * 2,
     "prefix_cache_host_tier": ("off", "off"),
+    "kv_events_port": ("5557", 5557),
+    "kv_events_host": ("::1", "::1"),
+    "kv_events_topic": ("kv@10.0.0.11:8000@m", "kv@10.0.0.11:8000@m"),
     "target_itl": ("50ms", 0.05),
     "order_among_equals": ("deadline", "deadline"),
     "batching": ("separate", "separate"),
@@ -332,6 +335,8 @@ def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--kv-events-host", "::1"), "no events are published"),
+        (("--kv-events-port", "5557", "--no-enable-prefix-caching"), "nothing to report"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "63"], "one token of each step"),
         (["--max-prefill-tokens", "4K"], "a step has 2048 tokens at most"),
         (["--num-gpu-blocks-override", "9", "--kv-cache-memory", "1GiB"], "both set the size"),
