@@ -335,8 +335,8 @@ def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--kv-events-host", "::1"), "no events are published"),
-        (("--kv-events-port", "5557", "--no-enable-prefix-caching"), "nothing to report"),
+        (["--kv-events-host", "::1"], "no events are published"),
+        (["--kv-events-port", "5557", "--no-enable-prefix-caching"], "nothing to report"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "63"], "one token of each step"),
         (["--max-prefill-tokens", "4K"], "a step has 2048 tokens at most"),
         (["--num-gpu-blocks-override", "9", "--kv-cache-memory", "1GiB"], "both set the size"),
