@@ -208,6 +208,8 @@ class NewSequence:
     """Adapter to run the model with; empty: none."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects, as tokens: a source of drafts, without any effect on what is sampled."""
+    scope: tuple[str, str] = ("", "")
+    """Tenant and cache salt. Nothing that is kept of this sequence serves one of another scope."""
 
 
 class PreemptionCause(StrEnum):

@@ -241,6 +241,7 @@ class Sequence:
             pooling=self.pooling,
             adapter=self.adapter,
             prediction=self.prediction,
+            scope=(self.tenant, self.cache_salt),
         )
 
     def __repr__(self) -> str:

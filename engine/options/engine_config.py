@@ -221,7 +221,7 @@ def _worker_config(
         gpu_kernels=options.gpu_kernels,
         enforce_eager=options.enforce_eager,
         quantization=options.quantization,
-        speculation=speculation_config(options.speculative_config),
+        speculation=speculation_config(options),
         quantize_head=options.quantize_head,
         activations=options.activations,
         adapter_limits=adapters.limits,

@@ -31,18 +31,19 @@ class SpeculationOptions(AdapterOptions):
         Group.SCHEDULER,
         Text(metavar="JSON"),
         'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
-        'request\'s own text, "suffix" also in recent replies of all clients. Output stays the same; numbers '
-        "are ceilings, and no guess is verified that is not expected to save time. CPU only.",
+        'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
+        "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
+        "On CPUs, with one rank.",
         open_default="only the `prediction` of a request is used",
         default=None,
     )
 
 
-def speculation_config(text: str | None) -> SpeculationConfig:
+def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
     """Parse and check the option; without it only predictions of requests are drafted. Raises OptionError."""
-    if text is None:
+    if options.speculative_config is None:
         return SpeculationConfig()
-    asked = _read(text)
+    asked = _read(options.speculative_config)
     method = asked.pop("method", None)
     if "model" in asked or method not in _METHODS:
         key, value = ("model", asked["model"]) if "model" in asked else ("method", method)
@@ -63,7 +64,24 @@ def speculation_config(text: str | None) -> SpeculationConfig:
     config = SpeculationConfig(method=DraftMethod(method), **asked)
     if config.prompt_lookup_min > config.prompt_lookup_max:
         _refuse("prompt_lookup_min is above prompt_lookup_max", "exchange them")
+    _check_steps(options)
     return config
+
+
+def _check_steps(options: SpeculationOptions) -> None:
+    """Refuse steps that verify no drafts. The worker refuses a GPU that it finds by itself, and models."""
+    for key, value in (
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size),
+    ):
+        if value > 1:
+            raise OptionError(f"{_FLAG} with {key} {value}", "ranks verify no drafts yet", "use one")
+    if options.device.startswith("cuda"):
+        raise OptionError(
+            f"{_FLAG} with --device {options.device}",
+            "the steps of a GPU verify no drafts yet",
+            "use --device cpu, or leave it out",
+        )
 
 
 def _read(text: str) -> dict[str, Any]:

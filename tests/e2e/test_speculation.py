@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -89,3 +90,27 @@ def test_a_prediction_changes_no_text_and_usage_says_how_much_of_it_held(plain_s
     wrong = {"type": "content", "content": [{"type": "text", "text": "Nothing of the kind. " * 20}]}
     found = post(plain_server, "/v1/chat/completions", **asked, prediction=wrong)
     assert found["choices"] == expected["choices"]
+
+
+def test_two_engines_verify_drafts_each(
+    plain_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    asked = [
+        {"prompt": f"{number} {REPEATING}", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        for number in range(4)
+    ]
+    expected = [post(plain_server, "/v1/completions", **each)["choices"] for each in asked]
+    traces = tmp_path_factory.mktemp("two") / "steps.jsonl"
+    options = (
+        *("--speculative-config", NGRAM.replace("ngram", "suffix"), "--trace-steps", str(traces)),
+        *("--data-parallel-size", "2"),
+    )
+    with running_server(traces.parent, *options) as server, ThreadPoolExecutor(len(asked)) as clients:
+
+        def both_drafted() -> bool:
+            found = list(clients.map(lambda each: post(server, "/v1/completions", **each), asked))
+            assert [each["choices"] for each in found] == expected
+            written = [traces.with_name(f"steps-{engine}.jsonl").read_text() for engine in range(2)]
+            return all('"drafts":' in each for each in written)
+
+        wait_for(both_drafted, within_s=30.0)

@@ -8,11 +8,13 @@ import numpy as np
 
 from scheduler.messages import NewSequence
 from worker.speculation.matching import TokenIds
-from worker.speculation.proposers import OwnText, Prediction, Proposer, RecentReplies
+from worker.speculation.proposers import OwnText, Prediction, Proposer, Scope, ScopedReplies
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 _RING_TOKENS = 1 << 16
-"""Searched for each token that is sampled: some 20 µs."""
+"""Kept of each scope, and searched for each token that is sampled: some 20 µs."""
+_MAX_SCOPES = 64
+"""16 MiB of tokens."""
 
 
 class Drafter:
@@ -23,11 +25,12 @@ class Drafter:
         self._method = config.method
         bounds = {"least": config.prompt_lookup_min, "most": config.prompt_lookup_max}
         self._own_text = OwnText(**bounds)
-        self._replies: RecentReplies | None = None
+        self._replies: ScopedReplies | None = None
         if config.method is DraftMethod.SUFFIX:
-            self._replies = RecentReplies(capacity_tokens=_RING_TOKENS, **bounds)
+            self._replies = ScopedReplies(max_scopes=_MAX_SCOPES, capacity_tokens=_RING_TOKENS, **bounds)
         self._proposers: dict[int, tuple[Proposer, ...]] = {}
         self._num_prompt_tokens: dict[int, int] = {}
+        self._scopes: dict[int, Scope] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -40,17 +43,19 @@ class Drafter:
             expected = np.array(new.prediction, np.int32)
             self._proposers[row] = (Prediction(expected, num_prompt_tokens=new.num_prompt_tokens),)
         elif self._replies is not None:
-            self._proposers[row] = (self._own_text, self._replies)
+            self._proposers[row] = (self._own_text, self._replies.of(_scope_of(new)))
         elif self._method is DraftMethod.NGRAM:
             self._proposers[row] = (self._own_text,)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._scopes[row] = _scope_of(new)
 
     def remove(self, row: int, tokens: TokenIds) -> None:
         """Forget a row, whose tokens were these; an unknown one is ignored."""
         self._proposers.pop(row, None)
         num_prompt_tokens = self._num_prompt_tokens.pop(row, len(tokens))
-        if self._replies is not None and len(tokens) > num_prompt_tokens:
-            self._replies.add(tokens[num_prompt_tokens:])
+        scope = self._scopes.pop(row, None)
+        if self._replies is not None and scope is not None and len(tokens) > num_prompt_tokens:
+            self._replies.add(scope, tokens[num_prompt_tokens:])
 
     def propose(self, row: int, tokens: TokenIds) -> tuple[int, ...]:
         """Guess the tokens after those of a row; none where nothing is known of the kind."""
@@ -59,3 +64,7 @@ class Drafter:
             if len(found):
                 return tuple(found.tolist())
         return ()
+
+
+def _scope_of(new: NewSequence) -> Scope:
+    return (*new.scope, new.adapter)

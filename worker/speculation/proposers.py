@@ -1,16 +1,21 @@
 """Proposers: each guesses the next tokens of one row from some text.
 
-Owns: the row's own tokens as a source, the text that its client expects, and the replies of late.
+Owns: the row's own tokens as a source, the text that its client expects, and the replies of late, which are
+kept apart by scope.
 Never: cuts a guess to what a grammar or a limit allows (drafter.py).
 Source: prompt lookup (n-grams of the row's own text); OpenAI's predicted outputs; suffix decoding over
 earlier replies, arXiv:2411.04975, here without trees: the longest match of a few tokens decides.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
 from worker.speculation.matching import TokenIds, find_continuations
+
+Scope = tuple[str, str, str]
+"""Tenant, cache salt and adapter of a row."""
 
 _LEAST_RESYNC, _MOST_RESYNC = 2, 16
 _NO_TOKENS = np.empty(0, np.int32)
@@ -98,3 +103,43 @@ class RecentReplies:
         found = self._ring[int(places[-1]) :][:num_wanted]
         borders = np.flatnonzero(found == self._BORDER)
         return found[: borders[0]] if len(borders) else found
+
+
+class ScopedReplies:
+    """Recent replies of each scope. The scope whose last reply is the oldest is forgotten first.
+
+    A draft that holds shows in the time of a reply. So a search never reads a reply of another scope, and the
+    time of the search depends on the own scope's alone.
+    """
+
+    def __init__(self, *, max_scopes: int, capacity_tokens: int, least: int, most: int) -> None:
+        """Take in the most scopes, and the bounds of the replies of each."""
+        self._max_scopes = max_scopes
+        self._bounds = {"capacity_tokens": capacity_tokens, "least": least, "most": most}
+        self._replies: dict[Scope, RecentReplies] = {}  # the last to get a reply stands last
+
+    def add(self, scope: Scope, reply: TokenIds) -> None:
+        """Keep a reply for rows of its scope."""
+        replies = self._replies.pop(scope, None)
+        if replies is None:
+            if len(self._replies) >= self._max_scopes:
+                del self._replies[next(iter(self._replies))]
+            replies = RecentReplies(**self._bounds)
+        self._replies[scope] = replies
+        replies.add(reply)
+
+    def of(self, scope: Scope) -> Proposer:
+        """Return the source for rows of a scope."""
+        return _RepliesOf(self._replies, scope)
+
+
+class _RepliesOf:
+    """Replies of one scope, looked up when they are asked for: it may be forgotten before."""
+
+    def __init__(self, replies: Mapping[Scope, RecentReplies], scope: Scope) -> None:
+        self._replies, self._scope = replies, scope
+
+    def propose(self, tokens: TokenIds, num_wanted: int) -> TokenIds:
+        """See Proposer."""
+        replies = self._replies.get(self._scope)
+        return _NO_TOKENS if replies is None else replies.propose(tokens, num_wanted)

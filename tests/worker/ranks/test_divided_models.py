@@ -13,7 +13,7 @@ from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.ranks.divided import DividedWorker
 from worker.worker import Worker
-from worker.worker_config import WorkerConfig
+from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110]
@@ -179,6 +179,13 @@ def test_experts_that_do_not_divide_are_refused(two_ranks: DividedWorker, folder
     checkpoint = make_checkpoint("mixtral", folder / "uneven", intermediate_size=80)
     with pytest.raises(StartupError, match="its experts have 80 gates, no multiple of 2 ranks times 16"):
         two_ranks.load(config_of(checkpoint, 2))
+
+
+def test_drafts_are_refused_by_ranks_and_none_are_expected(two_ranks: DividedWorker, folder: Path) -> None:
+    config = config_of(make_checkpoint("llama", folder / "no drafts"), 2)
+    with pytest.raises(StartupError, match="--speculative-config: ranks verify no drafts yet"):
+        two_ranks.load(replace(config, speculation=SpeculationConfig(method=DraftMethod.SUFFIX)))
+    assert two_ranks.load(config).max_drafts == 0
 
 
 def test_heads_that_do_not_divide_are_refused(two_ranks: DividedWorker, folder: Path) -> None:

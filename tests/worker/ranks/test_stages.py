@@ -18,7 +18,7 @@ from tests.worker.plan_driver import PlanDriver
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.test_divided_models import OVERRIDES, a_busy_hour, config_of
 from worker.worker import Worker
-from worker.worker_config import ModelFacts
+from worker.worker_config import DraftMethod, ModelFacts, SpeculationConfig
 from worker.worker_errors import StartupError
 
 FAMILIES = (
@@ -144,3 +144,10 @@ def test_models_that_have_no_stages_are_refused_with_the_reason(
     checkpoint = make_checkpoint(family, folder / f"no {family}", **overrides)
     with pytest.raises(StartupError, match=reason):
         two_stages.load(replace(config_of(checkpoint, 1), num_stages=2))
+
+
+def test_drafts_are_refused_by_stages_and_none_are_expected(two_stages: DividedWorker, folder: Path) -> None:
+    config = replace(config_of(make_checkpoint("llama", folder / "no drafts"), 1), num_stages=2)
+    with pytest.raises(StartupError, match="--speculative-config: ranks verify no drafts yet"):
+        two_stages.load(replace(config, speculation=SpeculationConfig(method=DraftMethod.SUFFIX)))
+    assert two_stages.load(config).max_drafts == 0

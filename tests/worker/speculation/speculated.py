@@ -6,7 +6,14 @@ from random import Random
 from typing import Any
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, SamplingParams, SequenceId, SequenceOutput, TokenLogprobs
+from scheduler.messages import (
+    FinishReason,
+    SamplingParams,
+    SequenceId,
+    SequenceInputs,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence as TokenSequence
 from tests.invariants import check_invariants
@@ -29,6 +36,8 @@ class Speculated:
     worker: Worker
     facts: ModelFacts
     changes: dict[str, Any] = field(default_factory=dict)
+    adapters: Sequence[str] = ("",)
+    """Requests take turns with them."""
     next_id: int = 1
     num_accepted: int = 0
     num_preemptions: int = 0
@@ -44,7 +53,8 @@ class Speculated:
         scheduler = Scheduler(SchedulerConfig(**(self._settings() | self.changes)))
         first, self.next_id = self.next_id, self.next_id + len(requests)
         for offset, (prompt, params) in enumerate(requests):
-            seq = TokenSequence(SequenceId(first + offset), tuple(prompt), params)
+            inputs = SequenceInputs(adapter=self.adapters[offset % len(self.adapters)])
+            seq = TokenSequence(SequenceId(first + offset), tuple(prompt), params, inputs=inputs)
             scheduler.add_request(seq, now_s=0.0)
         answers: list[Answer] = [([], [], None) for _ in requests]
         while scheduler.has_unfinished_requests:

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from scheduler.messages import NewSequence, SamplingParams, SequenceId
+from scheduler.messages import NewSequence, SamplingParams, SequenceId, SequenceInputs, ServiceTerms
+from scheduler.sequence import Sequence
 from worker.speculation.drafter import Drafter
 from worker.speculation.matching import find_continuations
-from worker.speculation.proposers import OwnText, Prediction, RecentReplies
+from worker.speculation.proposers import OwnText, Prediction, RecentReplies, ScopedReplies
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 
@@ -82,3 +83,50 @@ def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
     drafter.remove(0, ids(1, 2, 3, 1, 2))
     assert drafter.is_idle
     assert drafter.propose(0, ids(1, 2, 3, 1, 2)) == ()
+
+
+def drafts_after_a_reply(tenant: str, cache_salt: str, adapter: str) -> tuple[int, ...]:
+    """Drafts of a sequence on these terms, after one of tenant a, salt s and adapter x got a reply."""
+    drafter = Drafter(SpeculationConfig(method=DraftMethod.SUFFIX, num_speculative_tokens=2))
+    for row, (terms, name) in enumerate(
+        [
+            (ServiceTerms(tenant="a", cache_salt="s"), "x"),
+            (ServiceTerms(tenant=tenant, cache_salt=cache_salt), adapter),
+        ]
+    ):
+        inputs = SequenceInputs(adapter=name)
+        seq = Sequence(SequenceId(row), (1, 2), SamplingParams(), terms, inputs=inputs)
+        drafter.add(row, seq.as_new())
+    drafter.remove(0, ids(1, 2, 70, 71, 72, 73, 74))
+    return drafter.propose(1, ids(1, 2, 70, 71))
+
+
+@pytest.mark.parametrize(
+    ("tenant", "cache_salt", "adapter", "drafts"),
+    [
+        ("a", "s", "x", (72, 73)),
+        ("b", "s", "x", ()),
+        ("a", "t", "x", ()),
+        ("a", "s", "y", ()),
+        ("", "s", "x", ()),
+        ("as", "", "x", ()),
+    ],
+)
+def test_a_reply_is_a_source_for_the_same_tenant_salt_and_adapter_only(
+    tenant: str, cache_salt: str, adapter: str, drafts: tuple[int, ...]
+) -> None:
+    assert drafts_after_a_reply(tenant, cache_salt, adapter) == drafts
+
+
+def test_scopes_are_bounded_and_the_one_whose_last_reply_is_the_oldest_is_forgotten() -> None:
+    replies = ScopedReplies(max_scopes=2, capacity_tokens=16, least=2, most=4)
+    one, two, three = (("", salt, "") for salt in "123")
+    source = replies.of(one)
+    assert source.propose(ids(1, 2), 4).tolist() == []
+    replies.add(one, ids(1, 2, 3))
+    replies.add(two, ids(1, 2, 4))
+    replies.add(one, ids(5, 6, 7))
+    replies.add(three, ids(1, 2, 8))
+    assert source.propose(ids(1, 2), 4).tolist() == [3]
+    assert replies.of(two).propose(ids(1, 2), 4).tolist() == []
+    assert replies.of(three).propose(ids(1, 2), 4).tolist() == [8]

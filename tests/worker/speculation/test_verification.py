@@ -8,11 +8,13 @@ import tokenizers
 
 from scheduler.config import PreemptionMode
 from scheduler.messages import SamplingParams
+from tests.adapters import write_adapter
+from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.conftest import load_worker
 from tests.worker.speculation.random_requests import random_request
 from tests.worker.speculation.speculated import Answer, Speculated, half_right, nonsense, oracle
 from worker.worker import Worker
-from worker.worker_config import ModelFacts
+from worker.worker_config import AdapterFolder, ModelFacts
 
 DEMO = Path(__file__).parents[3] / "engine" / "demo_model"
 EOS = 1
@@ -88,3 +90,30 @@ def test_an_abort_among_drafts_leaves_the_others_as_they_are(loaded: Loaded) -> 
             assert other[0] == one[0][: len(other[0])]
         else:
             assert other == one
+
+
+def test_with_adapters_beside_the_base_drafts_change_nothing_either(tmp_path: Path) -> None:
+    adapters = tuple(
+        AdapterFolder(name, str(write_adapter(tmp_path / name, DEMO, seed=seed, rank=4, alpha=40)))
+        for seed, name in enumerate("ab")
+    )
+    worker, facts = load_worker(
+        DEMO,
+        dtype="bfloat16",
+        num_blocks=200,
+        block_size=8,
+        num_threads=2,
+        adapter_limits=LIMITS,
+        adapters=adapters,
+    )
+    random = Random(21)
+    requests = [random_request(random, TOKENIZER, EOS) for _ in range(12)]
+    settings = {"max_adapters": LIMITS.max_in_step}
+    plain = Speculated(worker, facts, settings).answers(requests)
+    identities = ["", *(each.identity for each in facts.adapters)]
+    world = Speculated(worker, facts, settings, identities, next_id=100)
+    expected = world.answers(requests)
+    assert sum(one != other for one, other in zip(plain, expected, strict=True)) >= 6
+    check_equal(expected, world.answers(requests, oracle(expected, 5)))
+    assert world.num_accepted > 20
+    check_equal(expected, world.answers(requests, half_right(expected, random, facts.vocab_size)))
