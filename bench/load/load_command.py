@@ -95,9 +95,10 @@ async def _serve_sweep(load: "_Load") -> int:
     async def send(requests_per_s: float | None, place: int) -> RunOfSweep:
         seed = _FIRST_SWEEP_SEED + options.seed * (len(options.sweep) + 1) + place
         requests = load.plan(_pace(options, requests_per_s), seed)
-        clients = f"{_concurrency(options)} clients"
-        pace = clients if requests_per_s is None else f"{requests_per_s:.3g} requests/s"
-        print(f"run {place} of {len(options.sweep)}: {len(requests)} requests, {pace}", file=sys.stderr)
+        run, pace = "saturation", f"{_concurrency(options)} clients"
+        if requests_per_s is not None:
+            run, pace = f"run {place} of {len(options.sweep)}", f"{requests_per_s:.3g} a second"
+        print(f"{run}: {len(requests)} requests, {pace}", file=sys.stderr)
         records, is_interrupted = await load.run(requests, is_open=requests_per_s is not None)
         summary = summarize(records, num_planned=len(requests), limits=options.goodput)
         return RunOfSweep(records=records, summary=summary, is_interrupted=is_interrupted)

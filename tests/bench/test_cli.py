@@ -79,7 +79,10 @@ async def test_a_sweep_finds_the_saturation_and_runs_every_rate_with_prompts_of_
         )
     assert status == 0
     assert len({each["prompt"] for each in fake.requests[2:]}) == 12
-    lines = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert "saturation: 4 requests, 2 clients\n" in captured.err
+    assert "run 2 of 2: 4 requests, 300 a second\n" in captured.err
+    lines = captured.out.splitlines()
     assert [line.split()[0] for line in lines] == ["rate", "saturation", "200%", "300"]
     assert all(line.split()[-2:] == ["4/4", "0"] for line in lines[1:])
     document = json.loads(path.read_text())
