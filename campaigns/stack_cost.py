@@ -114,7 +114,7 @@ async def send_load(
     )
     shape = Shape(num_prompts=num_requests, input_len=_INPUT_LEN, output_len=output_len, shared_prefix_len=0)
     prompts = synthetic_prompts(shape, await measure_words(target, style), seed)
-    requests = plan(prompts, request_rate=None, priority_mix=(), seed=seed)
+    requests = plan(prompts, pace=None, priority_mix=(), seed=seed)
     run = LoadRun(target, style, on_record=lambda _: None)
     return await run.run_closed(requests, concurrency=_CONCURRENCY, max_duration_s=_MAX_RUN_S)
 

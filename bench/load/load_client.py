@@ -211,6 +211,8 @@ class LoadRun:
         self._tasks: list[asyncio.Task[None]] = []
         self._start_s = 0.0
         self._is_stopped = False
+        self.is_interrupted = False
+        """Whether Ctrl-C ended the run."""
 
     async def run_closed(
         self, requests: Sequence[PlannedRequest], *, concurrency: int, max_duration_s: float
@@ -232,6 +234,10 @@ class LoadRun:
         for task in self._tasks:
             task.cancel()
 
+    def _interrupt(self) -> None:
+        self.is_interrupted = True
+        self.stop()
+
     async def _run(self, work: Sequence[Any], max_duration_s: float) -> list[RequestRecord]:
         loop = asyncio.get_running_loop()
         self._start_s = time.perf_counter()
@@ -239,7 +245,7 @@ class LoadRun:
         alarm = loop.call_later(max_duration_s, self.stop)
         # Only a main thread may have signal handlers; elsewhere Ctrl-C is not ours to take.
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(signal.SIGINT, self.stop)
+            loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
             for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
                 if isinstance(outcome, Exception):

@@ -11,21 +11,38 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from bench.load.goodput import Limit, parse_limits
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, first_model, measure_words
 from bench.load.load_progress import progress
 from bench.load.load_report import render, summarize
+from bench.load.rate_sweep import RunOfSweep, SweepPoint, parse_sweep, render_sweep, run_sweep
 from bench.load.request_record import RequestRecord
-from bench.load.workload import PlannedRequest, Shape, WorkloadError, plan, read_prompts, synthetic_prompts
+from bench.load.workload import (
+    ONE_TOKEN_A_WORD,
+    Arrivals,
+    Pace,
+    PlannedRequest,
+    Shape,
+    WordCost,
+    WorkloadError,
+    plan,
+    read_prompts,
+    synthetic_prompts,
+)
 from server.http.http_client import API_KEY_VARIABLE, ExchangeFailed, Target, key_from_environment
 
 _DEFAULT_NUM_PROMPTS = 64
 _DEFAULT_CONCURRENCY = 8
+_DEFAULT_SATURATION_CONCURRENCY = 32
+_DEFAULT_BURST_SIZE = 8
+_FIRST_SWEEP_SEED = 1_000_000_000
+"""Seed of the prompts of sweeps, away from those that people give."""
 _MAX_PROMPTS = 1_000_000
 
 _EPILOG = f"""\
@@ -41,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
         options = build_parser().parse_args(list(argv))
     except SystemExit as parsed:  # argparse has said all there is to say
         return int(parsed.code or 0)
+    # Commas or spaces between limits: each word may hold several.
+    options.goodput = [limit for limits in options.goodput for limit in limits]
     try:
         return asyncio.run(_serve(options))
     except (ExchangeFailed, WorkloadError) as error:
@@ -52,25 +71,87 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> int:
+    _check_pace(options)
     if options.json:
         _check_writable(options.json)
     target: Target = options.base_url
     if key := options.api_key or key_from_environment():
         target = replace(target, api_key=key)
     style = await _style(options, target)
-    requests = await _plan(options, target, style)
-    records = await _run(options, target, style, requests)
-    summary = summarize(records, num_planned=len(requests))
+    load = _Load(options=options, target=target, style=style, cost=await _word_cost(options, target, style))
+    if options.sweep:
+        return await _serve_sweep(load)
+    requests = load.plan(_pace(options, options.request_rate), options.seed)
+    records, _ = await load.run(requests, is_open=options.request_rate is not None)
+    summary = summarize(records, num_planned=len(requests), limits=options.goodput)
     print(render(summary))
-    if options.json:
-        document = {
-            "parameters": {**_parameters(options), "model": style.model, "num_prompts": len(requests)},
-            "client": {"python": platform.python_version(), "ended_unix_s": round(time.time(), 3)},
-            "summary": summary.to_json(),
-            "requests": list(records),
-        }
-        options.json.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    _write_json(load, len(requests), {"summary": summary.to_json(), "requests": list(records)})
     return 0 if summary.num_completed == len(requests) else 1
+
+
+async def _serve_sweep(load: "_Load") -> int:
+    options = load.options
+
+    async def send(requests_per_s: float | None, place: int) -> RunOfSweep:
+        seed = _FIRST_SWEEP_SEED + options.seed * (len(options.sweep) + 1) + place
+        requests = load.plan(_pace(options, requests_per_s), seed)
+        run, pace = "saturation", f"{_concurrency(options)} clients"
+        if requests_per_s is not None:
+            run, pace = f"run {place} of {len(options.sweep)}", f"{requests_per_s:.3g} a second"
+        print(f"{run}: {len(requests)} requests, {pace}", file=sys.stderr)
+        records, is_interrupted = await load.run(requests, is_open=requests_per_s is not None)
+        summary = summarize(records, num_planned=len(requests), limits=options.goodput)
+        return RunOfSweep(records=records, summary=summary, is_interrupted=is_interrupted)
+
+    rows = await run_sweep(options.sweep, send)
+    print(render_sweep(rows))
+    summaries = [row.run.summary for row in rows]
+    _write_json(load, summaries[0].num_planned, {"runs": [row.to_json() for row in rows]})
+    is_whole = not rows[-1].run.is_interrupted
+    return 0 if is_whole and all(each.num_completed == each.num_planned for each in summaries) else 1
+
+
+def _write_json(load: "_Load", num_prompts: int, results: dict[str, Any]) -> None:
+    path: Path | None = load.options.json
+    if path is None:
+        return
+    document = {
+        "parameters": {
+            **_parameters(load.options),
+            "model": load.style.model,
+            "num_prompts": num_prompts,
+        },
+        "client": {"python": platform.python_version(), "ended_unix_s": round(time.time(), 3)},
+        **results,
+    }
+    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+
+
+def _check_pace(options: argparse.Namespace) -> None:
+    """Refuse options that would have no effect beside each other. Raises WorkloadError."""
+    if options.sweep and options.request_rate is not None:
+        raise WorkloadError("--sweep sets the rates itself: leave --request-rate out")
+    if options.sweep and options.concurrency and not any(point.is_share for point in options.sweep):
+        raise WorkloadError(
+            "--concurrency beside --sweep is for finding the saturation, and no rate is a share of it"
+        )
+    if options.arrivals and options.request_rate is None and not options.sweep:
+        raise WorkloadError("--arrivals needs --request-rate or --sweep")
+    if options.burst_size and options.arrivals is not Arrivals.BURST:
+        raise WorkloadError("--burst-size needs --arrivals burst")
+    metrics = [limit.metric for limit in options.goodput]
+    if len(set(metrics)) < len(metrics):
+        raise WorkloadError("--goodput has two limits of one metric")
+
+
+def _pace(options: argparse.Namespace, requests_per_s: float | None) -> Pace | None:
+    if requests_per_s is None:
+        return None
+    return Pace(
+        requests_per_s=requests_per_s,
+        arrivals=options.arrivals or Arrivals.POISSON,
+        burst_size=options.burst_size or _DEFAULT_BURST_SIZE,
+    )
 
 
 def _check_writable(path: Path) -> None:
@@ -94,41 +175,56 @@ async def _style(options: argparse.Namespace, target: Target) -> RequestStyle:
     )
 
 
-async def _plan(options: argparse.Namespace, target: Target, style: RequestStyle) -> Sequence[PlannedRequest]:
+async def _word_cost(options: argparse.Namespace, target: Target, style: RequestStyle) -> WordCost:
     if options.shared_prefix_len > options.input_len:
         raise WorkloadError("--shared-prefix-len is a part of --input-len and cannot be longer")
-    if options.prompt_file:
-        prompts = read_prompts(
-            options.prompt_file, num_prompts=options.num_prompts, output_len=options.output_len
-        )
-    else:
-        shape = Shape(
-            num_prompts=options.num_prompts or _DEFAULT_NUM_PROMPTS,
-            input_len=options.input_len,
-            output_len=options.output_len,
-            shared_prefix_len=options.shared_prefix_len,
-        )
-        prompts = synthetic_prompts(shape, await measure_words(target, style), options.seed)
-    return plan(
-        prompts, request_rate=options.request_rate, priority_mix=options.priority_mix, seed=options.seed
-    )
+    return ONE_TOKEN_A_WORD if options.prompt_file else await measure_words(target, style)
 
 
-async def _run(
-    options: argparse.Namespace, target: Target, style: RequestStyle, requests: Sequence[PlannedRequest]
-) -> Sequence[RequestRecord]:
-    with progress(len(requests)) as show:
-        run = LoadRun(target, style, show)
-        if options.request_rate is not None:
-            return await run.run_open(requests, max_duration_s=options.max_duration)
-        return await run.run_closed(
-            requests, concurrency=_concurrency(options), max_duration_s=options.max_duration
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """A server and the load that it is sent, once or at several rates."""
+
+    options: argparse.Namespace
+    target: Target
+    style: RequestStyle
+    cost: WordCost
+
+    def plan(self, pace: Pace | None, seed: int) -> Sequence[PlannedRequest]:
+        options = self.options
+        if options.prompt_file:
+            prompts = read_prompts(
+                options.prompt_file, num_prompts=options.num_prompts, output_len=options.output_len
+            )
+        else:
+            shape = Shape(
+                num_prompts=options.num_prompts or _DEFAULT_NUM_PROMPTS,
+                input_len=options.input_len,
+                output_len=options.output_len,
+                shared_prefix_len=options.shared_prefix_len,
+            )
+            prompts = synthetic_prompts(shape, self.cost, seed)
+        return plan(prompts, pace=pace, priority_mix=options.priority_mix, seed=seed)
+
+    async def run(
+        self, requests: Sequence[PlannedRequest], *, is_open: bool
+    ) -> tuple[Sequence[RequestRecord], bool]:
+        """Return the records, and whether Ctrl-C ended the run."""
+        max_duration_s = self.options.max_duration
+        with progress(len(requests)) as show:
+            run = LoadRun(self.target, self.style, show)
+            if is_open:
+                records = await run.run_open(requests, max_duration_s=max_duration_s)
+            else:
+                records = await run.run_closed(
+                    requests, concurrency=_concurrency(self.options), max_duration_s=max_duration_s
+                )
+        return records, run.is_interrupted
 
 
 def _concurrency(options: argparse.Namespace) -> int:
     # Not argparse's own default: it would not know a default from a choice that excludes --request-rate.
-    return options.concurrency or _DEFAULT_CONCURRENCY
+    return options.concurrency or (_DEFAULT_SATURATION_CONCURRENCY if options.sweep else _DEFAULT_CONCURRENCY)
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +233,10 @@ def _parameters(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(options).items() if name not in ("api_key", "command")}
     for name in ("prompt_file", "json"):
         given[name] = str(given[name]) if given[name] else None
-    if options.request_rate is None:
+    given["sweep"] = [str(point) for point in options.sweep]
+    given["goodput"] = [str(limit) for limit in options.goodput]
+    is_closed = options.request_rate is None and not options.sweep
+    if is_closed or any(point.is_share for point in options.sweep):
         given["concurrency"] = _concurrency(options)
     return {**given, "base_url": target.url}
 
@@ -158,6 +257,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_target(serve.add_argument_group("server"))
     _add_workload(serve.add_argument_group("workload"))
     _add_pace(serve.add_argument_group("pace"))
+    serve.add_argument(
+        "--goodput",
+        type=_limits,
+        nargs="+",
+        default=(),
+        metavar="METRIC:MS",
+        help="report the requests that keep all of these limits, of ttft, tpot, itl (the longest pause) and "
+        "e2el, such as ttft:1000,itl:200",
+    )
     serve.add_argument(
         "--json", type=Path, metavar="FILE", help="write everything, machine readable, to FILE"
     )
@@ -218,7 +326,26 @@ def _add_pace(group: Any) -> None:
         "--request-rate",
         type=_number(1e-6),
         metavar="PER_S",
-        help="Poisson arrivals per second, however many are under way: an open loop",
+        help="arrivals per second, however many are under way: an open loop",
+    )
+    group.add_argument(
+        "--sweep",
+        type=_points,
+        default=(),
+        metavar="RATE,...",
+        help="one open loop after another at these rates, and one table; 80%% is of the saturation, which "
+        f"a closed loop of --concurrency clients (default {_DEFAULT_SATURATION_CONCURRENCY}) finds first",
+    )
+    group.add_argument(
+        "--arrivals",
+        type=Arrivals,
+        choices=list(Arrivals),
+        help="pattern of the arrivals of an open loop (default poisson)",
+    )
+    group.add_argument(
+        "--burst-size",
+        type=_whole(1, _MAX_PROMPTS),
+        help=f"requests that arrive at once with --arrivals burst (default {_DEFAULT_BURST_SIZE})",
     )
     group.add_argument(
         "--timeout", type=_number(1e-3), default=600.0, help="seconds for a request (default %(default)s)"
@@ -227,8 +354,22 @@ def _add_pace(group: Any) -> None:
         "--max-duration",
         type=_number(1e-3),
         default=3600.0,
-        help="seconds until the run is cut off (default %(default)s)",
+        help="seconds until a run is cut off, each run of a sweep by itself (default %(default)s)",
     )
+
+
+def _limits(text: str) -> tuple[Limit, ...]:
+    try:
+        return parse_limits(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _points(text: str) -> tuple[SweepPoint, ...]:
+    try:
+        return parse_sweep(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _target(text: str) -> Target:

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.load.goodput import Goodput, Limit, goodput_of
 from bench.load.request_record import RequestRecord
 
 _TITLES = (
     ("ttft_ms", "TTFT", "to the first token, connection included"),
     ("tpot_ms", "TPOT", "per output token after the first chunk"),
     ("chunk_gap_ms", "ITL", "between chunks that bring tokens"),
+    ("pause_ms", "Pause", "longest between two chunks of a request"),
     ("e2e_ms", "End to end", "to the end of the stream"),
 )
 
@@ -44,6 +46,8 @@ class Latencies:
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     chunk_gap_ms: Distribution | None
+    pause_ms: Distribution | None
+    """The longest chunk gap of each request: one value a request."""
     e2e_ms: Distribution | None
 
 
@@ -75,6 +79,8 @@ class Summary:
     tokens_per_chunk: float
     max_late_ms: float
     """The most that an open loop fell behind its own arrivals; large means that the client was too slow."""
+    goodput: Goodput | None
+    """Requests within the limits; None where no limits were given."""
     latencies: Latencies
     by_priority: dict[int, Latencies]
     """Latencies by priority, where there is more than one priority."""
@@ -114,11 +120,15 @@ def latencies_of(completed: Sequence[RequestRecord]) -> Latencies:
         ttft_ms=distribution_ms(each.ttft_s for each in completed if each.ttft_s is not None),
         tpot_ms=distribution_ms(each.tpot_s for each in completed if each.tpot_s is not None),
         chunk_gap_ms=distribution_ms(gap for each in completed for gap in each.chunk_gaps_s),
+        pause_ms=distribution_ms(
+            each.longest_pause_s for each in completed if each.longest_pause_s is not None
+        ),
         e2e_ms=distribution_ms(each.e2e_s for each in completed),
     )
 
 
-def summarize(records: Sequence[RequestRecord], *, num_planned: int) -> Summary:
+def summarize(records: Sequence[RequestRecord], *, num_planned: int, limits: Sequence[Limit] = ()) -> Summary:
+    """Add up the records of one run; `limits` are those of its goodput."""
     completed = [each for each in records if each.is_completed]
     failed = [each for each in records if not each.is_completed]
     start_s = min((each.start_s for each in records), default=0.0)
@@ -144,6 +154,7 @@ def summarize(records: Sequence[RequestRecord], *, num_planned: int) -> Summary:
         total_tokens_per_s=_rate(num_prompt_tokens + num_output_tokens, duration_s),
         tokens_per_chunk=_rate(num_output_tokens, num_chunks),
         max_late_ms=max((each.late_s * 1000 for each in records), default=0.0),
+        goodput=goodput_of(completed, limits, duration_s=duration_s) if limits else None,
         latencies=latencies_of(completed),
         by_priority={
             value: latencies_of([each for each in completed if each.priority == value])
@@ -174,6 +185,12 @@ def render(summary: Summary) -> str:
         f"Tokens           {summary.num_prompt_tokens} prompt ({summary.num_cached_tokens} cached), "
         f"{summary.num_output_tokens} output, {summary.tokens_per_chunk:.2f} a chunk",
     ]
+    goodput = summary.goodput
+    if goodput is not None:
+        lines.append(
+            f"Goodput          {goodput.requests_per_s:.2f} requests/s: {goodput.num_good} of "
+            f"{summary.num_planned} requests within {goodput.limits}"
+        )
     if summary.max_late_ms > 0:
         lines.append(f"Client           sent at most {summary.max_late_ms:.1f} ms late")
     lines += ["", *_latency_table(summary.latencies)]

@@ -40,3 +40,8 @@ class RequestRecord:
     @property
     def is_completed(self) -> bool:
         return self.outcome == COMPLETED
+
+    @property
+    def longest_pause_s(self) -> float | None:
+        """Longest time between two chunks that bring tokens; None with fewer than two."""
+        return max(self.chunk_gaps_s, default=None)

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,32 @@ _WORDS = tuple(_TEXT.split())
 
 class WorkloadError(Exception):
     """The options or the prompt file do not make a workload; the text says why."""
+
+
+class Arrivals(StrEnum):
+    """Pattern of the arrivals of an open loop."""
+
+    POISSON = "poisson"
+    CONSTANT = "constant"
+    BURST = "burst"  # several at once, at even distances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Rate and pattern of the arrivals of an open loop."""
+
+    requests_per_s: float
+    arrivals: Arrivals = Arrivals.POISSON
+    burst_size: int = 1
+    """Requests of one burst; read for bursts alone."""
+
+    def gap_s(self, index: int, rng: random.Random) -> float:
+        """Time from the arrival of request `index - 1` to that of request `index`."""
+        if self.arrivals is Arrivals.POISSON:
+            return rng.expovariate(self.requests_per_s)
+        if self.arrivals is Arrivals.CONSTANT:
+            return 1 / self.requests_per_s
+        return 0.0 if index % self.burst_size else self.burst_size / self.requests_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,22 +150,22 @@ def _prompt_of(line: bytes, where: str, output_len: int) -> tuple[str, int]:
 def plan(
     prompts: Sequence[tuple[str, int]],
     *,
-    request_rate: float | None,
+    pace: Pace | None,
     priority_mix: Sequence[tuple[int, float]],
     seed: int,
 ) -> list[PlannedRequest]:
     """Give each prompt its arrival and its priority.
 
-    Arrivals are a Poisson process of `request_rate` per second, or all at once for None. priority_mix is
-    pairs of priority and weight; empty is priority 0.
+    Arrivals are those of `pace`, or all at once for None. priority_mix is pairs of priority and weight;
+    empty is priority 0.
     """
     # Streams of their own, so that a change of one option leaves the other draws as they were.
     arrivals, priorities = random.Random(f"arrivals {seed}"), random.Random(f"priorities {seed}")
     values, weights = [value for value, _ in priority_mix], [weight for _, weight in priority_mix]
     planned, now_s = [], 0.0
     for index, (prompt, max_tokens) in enumerate(prompts):
-        if request_rate is not None and index > 0:
-            now_s += arrivals.expovariate(request_rate)
+        if pace is not None and index > 0:
+            now_s += pace.gap_s(index, arrivals)
         priority = priorities.choices(values, weights)[0] if values else 0
         planned.append(
             PlannedRequest(

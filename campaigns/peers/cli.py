@@ -19,7 +19,7 @@ from bench.load.load_report import summarize
 from campaigns.peers.bandwidth import read_bandwidth
 from campaigns.peers.catalogue import OURS, PEERS, num_processors
 from campaigns.peers.floor import UnreadableCheckpoint, step_bytes
-from campaigns.peers.results import Failure, Measurement, Results, Start
+from campaigns.peers.results import Failure, Measurement, Results, Saturation, Start
 from campaigns.peers.rounds import Comparison, Event, compare, package_version
 from campaigns.peers.tables import Setting, draw, markdown
 from campaigns.peers.workloads import WORKLOADS, word_cost
@@ -70,6 +70,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Comparison, Setting]:
         max_run_s=options.max_duration,
         logs=logs,
     )
+    closed = [each for each in comparison.workloads if each.share is None]
     bytes_of_step, bandwidth = step_bytes(options.model), read_bandwidth(num_threads)
     setting = Setting(
         date=datetime.now(tz=UTC).date().isoformat(),
@@ -78,8 +79,8 @@ def _prepare(options: argparse.Namespace) -> tuple[Comparison, Setting]:
         num_rounds=options.rounds,
         per_client=options.requests_per_client,
         bandwidth=bandwidth,
-        floors={each.name: bytes_of_step.tokens_per_s(each, bandwidth) for each in comparison.workloads},
-        floor_steps_s={each.name: bytes_of_step.step_s(each, bandwidth) for each in comparison.workloads},
+        floors={each.name: bytes_of_step.tokens_per_s(each, bandwidth) for each in closed},
+        floor_steps_s={each.name: bytes_of_step.step_s(each, bandwidth) for each in closed},
         versions={name: package_version(PEERS[name], comparison) for name in options.peers},
     )
     return comparison, setting
@@ -98,6 +99,8 @@ def _told(event: Event) -> str:
         return f"{event.peer}: {event.what}"
     if isinstance(event, Start):
         return f"round {event.round}, {event.peer}: ready after {event.ready_s:.1f} s"
+    if isinstance(event, Saturation):
+        return f"saturation of {OURS}: {event.requests_per_s:.2f} requests/s"
     summary = summarize(event.records, num_planned=len(event.records))
     return (
         f"round {event.round}, {event.peer}, {event.workload.name}: "
@@ -112,6 +115,7 @@ def _report(
         starts=[event for event in events if isinstance(event, Start)],
         measurements=[event for event in events if isinstance(event, Measurement)],
         failures=[event for event in events if isinstance(event, Failure)],
+        saturation=next((event for event in events if isinstance(event, Saturation)), None),
     )
     rows = results.rows(per_client=comparison.per_client)
     text = markdown(setting, comparison.workloads, results, rows)
@@ -122,6 +126,7 @@ def _report(
         "rows": rows,
         "starts": results.starts,
         "failures": results.failures,
+        "saturation": results.saturation,
         "runs": [
             {
                 "peer": run.peer,

@@ -26,6 +26,13 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saturation:
+    """Requests that Tokenyard completes per second in the closed loop that shares refer to."""
+
+    requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One workload on one server, once."""
 
@@ -74,6 +81,7 @@ class Results:
     starts: Sequence[Start]
     measurements: Sequence[Measurement]
     failures: Sequence[Failure]
+    saturation: Saturation | None = None
 
     def ready_s(self, peer: str) -> float | None:
         times = [start.ready_s for start in self.starts if start.peer == peer]

@@ -9,21 +9,23 @@ last, cannot be an advantage of one of them.
 
 import asyncio
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.load.load_client import Endpoint, LoadRun, RequestStyle
+from bench.load.load_report import summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import WordCost
-from campaigns.peers.catalogue import PEERS, Peer, Site, python_of
-from campaigns.peers.results import Failure, Measurement, Start
-from campaigns.peers.workloads import Workload
+from campaigns.peers.catalogue import OURS, PEERS, Peer, Site, python_of
+from campaigns.peers.results import Failure, Measurement, Saturation, Start
+from campaigns.peers.workloads import SATURATION, Workload
 from campaigns.servers.running import Launch, PeerFailed, free_port, last_line, running
 from server.http.http_client import Target
 
 _VERSION_OF = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 _WARM_UP_SEED = 10_000_000
+_SATURATION_SEED = 999_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Comparison:
     logs: Path
 
 
-Event = Start | Measurement | Failure
+Event = Start | Saturation | Measurement | Failure
 
 
 def compare(comparison: Comparison) -> Iterator[Event]:
@@ -59,9 +61,32 @@ def compare(comparison: Comparison) -> Iterator[Event]:
             yield Failure(peer=name, round=0, what=obstacle)
         else:
             able.append(PEERS[name])
+    saturation = yield from _find_saturation(comparison)
     for number in range(1, comparison.num_rounds + 1):
         for peer in able if number % 2 else reversed(able):
-            yield from _measure(peer, number, comparison)
+            yield from _measure(peer, number, comparison, saturation)
+
+
+def _find_saturation(comparison: Comparison) -> Generator[Event, None, float | None]:
+    """Measure ours before the first round, if a workload needs it. None: those workloads are left out."""
+    if all(workload.share is None for workload in comparison.workloads):
+        return None
+    obstacle = _obstacle(PEERS[OURS], comparison)
+    alone = replace(comparison, workloads=[SATURATION])
+    events = (
+        [Failure(peer=OURS, round=0, what=obstacle)] if obstacle else _measure(PEERS[OURS], 0, alone, None)
+    )
+    for event in events:
+        if isinstance(event, Measurement):
+            summary = summarize(event.records, num_planned=len(event.records))
+            if not summary.num_failed and summary.requests_per_s:
+                yield Saturation(requests_per_s=summary.requests_per_s)
+                return summary.requests_per_s
+            said = next(iter(summary.example_messages.values()), "no request was sent")
+            yield Failure(peer=OURS, round=0, what=f"no saturation, so no shares of it: {said}")
+        elif isinstance(event, Failure):
+            yield replace(event, what=f"no saturation, so no shares of it: {event.what}")
+    return None
 
 
 def package_version(peer: Peer, comparison: Comparison) -> str:
@@ -86,7 +111,7 @@ def _obstacle(peer: Peer, comparison: Comparison) -> str:
     return ""
 
 
-def _measure(peer: Peer, number: int, comparison: Comparison) -> Iterator[Event]:
+def _measure(peer: Peer, number: int, comparison: Comparison, saturation: float | None) -> Iterator[Event]:
     launch, port = _launch(peer, comparison)
     log = comparison.logs / f"{peer.name}-{number}.log"
     try:
@@ -95,8 +120,11 @@ def _measure(peer: Peer, number: int, comparison: Comparison) -> Iterator[Event]
         ) as server:
             yield Start(peer=peer.name, round=number, ready_s=server.ready_s)
             for place, workload in enumerate(comparison.workloads):
-                seed = 1000 * number + place
-                records = asyncio.run(_run(peer, launch, port, workload, seed, comparison))
+                if workload.share is not None and saturation is None:
+                    continue
+                seed = 1000 * number + place if number else _SATURATION_SEED
+                style = _style(peer, launch, seed, comparison)
+                records = asyncio.run(_run(port, style, workload, comparison, saturation))
                 yield Measurement(
                     peer=peer.name, round=number, workload=workload, records=records, last_log=last_line(log)
                 )
@@ -120,11 +148,8 @@ def _launch(peer: Peer, comparison: Comparison) -> tuple[Launch, int]:
     return replace(launch, command=words), site.port
 
 
-async def _run(
-    peer: Peer, launch: Launch, port: int, workload: Workload, seed: int, comparison: Comparison
-) -> list[RequestRecord]:
-    target = Target.parse(f"http://127.0.0.1:{port}")
-    style = RequestStyle(
+def _style(peer: Peer, launch: Launch, seed: int, comparison: Comparison) -> RequestStyle:
+    return RequestStyle(
         endpoint=Endpoint.COMPLETIONS,
         model=launch.served_name,
         temperature=0.0,
@@ -135,13 +160,24 @@ async def _run(
         timeout_s=comparison.max_run_s,
         end=peer.end,
     )
-    first = workload.warm_up(comparison.cost, seed=_WARM_UP_SEED + seed)
-    requests = workload.requests(comparison.cost, per_client=comparison.per_client, seed=seed)
-    for planned in (first, requests):
-        records = await LoadRun(target, style, _nothing).run_closed(
-            planned, concurrency=workload.concurrency, max_duration_s=comparison.max_run_s
-        )
-    return records
+
+
+async def _run(
+    port: int, style: RequestStyle, workload: Workload, comparison: Comparison, saturation: float | None
+) -> list[RequestRecord]:
+    target = Target.parse(f"http://127.0.0.1:{port}")
+    first = workload.warm_up(comparison.cost, seed=_WARM_UP_SEED + style.seed)
+    requests = workload.requests(
+        comparison.cost, per_client=comparison.per_client, seed=style.seed, saturation=saturation
+    )
+    concurrency, max_run_s = workload.concurrency, comparison.max_run_s
+    await LoadRun(target, style, _nothing).run_closed(
+        first, concurrency=concurrency, max_duration_s=max_run_s
+    )
+    run = LoadRun(target, style, _nothing)
+    if workload.share is not None:
+        return await run.run_open(requests, max_duration_s=max_run_s)
+    return await run.run_closed(requests, concurrency=concurrency, max_duration_s=max_run_s)
 
 
 def _nothing(record: RequestRecord) -> None:

@@ -25,7 +25,7 @@ class Setting:
     bandwidth: float
     """Bytes per second."""
     floors: Mapping[str, float]
-    """Output tokens per second that reading weights and KV cache allows, by workload."""
+    """Output tokens per second that reading weights and KV cache allows, by workload in a closed loop."""
     floor_steps_s: Mapping[str, float]
     """Seconds of a step that does nothing but read, by workload."""
     versions: Mapping[str, str]
@@ -40,7 +40,7 @@ def markdown(setting: Setting, workloads: Sequence[Workload], results: Results, 
     for workload in workloads:
         of_workload = [row for row in rows if row.workload == workload.name]
         if of_workload:
-            parts.append(_workload_table(workload, setting, of_workload))
+            parts.append(_workload_table(workload, setting, results, of_workload))
     parts.append(_start_table(setting, results))
     if results.failures:
         lines = [
@@ -54,25 +54,30 @@ def markdown(setting: Setting, workloads: Sequence[Workload], results: Results, 
     return "\n\n".join(parts) + "\n"
 
 
-def _workload_table(workload: Workload, setting: Setting, rows: Sequence[Row]) -> str:
+def _workload_table(workload: Workload, setting: Setting, results: Results, rows: Sequence[Row]) -> str:
+    arrivals = ""
+    if workload.share is not None and results.saturation is not None:
+        saturation = results.saturation.requests_per_s
+        arrivals = f", {workload.share * saturation:.2f} requests/s of {saturation:.2f}"
     lines = [
-        f"**{workload.title}** (`{workload.name}`)",
+        f"**{workload.title}** (`{workload.name}`{arrivals})",
         "",
-        "| Server | Output tokens/s | Ratio | TTFT p50, p99 | ITL p50, p99 | E2E p50, p99 | Completed |",
-        "|---|---|---|---|---|---|---|",
+        "| Server | Output tokens/s | Ratio | TTFT p50, p99 | ITL p50, p99 | Longest pause p50, p99 "
+        "| E2E p50, p99 | Completed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         times = row.latencies
-        ratio = "-" if row.ratio_to_ours is None else f"{row.ratio_to_ours:.2f}"
+        # Where requests arrive by themselves, no server can give more tokens than are asked for.
+        ratio = "-" if row.ratio_to_ours is None or workload.share is not None else f"{row.ratio_to_ours:.2f}"
         lines.append(
             f"| {row.peer} | {row.output_tokens_per_s:.1f} | {ratio} | {_pair(times.ttft_ms)} "
-            f"| {_pair(times.chunk_gap_ms)} | {_pair(times.e2e_ms)} "
+            f"| {_pair(times.chunk_gap_ms)} | {_pair(times.pause_ms)} | {_pair(times.e2e_ms)} "
             f"| {row.num_completed} of {row.num_planned}, {row.num_output_tokens} tokens |"
         )
-    floor_ms = setting.floor_steps_s[workload.name] * 1e3
-    lines.append(
-        f"| floor: bytes over bandwidth | {setting.floors[workload.name]:.1f} | | | {floor_ms:.1f} | | |"
-    )
+    if workload.share is None:
+        floor, floor_ms = setting.floors[workload.name], setting.floor_steps_s[workload.name] * 1e3
+        lines.append(f"| floor: bytes over bandwidth | {floor:.1f} | | | {floor_ms:.1f} | | | |")
     return "\n".join(lines)
 
 
@@ -93,8 +98,9 @@ _LEFT, _TOP, _BAR, _GAP, _WIDTH, _RIGHT = 130, 44, 18, 40, 520, 90
 
 
 def draw(setting: Setting, workloads: Sequence[Workload], rows: Sequence[Row]) -> Canvas:
-    """Output tokens per second; each workload has its own scale, which ends at the fastest or the floor."""
-    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in workloads]
+    """Output tokens per second in closed loops; each has its own scale, to the fastest or the floor."""
+    closed = [workload for workload in workloads if workload.share is None]
+    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in closed]
     groups = [(workload, of_workload) for workload, of_workload in groups if of_workload]
     height = _TOP + sum(len(of_workload) * _BAR + _GAP for _, of_workload in groups)
     peers = list(dict.fromkeys(row.peer for row in rows))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.load.goodput import parse_limits
 from bench.load.load_report import distribution_ms, percentile, render, summarize
 from bench.load.request_record import COMPLETED, RequestRecord
 
@@ -92,3 +93,45 @@ def test_a_run_of_nothing_but_failures_still_has_a_report() -> None:
     failed = replace(RECORD, outcome="no connection", ttft_s=None, chunk_gaps_s=(), tpot_s=None)
     assert "Completed        0 of 1" in render(summarize([failed], num_planned=1))
     assert "Completed        0 of 5" in render(summarize([], num_planned=5))
+
+
+def test_the_pause_of_a_request_is_its_longest_gap() -> None:
+    steady = replace(RECORD, index=1, chunk_gaps_s=(0.2, 0.2, 0.2))
+    single = replace(RECORD, index=2, chunk_gaps_s=())
+    latencies = summarize([RECORD, steady, single], num_planned=3).latencies
+    assert latencies.pause_ms is not None
+    assert (latencies.pause_ms.count, latencies.pause_ms.max) == (2, pytest.approx(300))
+    assert latencies.pause_ms.p50 == pytest.approx(250)
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_good"),
+    [
+        ("ttft:100", 1),
+        ("ttft:99", 0),
+        ("tpot:80", 2),
+        ("tpot:79", 0),
+        ("itl:300", 2),
+        ("itl:299", 0),  # the longest gap counts, not the mean of 200 ms
+        ("e2el:500", 2),
+        ("e2el:499", 0),
+        ("ttft:1000,itl:299", 0),
+        ("ttft:1000,itl:300,e2el:500,tpot:80", 2),
+    ],
+)
+def test_goodput_counts_the_requests_that_keep_every_limit(limits: str, num_good: int) -> None:
+    slow_start = replace(RECORD, index=1, start_s=1.5, ttft_s=0.4)
+    refused = replace(RECORD, index=2, outcome="HTTP 429", ttft_s=None, chunk_gaps_s=(), e2e_s=0.001)
+    summary = summarize([RECORD, slow_start, refused], num_planned=4, limits=parse_limits(limits))
+    assert summary.goodput is not None
+    assert summary.goodput.num_good == num_good
+    assert summary.goodput.requests_per_s == num_good / 1.0  # over the whole run, of one second
+    assert f"{num_good} of 4 requests within " in render(summary)
+
+
+def test_a_request_without_tokens_keeps_no_limit_of_the_first_one() -> None:
+    empty = replace(RECORD, ttft_s=None, tpot_s=None, chunk_gaps_s=(), num_output_tokens=0)
+    for limits, num_good in (("ttft:100000", 0), ("itl:1,tpot:1", 1)):
+        goodput = summarize([empty], num_planned=1, limits=parse_limits(limits)).goodput
+        assert goodput is not None
+        assert goodput.num_good == num_good

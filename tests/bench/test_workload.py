@@ -8,6 +8,8 @@ import pytest
 
 from bench.load.workload import (
     ONE_TOKEN_A_WORD,
+    Arrivals,
+    Pace,
     Shape,
     WordCost,
     WorkloadError,
@@ -40,7 +42,7 @@ def test_a_seed_makes_the_same_workload_and_another_one_a_new_one() -> None:
 
 
 def test_arrivals_are_poisson() -> None:
-    planned = plan([("a", 1)] * 5000, request_rate=10.0, priority_mix=(), seed=0)
+    planned = plan([("a", 1)] * 5000, pace=Pace(requests_per_s=10.0), priority_mix=(), seed=0)
     gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(planned)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
@@ -49,8 +51,20 @@ def test_arrivals_are_poisson() -> None:
     assert variance == pytest.approx(mean**2, rel=0.1)
 
 
+def test_constant_arrivals_have_even_distances() -> None:
+    pace = Pace(requests_per_s=4.0, arrivals=Arrivals.CONSTANT)
+    planned = plan([("a", 1)] * 5, pace=pace, priority_mix=(), seed=0)
+    assert [each.arrival_s for each in planned] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
+
+
+def test_bursts_keep_the_rate() -> None:
+    pace = Pace(requests_per_s=4.0, arrivals=Arrivals.BURST, burst_size=3)
+    planned = plan([("a", 1)] * 7, pace=pace, priority_mix=(), seed=0)
+    assert [each.arrival_s for each in planned] == pytest.approx([0, 0, 0, 0.75, 0.75, 0.75, 1.5])
+
+
 def test_priorities_are_mixed_by_weight() -> None:
-    planned = plan([("a", 1)] * 2000, request_rate=None, priority_mix=((0, 3.0), (-5, 1.0)), seed=0)
+    planned = plan([("a", 1)] * 2000, pace=None, priority_mix=((0, 3.0), (-5, 1.0)), seed=0)
     assert {each.priority for each in planned} == {0, -5}
     assert sum(each.priority == 0 for each in planned) == pytest.approx(1500, rel=0.05)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from bench.load.load_client import LoadRun
 from bench.load.request_record import RequestRecord
+from bench.load.workload import Pace, plan
 from campaigns.peers import catalogue, rounds
 from campaigns.peers.bandwidth import read_bandwidth
 from campaigns.peers.catalogue import Peer
@@ -119,6 +121,63 @@ def test_all_peers_are_in_the_report_those_that_failed_with_the_reason(
     assert rows["tokenyard"]["ratio_to_ours"] == 1
     assert 0 < rows["slow"]["ratio_to_ours"] < 1
     assert (out / "peers.svg").read_text().count("<rect") == 4  # the page, a group, two bars
+
+
+def fake_peers(monkeypatch, **behaviours: tuple[str, ...]) -> None:
+    def launch(words: tuple[str, ...]):
+        return lambda site: replace(
+            fake_launch(), command=(sys.executable, str(FAKE), str(site.port), *words)
+        )
+
+    peers = {
+        name: Peer(name=name, package="none", launch=launch(words)) for name, words in behaviours.items()
+    }
+    for module in (rounds, sys.modules[main.__module__]):
+        monkeypatch.setattr(module, "PEERS", peers)
+
+
+def test_shares_are_of_our_saturation_and_every_peer_gets_the_same_arrivals(
+    tmp_path: Path, checkpoint: Path, monkeypatch
+) -> None:
+    fake_peers(monkeypatch, tokenyard=("--slow",), other=())
+    sent: list[list[float]] = []
+    run_open = LoadRun.run_open
+
+    async def noted(self, requests, *, max_duration_s):
+        sent.append([request.arrival_s for request in requests])
+        return await run_open(self, requests, max_duration_s=max_duration_s)
+
+    monkeypatch.setattr(LoadRun, "run_open", noted)
+    words = ("--model", str(checkpoint), "--out", str(tmp_path), "--peers", "tokenyard,other")
+    environment = ("--env", f"other={sys.prefix}", "--rounds", "1", "--requests-per-client", "1")
+    assert main([*words, *environment, "--workload", "poisson-80"]) == 0
+    document = json.loads((tmp_path / "peers.json").read_text())
+    saturation = document["saturation"]["requests_per_s"]
+    ours, others = sent
+    assert ours == others
+    pace = Pace(requests_per_s=0.8 * saturation)
+    expected = plan([("", 1)] * 32, pace=pace, priority_mix=(), seed=1000)
+    assert ours == pytest.approx([each.arrival_s for each in expected])
+    report = (tmp_path / "peers.md").read_text()
+    assert f"(`poisson-80`, {0.8 * saturation:.2f} requests/s of {saturation:.2f})" in report
+    assert "Longest pause p50, p99" in report
+    assert "floor" not in report  # it is the floor of clients that wait for their answers
+    rows = {row["peer"]: row for row in document["rows"]}
+    assert {row["latencies"]["pause_ms"]["count"] for row in rows.values()} == {32}
+    assert [start["round"] for start in document["starts"]] == [1, 1]  # not that of the saturation
+
+
+def test_without_a_saturation_its_shares_are_left_out_and_the_rest_is_measured(
+    tmp_path: Path, checkpoint: Path, monkeypatch
+) -> None:
+    fake_peers(monkeypatch, tokenyard=("--die", "ValueError: bad flag"), other=())
+    words = ("--model", str(checkpoint), "--out", str(tmp_path), "--peers", "other")
+    assert run_main(*words, "--env", f"other={sys.prefix}", "--workload", "one,poisson-50") == 1
+    document = json.loads((tmp_path / "peers.json").read_text())
+    assert document["saturation"] is None
+    assert [row["workload"] for row in document["rows"]] == ["one"]
+    report = (tmp_path / "peers.md").read_text()
+    assert "no saturation, so no shares of it: ended with status 3; its log: ValueError" in report
 
 
 def test_a_peer_that_is_not_installed_is_named(tmp_path: Path, checkpoint: Path, capsys) -> None:
