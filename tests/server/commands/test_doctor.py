@@ -94,7 +94,7 @@ def test_the_port_is_free_again_afterwards(tiny_model: Path, no_survey) -> None:
     [
         (("/no/such/model",), "no such folder"),
         (("--host", "0.0.0.0"), "without an API key"),
-        (("--max-num-batched-tokens", "8"), "every running sequence needs one token"),
+        (("--max-num-batched-tokens", "8", "--max-num-seqs", "16"), "every running sequence needs one token"),
     ],
 )
 def test_options_that_serve_would_refuse_are_a_fault_and_the_rest_is_still_looked_at(

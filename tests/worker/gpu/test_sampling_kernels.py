@@ -126,7 +126,7 @@ _ODD = ("num_places", "num_blocks", "num_spans")
 
 
 def _kernel(name: str, dtype: str, num_warps: int = 4, **constants: object) -> Kernel:
-    module = f"worker.gpu.kernels.{name}"
+    module = f"worker.gpu.sampling_kernels.{name}"
     signature = {"logits": dtype, "faults": "*fp32", **_ROWS, **_LISTS, **_SIZES}
     signature |= dict.fromkeys(constants, "constexpr")
     return Kernel(
@@ -154,10 +154,10 @@ def _of_inputs() -> dict[str, Kernel]:
             constants={"BLOCK": 256},
             unaligned=("num_tokens",),
         ),
-        "spread": Kernel(
-            function="worker.gpu.kernels.input_fill:_spread_kernel",
+        "change": Kernel(
+            function="worker.gpu.kernels.input_fill:_change_kernel",
             signature={
-                **{"packed": "*i32", "width": "*i32", "tables": "*i32"},
+                **dict.fromkeys(("rows", "firsts", "starts", "blocks", "tables"), "*i32"),
                 **{"stride": "i32", "BLOCK": "constexpr"},
             },
             constants={"BLOCK": 1024},
@@ -169,12 +169,12 @@ def _of_inputs() -> dict[str, Kernel]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Compiled]:
     kernels = {
-        "peaks": _kernel("sampling:_peaks_kernel", "*bf16", HAS_FAULTS=False),
-        "edited peaks": _kernel("sampling:_peaks_kernel", "*fp32", HAS_FAULTS=True),
-        "best": _kernel("sampling:_best_kernel", "*bf16", **_ALL),
-        "sums": _kernel("sampling:_sums_kernel", "*bf16", ALL_SPANS=64),
-        "draw": _kernel("sampling:_draw_kernel", "*bf16", 16, **_ALL),
-        "edited draw": _kernel("sampling:_draw_kernel", "*fp32", 16, **_ALL),
+        "peaks": _kernel("token_draw:_peaks_kernel", "*bf16", HAS_FAULTS=False),
+        "edited peaks": _kernel("token_draw:_peaks_kernel", "*fp32", HAS_FAULTS=True),
+        "best": _kernel("token_draw:_best_kernel", "*bf16", **_ALL),
+        "sums": _kernel("token_draw:_sums_kernel", "*bf16", ALL_SPANS=64),
+        "draw": _kernel("token_draw:_draw_kernel", "*bf16", 16, **_ALL),
+        "edited draw": _kernel("token_draw:_draw_kernel", "*fp32", 16, **_ALL),
         "copy": Kernel(
             function="worker.gpu.sampling_kernels.bitmask:_copy_kernel",
             signature={
