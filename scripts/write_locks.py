@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     cpu_all = resolve(uv, tested, like=())
     same = [line for line in versions(cpu_all) if not _TORCHS_OWN.match(line)]
     cpu = resolve(uv, [*served, cpu_torch], like=same)
+    documented = resolve(uv, extras["docs"], like=[line for line in versions(cpu_all) if "+" not in line])
     names = {line.partition("==")[0] for line in versions(cpu)}
+    tested_names = {line.partition("==")[0] for line in versions(cpu_all)}
     cuda = resolve(uv, served, like=same)
     torch = [entry for entry in cpu if entry.startswith("torch==")]
     LOCKS.mkdir(exist_ok=True)
@@ -52,6 +54,11 @@ def main(arguments: Sequence[str]) -> int:
             "test",
             "what the tests have beside cpu.txt and torch-cpu.txt",
             [entry for entry in cpu_all if entry.partition("==")[0] not in names],
+        ),
+        (
+            "docs",
+            "what building the documentation has beside all these",
+            [entry for entry in documented if entry.partition("==")[0] not in tested_names],
         ),
     ):
         (LOCKS / f"{name}.txt").write_text(_HEAD.format(about) + "\n".join(entries) + "\n", encoding="utf-8")

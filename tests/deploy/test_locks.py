@@ -32,6 +32,7 @@ def pins_of(*files: str) -> dict[str, str]:
         (("cpu.txt", "torch-cpu.txt"), SERVED),
         (("cuda.txt",), SERVED),
         (("cpu.txt", "torch-cpu.txt", "test.txt"), [*SERVED, *EXTRAS["test"]]),
+        (("docs.txt",), EXTRAS["docs"]),
     ],
 )
 def test_a_lock_has_every_dependency_within_its_bounds(files: tuple[str, ...], wanted: list[str]) -> None:
@@ -96,5 +97,8 @@ def test_a_component_has_the_hashes_that_its_lock_allows(bill: dict[str, Any]) -
 
 def test_ci_installs_from_the_locks_and_audits_them() -> None:
     lines = (ROOT / ".ci" / "run").read_text()
-    assert "--require-hashes -r deploy/locks/cpu.txt -r deploy/locks/test.txt" in lines
+    assert (
+        "--require-hashes -r deploy/locks/cpu.txt -r deploy/locks/test.txt -r deploy/locks/docs.txt\n"
+        in lines
+    )
     assert "\npython deploy/image/audit_locks.py deploy/locks\n" in lines
