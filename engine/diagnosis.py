@@ -7,7 +7,6 @@ Never: loads a model, opens a port (server/commands/doctor.py tries it), or chan
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import resource
@@ -34,9 +33,6 @@ __all__ = ["Finding", "Verdict", "diagnose"]
 
 _MAX_SURVEY_S = 300.0
 """Time limit; importing torch from a cold disk takes most of it."""
-_MAX_SOCKET_PATH_BYTES = 107
-"""Length of a path in sockaddr_un, less its final zero."""
-_LONGEST_SOCKET_NAME = "to-engine"
 _MIN_TEMPORARY_BYTES = 16 << 20
 _BOUND = re.compile(r"(>=|<|==)([\d.]+)")
 
@@ -126,8 +122,6 @@ def _runtime_directory() -> Finding:
     try:
         free_bytes = shutil.disk_usage(directory.path).free
         parent = directory.path.parent
-        if len(os.fsencode(directory.path / _LONGEST_SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
-            return _fault("runtime folder", f"{parent} is too long a path for a socket", fix)
         if free_bytes < _MIN_TEMPORARY_BYTES:
             return _fault("runtime folder", f"{parent} has only {free_bytes >> 20} MiB left", "free some")
         return _fine("runtime folder", f"in {parent}, which may be written to")

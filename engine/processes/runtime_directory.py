@@ -1,7 +1,8 @@
 """A private directory for one engine process, and the removal of abandoned ones.
 
 Owns: the directory (mode 0700) and the lock in it, which its owner holds as long as it runs. A killed server
-leaves its directory behind; the next server finds the lock free and removes it.
+leaves its directory behind; the next server finds the lock free and removes it. It is in TMPDIR unless that
+has a longer path than sockets may have.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ from pathlib import Path
 
 _PREFIX = "tokenyard-"
 _LOCK = "lock"
+_MOST_PARENT_BYTES = 75
+"""Room for 32 bytes more: sockets are in the directory, and the path of one has at most 107 (unix(7))."""
 
 
 class RuntimeDirectory:
@@ -25,8 +28,11 @@ class RuntimeDirectory:
     @classmethod
     def make(cls) -> "RuntimeDirectory":
         """Make a directory and remove abandoned ones. Raises OSError."""
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > _MOST_PARENT_BYTES:
+            parent = "/tmp"
+        _remove_abandoned(Path(parent))
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(path, lock)

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from engine.processes.runtime_directory import RuntimeDirectory
 
 
 @pytest.fixture(autouse=True)
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # pytest's own may have too long a path
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield Path(short)
 
 
 def test_nobody_else_can_enter_and_nothing_is_left() -> None:
@@ -21,6 +24,19 @@ def test_nobody_else_can_enter_and_nothing_is_left() -> None:
     assert directory.path.stat().st_mode & 0o777 == 0o700
     directory.remove()
     assert not directory.path.exists()
+
+
+def test_sockets_fit_however_long_the_path_of_the_temporary_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("a" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    directory = RuntimeDirectory.make()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory.path / "to-engine"))
+    directory.remove()
+    assert not list(long.iterdir())
 
 
 def test_what_is_in_use_is_left_alone_and_what_was_abandoned_goes(parent: Path) -> None:

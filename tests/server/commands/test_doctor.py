@@ -121,19 +121,11 @@ def test_a_checkpoint_without_a_tokenizer_or_template_is_found(
     assert (code, found["tokenizer"]["verdict"]) == (1, "fault")
 
 
-@pytest.mark.parametrize("name", ["missing", "long"])
-def test_a_folder_that_cannot_hold_the_sockets_is_found(
-    name, tiny_model, tmp_path, examine, monkeypatch, no_survey
-) -> None:
-    folder = tmp_path / ("x" * 120) if name == "long" else tmp_path / "missing"
-    if name == "long":
-        folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+def test_a_missing_folder_for_the_sockets_is_found(tiny_model, examine, monkeypatch, no_survey) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/tokenyard-is-not-here")
     code, found = examine(str(tiny_model))
     assert code == 1
     assert "TMPDIR" in found["runtime folder"]["fix"]
-    if name == "long":
-        assert not list(folder.iterdir()), "nothing is left behind"
 
 
 def test_few_open_files_mean_few_connections(tiny_model: Path) -> None:
