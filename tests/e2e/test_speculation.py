@@ -110,7 +110,7 @@ def test_two_engines_with_drafts_answer_as_one_without(
         def drafted() -> bool:
             found = list(clients.map(lambda each: post(server, "/v1/completions", **each), asked))
             assert [each["choices"] for each in found] == expected
-            written = [traces.with_name(f"steps-{engine}.jsonl").read_text() for engine in range(2)]
+            written = [each.read_text() for each in traces.parent.glob("steps-*.jsonl")]
             return any('"drafts":' in each for each in written)
 
         wait_for(drafted, within_s=30.0)
