@@ -78,9 +78,8 @@ class ActiveRequests:
         self._dispatcher: Dispatcher[AnyActive] = Dispatcher(config.num_engines, config.scheduler)
         self._chooses = config.num_engines > 1
         self._reads_prefixes = config.scheduler.prefix_caching is PrefixCaching.ON
-        if (
-            not self._chooses
-        ):  # it gets all that is admitted; the client of this class asks whether it is ready
+        if not self._chooses:
+            # It gets all that is admitted; the client of this class asks whether it is ready.
             self._dispatcher.open(0, _ONE_ENGINE)
         self._next_id = 1
         self._by_id: dict[str, AnyActive] = {}
@@ -456,8 +455,8 @@ class ActiveRequests:
 
     def _note_start(self, active: AnyActive, start: SequenceStart, now_s: float) -> None:
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
-        in_line_s = active.sent_s - active.arrived_s if self._chooses else 0.0
-        start = replace(start, queue_s=start.queue_s + in_line_s)
+        if self._chooses:
+            start = replace(start, queue_s=start.queue_s + active.sent_s - active.arrived_s)
         self._dispatcher.note_start(active.ticket)
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:
