@@ -102,17 +102,15 @@ async def test_stopping_does_not_wait_for_the_back_off(folder: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_folder_for_sockets_with_too_long_a_name_is_reported_and_leaves_nothing(
+async def test_a_folder_for_sockets_that_is_missing_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = folder / ("x" * 120)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
     engine = make_processes(folder, monkeypatch, "", [])
     gave_up = await asyncio.wait_for(engine.run(), 30)
     assert gave_up is not None
     assert "could not be started" in gave_up.what
-    assert not list(long.iterdir())
+    assert "missing" in gave_up.what
 
 
 async def test_messages_that_come_faster_than_they_are_sent_on_do_not_stop_the_others(
