@@ -224,7 +224,7 @@ def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
 def test_the_first_hour_asks_for_parts_that_exist_within_ten_minutes_a_command() -> None:
     script = (ROOT / "campaigns" / "gpu" / "first_hour.sh").read_text()
     cases = re.findall(r"^  (\w+)\)\n(.*?);;", script, re.M | re.S)
-    assert [name for name, _ in cases] == ["works", "numbers", "more"]
+    assert [name for name, _ in cases] == ["works", "numbers", "more", "served"]
     for name, body in cases:
         asked = re.findall(r"measure \$\(\((\d+) \*.*?\)\) (\S+)", body)
         assert {part for _, parts in asked for part in parts.split(",")} <= catalogue.BY_NAME.keys()
@@ -240,7 +240,7 @@ def test_a_word_that_is_no_command_of_the_first_hour_is_refused_with_its_use() -
         check=False,
     )
     assert done.returncode == 2
-    assert "works|numbers|more|all FOLDER" in done.stdout
+    assert "works|numbers|more|served|all FOLDER" in done.stdout
 
 
 @pytest.mark.parametrize("part", [anchors, pool])

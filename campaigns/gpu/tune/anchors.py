@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 _SHAPES = ("llama-3.1-8b", "qwen3-0.6b")
 _TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048, 8192)
 _PROMPTS = (2048, 8192, 32_768)
-_DECODES = tuple(Load(count, context, 1) for count in (1, 16, 64, 256) for context in (1024, 8192, 32_768))
+_DECODES = tuple(
+    Load(count, context, 1) for count in (1, 16, 64, 256) for context in (1024, 8192, 32_768, 131_072)
+)
 _MOST_KV_BYTES = 64 << 30
 _LARGEST_FP8 = 448.0
 _BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
