@@ -249,8 +249,9 @@ def test_what_is_measured_beside_our_kernels_is_told(part: Any, settings: Settin
     tables = read_record(settings.out, "found")["tables"]
     assert all(table["rows"] for table in tables)
     if part is anchors:
-        plain, scaled, decodes, prompts = tables
-        assert len(plain["rows"]) == len(scaled["rows"]) == 2 * 5
+        plain, scaled, few, decodes, prompts = tables
+        assert len(plain["rows"]) == len(scaled["rows"]) == len(few["rows"]) == 2 * 5
+        assert all(row[3].endswith("us") for row in few["rows"])
         assert all(float(row[-1]) < 0.01 for row in scaled["rows"]), "FP8 here has the products of FP8"
         assert [row[2] for row in prompts["rows"]] == ["ours", "cuDNN", "FlashAttention"]
         assert decodes["rows"][0][2].endswith("us")

@@ -11,10 +11,13 @@ Shapes: T tokens, N outputs, K inputs.
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import TritonError
 
 from worker.devices.device import Device
 from worker.gpu.gpu_products import product_of
@@ -78,6 +81,16 @@ class FoldedProduct:
         else:
             self._product.multiply_and_add(residual_TN, x_TK, self._folds.multiplier)
 
+    @cached_property
+    def _kernel_folds(self) -> Folds:
+        """Give the norm's weight in the rows' dtype, where that is exact: it takes half the instructions."""
+        norm = self._folds.norm
+        if norm is None:
+            return self._folds
+        weight_H = norm.weight_H.to(self._numbers_NK.dtype)
+        is_exact = torch.equal(weight_H.float(), norm.weight_H)
+        return self._folds._replace(norm=replace(norm, weight_H=weight_H)) if is_exact else self._folds
+
     def _by_us(self, skinny: _Skinny, x_TK: Tensor, out_TN: Tensor | None) -> Tensor:
         linear = self._linear
         assert isinstance(linear.weight, PlainWeight)
@@ -85,7 +98,7 @@ class FoldedProduct:
             x_TK.contiguous(),
             linear.weight.numbers_NK,
             linear.bias_N,
-            self._folds,
+            self._kernel_folds,
             skinny.tiles,
             out_TN=out_TN,
             arrivals=skinny.arrivals,
@@ -166,7 +179,11 @@ def choose_products(products: Iterable[FoldedProduct], device: Device) -> None:
         if kind is not None:
             kinds[kind].append(product)
     for alike in kinds.values():
-        _choose(alike, device)
+        try:
+            _choose(alike, device)
+        except (TritonError, RuntimeError) as error:  # a smaller device may not have room for it
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("our product of %s cannot be tried: %s; cuBLAS stays", alike[0].describe(), reason)
 
 
 @torch.inference_mode()

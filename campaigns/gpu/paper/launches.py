@@ -167,7 +167,7 @@ def _few_rows() -> Iterator[Case]:
         hidden, gates = shape.hidden_size, shape.intermediate_size
         queries = shape.num_attention_heads * shape.head_dim
         merged = queries + 2 * shape.num_key_value_heads * shape.head_dim
-        by = RmsNorm(_new(hidden, dtype=torch.float32), 1e-5)
+        by = RmsNorm(_new(hidden), 1e-5)
         for what, outputs, inputs, folds in (
             ("norm, query-key-value", merged, hidden, Folds(by)),
             ("attention's output, added", hidden, queries, Folds(is_added=True)),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from triton import TritonError
 
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from tests.worker.gpu.test_attention_compiled import Recorder
@@ -160,6 +161,18 @@ def test_ours_is_left_where_it_computes_something_else(launches, monkeypatch, ca
     assert "24 x 32 with its norm is wrong" in caplog.text
 
 
+@pytest.mark.parametrize("error", [TritonError("out of resource: shared memory"), torch.OutOfMemoryError()])
+def test_ours_is_left_where_it_cannot_be_launched(monkeypatch, caplog, error):
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(skinny, "multiply_skinny", fail)
+    product = normed_product()
+    choose_products([product], Stopwatch({1: (2.0, 1.0)}))
+    product.multiply(torch.randn(1, 32))
+    assert "24 x 32 with its norm cannot be tried" in caplog.text
+
+
 def test_ours_is_left_where_it_is_no_faster_and_where_time_tells_nothing(launches):
     product = normed_product()
     choose_products([product], Stopwatch({size: (1.0, 1.0) for size in (1, 4, 16)}))
@@ -189,14 +202,15 @@ def launched(shape: tuple[int, int], folds: Folds, dtype: torch.dtype = torch.bf
     return noted["skinny_kernel"]
 
 
-NORM = RmsNorm(torch.empty(4096), 1e-5)
+NORM, WIDE_NORM = RmsNorm(torch.empty(4096).bfloat16(), 1e-5), RmsNorm(torch.empty(4096), 1e-5)
 FOR_HOPPER = {
     "queries, keys and values": launched((6144, 4096), Folds(NORM)),
     "gates": launched((28672, 4096), Folds(NORM, GateActivation.SILU)),
+    "gates behind a norm of wider numbers": launched((28672, 4096), Folds(WIDE_NORM, GateActivation.SILU)),
     "addition": launched((4096, 4096), Folds(is_added=True, multiplier=0.5)),
     "addition of parts": launched((1024, 3072), Folds(is_added=True)),
     "outputs": launched((8192, 4096), Folds()),
-    "float32": launched((4096, 4096), Folds(NORM, GateActivation.GELU_TANH), torch.float32),
+    "float32": launched((4096, 4096), Folds(WIDE_NORM, GateActivation.GELU_TANH), torch.float32),
 }
 
 

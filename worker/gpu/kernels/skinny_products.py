@@ -5,8 +5,8 @@ weight is read once, in the order in which it lies, by as many programs as keep 
 Never: decides where it is taken instead of cuBLAS (worker/gpu/skinny.py).
 Source: split-K products (Stream-K, arXiv:2301.03598); RMSNorm, arXiv:1910.07467; SwiGLU, arXiv:2002.05202.
 
-The scale of a row's norm is a factor of its sums. Each program adds up the row's squares on its way, and
-multiplies its sums at the end: nothing waits for a norm.
+The scale of a row's norm is a factor of its sums. Each program adds up the squares of all rows on its way, as
+a product of the rows with themselves, and multiplies its sums at the end: nothing waits for a norm.
 
 A product of few outputs is divided by its inputs as well. Each program leaves its part then, and the last to
 arrive adds them up, always in the same order.
@@ -48,7 +48,7 @@ class Folds(NamedTuple):
     """The work before and behind the product."""
 
     norm: RmsNorm | None = None
-    """The norm of the rows that are multiplied."""
+    """The norm of the rows that are multiplied; its weight in float32, or in the rows' own dtype."""
     activation: GateActivation = GateActivation.NONE
     """With one, the first half of the outputs are gates, and the others are multiplied by them."""
     is_added: bool = False
@@ -166,7 +166,7 @@ def _multiply_steps(
     """Go through some steps of the inputs; returns the sums of outputs, of ups, and rows' squares."""
     sums_TN = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
     ups_TN = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-    squares_T = tl.zeros([ROWS], dtype=tl.float32)
+    squares_TT = tl.zeros([ROWS, ROWS], dtype=tl.float32)
     x_T = x + rows_T * num_inputs
     weight_N = weight + outputs_N.to(tl.int64) * num_inputs
     up_N = weight_N + num_outputs.to(tl.int64) * num_inputs
@@ -180,14 +180,15 @@ def _multiply_steps(
         weight_NK = tl.load(weight_N[:, None] + inputs_K[None, :], mask=is_there_NK, other=0.0)
         x_TK = tl.load(x_T[:, None] + inputs_K[None, :], mask=is_row_TK, other=0.0)
         if norm_weight is not None:
-            wide_TK = x_TK.to(tl.float32)
-            squares_T += tl.sum(wide_TK * wide_TK, axis=1)
+            # Each program does this for all rows, so it has to be little: no number is widened.
+            squares_TT = tl.dot(x_TK, tl.trans(x_TK), squares_TT, input_precision="ieee")
             scale_K = tl.load(norm_weight + inputs_K, mask=inputs_K < num_inputs, other=0.0)
-            x_TK = (wide_TK * scale_K[None, :]).to(x_TK.dtype)
+            x_TK = (x_TK * scale_K[None, :]).to(x_TK.dtype)
         sums_TN = tl.dot(x_TK, tl.trans(weight_NK), sums_TN, input_precision="ieee")
         if ACTIVATION > 0:
             weight_NK = tl.load(up_N[:, None] + inputs_K[None, :], mask=is_there_NK, other=0.0)
             ups_TN = tl.dot(x_TK, tl.trans(weight_NK), ups_TN, input_precision="ieee")
+    squares_T = tl.sum(tl.where(rows_T[:, None] == rows_T[None, :], squares_TT, 0.0), axis=1)
     return sums_TN, ups_TN, squares_T
 
 
