@@ -32,7 +32,7 @@ class Pipeline:
         )
         self.now_s = 0.0
         self.busy_s = 0.0
-        """Of the first stage."""
+        """Busy seconds of the first stage."""
         self.num_empty = 0
         """Empty plans while some sequence could have had a share."""
         self._free_s = [0.0] * num_stages

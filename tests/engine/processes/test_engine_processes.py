@@ -118,7 +118,7 @@ async def test_messages_that_come_faster_than_they_are_sent_on_do_not_stop_the_o
 ) -> None:
     num_messages, turn = 500, 0
     turns: list[int] = []
-    """Of the event loop, in which each message was taken in."""
+    """Turn of the event loop in which each message was taken in."""
 
     def take(message: ToClient) -> None:
         time.sleep(0.002)
