@@ -207,6 +207,8 @@ FOR_HOPPER = {
     "queries, keys and values": launched((6144, 4096), Folds(NORM)),
     "gates": launched((28672, 4096), Folds(NORM, GateActivation.SILU)),
     "gates behind a norm of wider numbers": launched((28672, 4096), Folds(WIDE_NORM, GateActivation.SILU)),
+    "gates without a norm": launched((28672, 4096), Folds(activation=GateActivation.SILU)),
+    "gates of a small model": launched((6144, 1024), Folds(NORM, GateActivation.SILU)),
     "addition": launched((4096, 4096), Folds(is_added=True, multiplier=0.5)),
     "addition of parts": launched((1024, 3072), Folds(is_added=True)),
     "outputs": launched((8192, 4096), Folds()),

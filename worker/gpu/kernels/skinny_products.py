@@ -27,11 +27,13 @@ from worker.model.layer_parts import GateActivation, RmsNorm
 MOST_ROWS = 16
 """A tensor core's tile has as many at least."""
 _WIDE_OUTPUTS, _NARROW_OUTPUTS = 32, 16
-# 16 KiB of a weight in a step, of which four are on their way. A norm takes half of them for its registers.
+# 16 KiB of a weight in a step, of which four are on their way. A norm and gates want registers: fewer inputs,
+# and more steps on their way instead.
 _STEP_NUMBERS = 8192
 _FLOAT32_STEP_NUMBERS = 1024
-_NUM_STAGES = 4
-_NUM_WARPS, _NUM_WARPS_OF_NORMS = 4, 8
+_MOST_FOLDED_INPUTS = 128
+_NUM_STAGES, _NUM_FOLDED_STAGES = 4, 5
+_NUM_WARPS, _NUM_FOLDED_WARPS = 4, 8
 _LEAST_STEPS = 2
 """Fewest steps of a program, where a product is divided by its inputs."""
 
@@ -55,6 +57,11 @@ class Folds(NamedTuple):
     """The product, times `multiplier`, is added to what stands there."""
     multiplier: float = 1.0
 
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether a program has to see all inputs: squares of a row, or sums that a gate's function takes."""
+        return self.norm is not None or self.activation is not GateActivation.NONE
+
 
 def choose_skinny_tiles(weight_NK: Tensor, folds: Folds, num_processors: int) -> SkinnyTiles:
     """Choose tiles such that each processor has a program, where there is so much work."""
@@ -64,13 +71,9 @@ def choose_skinny_tiles(weight_NK: Tensor, folds: Folds, num_processors: int) ->
     is_narrow = num_outputs <= _NARROW_OUTPUTS * 2 * num_processors
     outputs = _NARROW_OUTPUTS if is_narrow else _WIDE_OUTPUTS
     step_numbers = _FLOAT32_STEP_NUMBERS if weight_NK.dtype == torch.float32 else _STEP_NUMBERS
-    is_split_by_inputs = folds.norm is None and folds.activation is GateActivation.NONE
-    if not is_split_by_inputs:
-        step_numbers //= 2
-    inputs = min(step_numbers // outputs, triton.next_power_of_2(num_inputs))
-    inputs = max(inputs, MOST_ROWS)
-    if not is_split_by_inputs:
-        return SkinnyTiles(outputs, inputs, 1)  # squares of a whole row; sums of a gate before its function
+    inputs = max(MOST_ROWS, min(step_numbers // outputs, triton.next_power_of_2(num_inputs)))
+    if folds.needs_whole_rows:
+        return SkinnyTiles(outputs, min(inputs, _MOST_FOLDED_INPUTS), 1)
     num_steps = triton.cdiv(num_inputs, inputs)
     wanted = triton.cdiv(num_processors, triton.cdiv(num_outputs, outputs))
     return SkinnyTiles(outputs, inputs, max(1, min(wanted, num_steps // _LEAST_STEPS)))
@@ -94,6 +97,7 @@ def multiply_skinny(
     num_rows, num_inputs = x_TK.shape
     num_outputs = weight_NK.shape[0]
     is_gated = folds.activation is not GateActivation.NONE
+    is_folded = folds.needs_whole_rows
     if is_gated:
         num_outputs //= 2
     if out_TN is None:
@@ -110,7 +114,8 @@ def multiply_skinny(
         ACTIVATION=int(folds.activation), ADDS=folds.is_added, SPLITS=tiles.splits,
         ROWS=MOST_ROWS, OUTPUTS=tiles.outputs, INPUTS=tiles.inputs,
         HAS_WHOLE_STEPS=num_inputs % tiles.inputs == 0,
-        num_warps=_NUM_WARPS if folds.norm is None else _NUM_WARPS_OF_NORMS, num_stages=_NUM_STAGES,
+        num_warps=_NUM_FOLDED_WARPS if is_folded else _NUM_WARPS,
+        num_stages=_NUM_FOLDED_STAGES if is_folded else _NUM_STAGES,
     )  # fmt: skip
     return out_TN
 
