@@ -155,9 +155,11 @@ def test_our_kernels_stay_where_the_library_is_wrong_slow_or_refuses(library, ch
     ],
     ids=str,
 )
-def test_layers_that_it_does_not_take_are_never_given_to_it(library, changed):
+def test_layers_that_it_does_not_take_are_never_given_to_it(library, changed, caplog):
+    caplog.set_level("INFO")
     tried(STEP._replace(**changed), Stopwatch(2.0, 1.0))
     assert not library.num_calls
+    assert ("is not given prompts of 2 KV heads of 8" in caplog.text) != ("dtype" in changed)
 
 
 def test_a_version_with_another_signature_is_refused_with_the_reason(library, monkeypatch, caplog):

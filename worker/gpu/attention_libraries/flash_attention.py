@@ -107,7 +107,11 @@ class FlashAttention3(TritonAttention):
         batch = self._work.batch
         shape = self._cache.layout.layers[layer_idx]
         kind = _Kind(shape, options, batch.num_decodes == batch.num_tokens)
-        if find_hindrance(kind, queries_THD.dtype):
+        hindrance = find_hindrance(kind, {queries_THD.dtype, self._cache.layout.dtype})
+        if hindrance:
+            if self._is_trial and kind not in self._taken and queries_THD.dtype in _TOLERANCE:
+                log.info("FlashAttention 3 is not given %s: %s", _describe(kind), hindrance)
+            self._taken[kind] = False
             return super().attend_written(layer_idx, queries_THD, options)
         if not self._is_trial:
             if not self._taken.get(kind, False):
@@ -140,7 +144,7 @@ class FlashAttention3(TritonAttention):
 
     def _try(self, kind: _Kind, layer_idx: int, queries_THD: Tensor, expected_THV: Tensor) -> None:
         """Compare; time where that is right, once. Waits for the device, which is allowed at load."""
-        named = f"FlashAttention 3 for {'decodes' if kind.is_of_decodes else 'prompts'} of {_describe(kind)}"
+        named = f"FlashAttention 3 for {_describe(kind)}"
         try:
             found_THV = self._attend_by_library(layer_idx, queries_THD, kind.options)
             error = float((found_THV.float() - expected_THV.float()).norm() / expected_THV.float().norm())
@@ -199,10 +203,13 @@ class FlashAttention3(TritonAttention):
         )
 
 
-def find_hindrance(kind: _Kind, dtype: torch.dtype) -> str:
-    """Say why layers stay with Triton's kernels whatever the trial says; empty if they need not."""
-    if dtype not in _TOLERANCE:
-        return f"its numbers are {dtype}"
+def find_hindrance(kind: _Kind, dtypes: set[torch.dtype]) -> str:
+    """Say why layers stay with Triton's kernels whatever the trial says; empty if they need not.
+
+    `dtypes` are those of queries and of the cache.
+    """
+    if len(dtypes) > 1 or not dtypes <= _TOLERANCE.keys():
+        return f"its numbers are {' and '.join(map(str, dtypes))}"
     if kind.options.sinks is not None:
         return "it has sinks"
     if kind.options.reach.most_tokens is not None:
@@ -215,7 +222,8 @@ def find_hindrance(kind: _Kind, dtype: torch.dtype) -> str:
 
 
 def _describe(kind: _Kind) -> str:
-    return f"{kind.shape.num_heads} KV heads of {kind.shape.key_dim}"
+    named = "decodes" if kind.is_of_decodes else "prompts"
+    return f"{named} of {kind.shape.num_heads} KV heads of {kind.shape.key_dim}"
 
 
 def _as_pages(layer: LayerCache) -> tuple[Any, Any]:
