@@ -33,7 +33,7 @@ from worker.startup.loader import (
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
-from worker.startup.start_adapters import targets_of
+from worker.startup.start_adapters import most_bytes, targets_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -68,7 +68,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee."""
     try:
         model = _build_without_content(kind)
-        shapes, targets = _probe(model, config)
+        shapes, targets = _probe(model, config, device)
     except KeyError as error:
         if ATTENTION_NAME in error.args:
             raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}") from error
@@ -110,7 +110,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         size=size,
         checkpoint_len=checkpoint_len,
         adapter_targets=targets,
-        adapter_bytes=targets.num_bytes(config.adapter_limits, layout.dtype),
+        adapter_bytes=most_bytes(config, targets, layout.dtype),
     )
 
 
@@ -135,7 +135,7 @@ def _build_without_content(kind: ModelKind) -> Any:
 
 
 @torch.inference_mode()
-def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
+def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[dict[int, Any], Targets]:
     def run(num_tokens: int) -> ProbeAttention:
         probe = ProbeAttention()
         with torch.device("meta"), active(probe):
@@ -143,4 +143,4 @@ def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
         return probe
 
-    return dict(run(2).shapes), targets_of(config, model, run)
+    return dict(run(2).shapes), targets_of(config, device, model, run)

@@ -69,6 +69,34 @@ def test_settings_mean_what_peft_means_by_them(
     check(base, tmp_path / "tuned", tuned, cpu_kernels=kernels)
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OF_EXPERTS = {
+    "all": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    "the way down, rank-stabilized": {
+        "target_modules": [],
+        "target_parameters": EXPERTS[1:],
+        "use_rslora": True,
+    },
+    "gates and ups, of another rank": {
+        "target_modules": ["o_proj"],
+        "target_parameters": EXPERTS[:1],
+        "rank_pattern": {r".*\.gate_up_proj": 3},
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*rank_pattern keys did not match any targeted module")  # it did
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("case", OF_EXPERTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_updates_of_experts_compute_what_pefts_model_does(
+    family: str, case: str, kernels: str, checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    base = checkpoints(family)
+    tuned = make(base, tmp_path / "tuned", r=4, **OF_EXPERTS[case])
+    check(base, tmp_path / "tuned", tuned, cpu_kernels=kernels)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "phi3"])
 def test_families_compute_what_pefts_model_does(
     family: str, checkpoints: MakeCheckpoint, tmp_path: Path
