@@ -30,7 +30,7 @@ class _Collected(NamedTuple):
 
 
 class DividedWorker:
-    """As a Worker that can be loaded again and again. Results are collected in order."""
+    """Worker that can be loaded again and again. Results are collected in order."""
 
     def __init__(self, num_shards: int, *, num_stages: int = 1, store: Path | None = None) -> None:
         self.num_shards, self.num_stages = num_shards, num_stages
