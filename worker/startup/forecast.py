@@ -22,6 +22,7 @@ from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.rope import longest_right_len
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     ModelKind,
@@ -86,15 +87,17 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     text_config = model.config.get_text_config(decoder=True)
     if len(layout.layers) < config.num_stages:
         raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
-    num_query_heads = getattr(text_config, "num_attention_heads", 0)
-    if num_query_heads % config.num_ranks:
-        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
+    _check_heads(config, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
+    adapter_bytes = most_bytes(config, targets, layout.dtype)
+    budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
+    if kernels_of(device).stacks_adapters:
+        budget_bytes = max(0, budget_bytes - adapter_bytes)
     size = size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes) // config.num_ranks,
+            budget_bytes=budget_bytes // config.num_ranks,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
@@ -110,8 +113,15 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         size=size,
         checkpoint_len=checkpoint_len,
         adapter_targets=targets,
-        adapter_bytes=most_bytes(config, targets, layout.dtype),
+        adapter_bytes=adapter_bytes,
     )
+
+
+def _check_heads(config: WorkerConfig, text_config: Any) -> None:
+    """Raise StartupError where ranks cannot divide the query heads."""
+    num_query_heads = getattr(text_config, "num_attention_heads", 0)
+    if num_query_heads % config.num_ranks:
+        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
 
 
 def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:

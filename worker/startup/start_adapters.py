@@ -17,9 +17,9 @@ from worker.adapters.adapter_store import AdaptableModel, AdapterStore
 from worker.adapters.adapter_targets import AdapterWay, Targets, adaptable_parts, find_targets
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, Reserve
-from worker.gpu.gpu_kernel_choice import obstacle
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind
 from worker.worker_config import AdapterFacts, WorkerConfig
 from worker.worker_errors import AdapterRefused, StartupError
@@ -37,7 +37,7 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
     """Raise StartupError where adapters are asked for and not computed."""
     if not config.adapter_limits.max_in_step:
         return
-    if device.is_gpu and (reason := obstacle(config)):
+    if reason := kernels_of(device).obstacle_to_adapters(config):
         raise StartupError(
             f"{_OPTIONS}: adapters on a GPU need its kernels, and there are none: {reason}",
             fix=f"leave --gpu-kernels on, add --device cpu, or {_LEFT_OUT}",
@@ -52,7 +52,7 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
 
 def refuse_adapters_alone(config: WorkerConfig, device: Device, why: str) -> None:
     """Raise StartupError where a GPU computes one sequence after the other; `why` it does."""
-    if config.adapter_limits.max_in_step and device.is_gpu:
+    if config.adapter_limits.max_in_step and kernels_of(device).stacks_adapters:
         raise StartupError(
             f"{_OPTIONS}: {why}, and such models compute adapters on CPUs only",
             fix=f"add --device cpu, or {_LEFT_OUT}",
@@ -66,7 +66,7 @@ def targets_of(
     if not config.adapter_limits.max_in_step:
         return Targets({}, {}, {})
     targets = find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
-    if device.is_gpu:
+    if kernels_of(device).stacks_adapters:
         return targets.without_experts("updates of experts are computed on CPUs only")
     return targets
 
@@ -115,8 +115,9 @@ def most_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> in
 
 def _check_memory(config: WorkerConfig, num_bytes: int, cache_bytes: int) -> None:
     limits = config.adapter_limits
-    # The caches are allocated, but their pages count as free until they are written.
-    left_bytes = available_memory_bytes() - cache_bytes * config.num_ranks * config.num_stages
+    # Caches are allocated, but their pages count as free until they are written; so does what others load.
+    num_processes = config.num_ranks * config.num_stages * config.num_engines
+    left_bytes = (available_memory_bytes() - cache_bytes * num_processes) // config.num_engines
     log.info("up to %s adapters in memory: %s at most", limits.max_in_memory, format_size(num_bytes))
     if num_bytes > left_bytes:
         raise StartupError(

@@ -82,7 +82,7 @@ def start_generating(
 def _open_adapters(
     config: WorkerConfig, loaded: LoadedModel, ready: ReadyModel[ModelRunner], device: Device
 ) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
-    if not device.is_gpu or not config.adapter_limits.max_in_step:
+    if not kernels_of(device).stacks_adapters or not config.adapter_limits.max_in_step:
         cache_bytes = ready.facts.kv_cache_bytes
         return open_adapters(config, loaded, ready.adapter_targets, in_torch(), cache_bytes=cache_bytes)
     from worker.startup.start_gpu_steps import adapters_by_triton  # only here, as above
