@@ -19,9 +19,15 @@ from engine.types import ServedAdapter
 class AdapterMetrics(Collector):
     """The families, on a server that computes adapters."""
 
-    def __init__(self, max_adapters: int, served: Callable[[], tuple[ServedAdapter, ...]]) -> None:
+    def __init__(
+        self,
+        max_adapters: int,
+        served: Callable[[], tuple[ServedAdapter, ...]],
+        in_line: Callable[[], tuple[str, ...]],
+    ) -> None:
+        """`in_line` returns the identities that requests wait with which no engine has yet."""
         self._max_adapters = max_adapters
-        self._served = served
+        self._served, self._in_line = served, in_line
         self._uses: dict[int, AdapterUse] = {}
 
     def beat(self, engine: int, use: AdapterUse | None) -> None:
@@ -33,7 +39,8 @@ class AdapterMetrics(Collector):
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         requests = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use; the time", labels=labels)
         uses = self._uses.values()
-        running, waiting = (_names(use.running for use in uses), _names(use.waiting for use in uses))
+        running = _names([use.running for use in uses])
+        waiting = _names([*(use.waiting for use in uses), self._in_line()])
         values = [str(self._max_adapters), running, waiting]
         requests.add_metric(values, time.time())
         yield requests

@@ -93,8 +93,10 @@ class AsyncEngine:
         self._adapters = AdapterRegistry(
             config.lora_directory, config.served_names, self._engines.send_all, self._health.ready_engines
         )
-        max_adapters = config.scheduler.max_adapters
-        self._adapter_metrics = AdapterMetrics(max_adapters, lambda: self._adapters.served)
+        max_adapters = config.scheduler.max_adapters * config.num_engines
+        self._adapter_metrics = AdapterMetrics(
+            max_adapters, lambda: self._adapters.served, self._adapters_in_line
+        )
         if max_adapters:
             self.metrics.registry.register(self._adapter_metrics)
         self._kv_events = None if config.kv_events is None else KVPublisher(config.kv_events)
@@ -336,6 +338,12 @@ class AsyncEngine:
         is_there = self._adapters.unload(name)
         self._info = replace(self.info, adapters=self._adapters.served)
         return is_there
+
+    def _adapters_in_line(self) -> tuple[str, ...]:
+        """Identities of the adapters of requests that no engine has."""
+        requests = (active.request for active in self._requests.line())
+        adapters = (each.adapter for each in requests if isinstance(each, GenerationRequest))
+        return tuple(adapter.identity for adapter in adapters if adapter is not None)
 
     def _name(self, report: dict[str, Any]) -> dict[str, Any]:
         """Add the names by which clients know the sequence: request and choice."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from worker.adapters.adapted_linear import NO_SLOT, AdaptablePart, StepAdapters
 from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, LowRank, read_adapter
 from worker.adapters.adapter_targets import Targets
+from worker.attention.interface import note_layer_begun
 from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_config import AdapterFacts, AdapterLimits
 from worker.worker_errors import AdapterRefused, SequenceRefused
@@ -156,6 +157,7 @@ class AdapterStore:
         slot = self._free.pop()
         for part in self._parts:
             part.put(slot, updates)
+            note_layer_begun()  # a mixture has thousands: the process shall not look as if it hung
         self._slots[identity] = slot
         log.info("adapter %s is in memory", identity)
 

@@ -190,7 +190,7 @@ async def test_a_new_engine_process_changes_adapters_of_the_start_only(engine: E
 async def test_the_gauges_say_running_and_waiting_apart_and_who_is_in_memory(engine: Engine) -> None:
     for name in ("a", "b", "c"):
         await engine.registry.load(name, "good", replaces=False)
-    metrics = AdapterMetrics(2, lambda: engine.registry.served)
+    metrics = AdapterMetrics(2, lambda: engine.registry.served, lambda: ("d@1", "b@1"))
     metrics.beat(0, AdapterUse(running=("a@0", "a@1"), waiting=("b@1",), resident=("a@1", "b@1")))
     metrics.beat(1, AdapterUse(running=("a@1",), waiting=("c@1",), resident=("b@1",)))
     metrics.beat(2, AdapterUse(running=("c@1",), resident=("c@1",)))
@@ -199,6 +199,6 @@ async def test_the_gauges_say_running_and_waiting_apart_and_who_is_in_memory(eng
     assert requests.samples[0].labels == {
         "max_lora": "2",
         "running_lora_adapters": "a",
-        "waiting_lora_adapters": "b,c",
+        "waiting_lora_adapters": "b,c,d",
     }
     assert {each.labels["adapter"]: each.value for each in in_memory.samples} == {"a": 1, "b": 2, "c": 0}
