@@ -68,8 +68,9 @@ def choose_skinny_tiles(weight_NK: Tensor, folds: Folds, num_processors: int) ->
     num_outputs, num_inputs = weight_NK.shape
     if folds.activation is not GateActivation.NONE:
         num_outputs //= 2
-    is_narrow = num_outputs <= _NARROW_OUTPUTS * 2 * num_processors
-    outputs = _NARROW_OUTPUTS if is_narrow else _WIDE_OUTPUTS
+    # Wide tiles need a program for each processor; half as many will do where warps would share a narrow tile.
+    enough = num_processors // 2 if folds.needs_whole_rows else num_processors
+    outputs = _NARROW_OUTPUTS if num_outputs <= _WIDE_OUTPUTS * enough else _WIDE_OUTPUTS
     step_numbers = _FLOAT32_STEP_NUMBERS if weight_NK.dtype == torch.float32 else _STEP_NUMBERS
     inputs = max(MOST_ROWS, min(step_numbers // outputs, triton.next_power_of_2(num_inputs)))
     if folds.needs_whole_rows:
