@@ -17,8 +17,8 @@ from torch import Tensor
 from worker.attention.interface import AttentionBackend, AttentionOptions
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
-from worker.gpu.attention_libraries import flash_attention
 from worker.gpu.device_batch import AttentionBatch
+from worker.gpu.trials import flash_attention
 from worker.gpu.triton_attention import TritonAttention
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm

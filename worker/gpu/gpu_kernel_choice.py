@@ -144,7 +144,7 @@ def reserve(
     """Measure the memory that steps hold beside weights and KV cache."""
     if obstacle(config):
         return NO_RESERVE
-    from worker.gpu.triton_frame import table_bytes
+    from worker.gpu.trials.triton_frame import table_bytes
 
     longest = config.max_model_len or checkpoint_len
     limits = step_limits(config, longest, config.block_size or _SMALLEST_BLOCK)

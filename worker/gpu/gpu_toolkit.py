@@ -15,9 +15,9 @@ from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
 from worker.gpu.gpu_products import TAKEN
-from worker.gpu.skinny import choose_products
+from worker.gpu.trials.skinny import choose_products
+from worker.gpu.trials.triton_frame import replace_frame
 from worker.gpu.triton_experts import TritonExperts
-from worker.gpu.triton_frame import replace_frame
 from worker.gpu.triton_layer import TritonLayer
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts

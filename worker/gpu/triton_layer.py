@@ -10,6 +10,7 @@ and the addition to the residual, the product adds as it writes its sums.
 Shapes: T tokens, H numbers of a hidden state, I gates, M numbers of a merged query, key and value row.
 """
 
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -18,12 +19,9 @@ from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
-<<<<<<< HEAD
 from worker.gpu.kernels.skinny_products import Folds
-from worker.gpu.skinny import FoldedProduct
-=======
+from worker.gpu.trials.skinny import FoldedProduct
 from worker.gpu.triton_adapters import AdaptedGpuProduct, GpuStepAdapters, TritonUpdates
->>>>>>> main
 from worker.model.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerParts, RmsNorm, Unrecognised
 from worker.model.linear import Linear
@@ -46,14 +44,9 @@ class TritonLayer(nn.Module):
             raise Unrecognised("it is given the angles of its heads in pairs")
         self._parts = parts = in_halves(parts, call)
         self._call = call
-<<<<<<< HEAD
         self._query_key_value = FoldedProduct(parts.query_key_value, Folds(norm=parts.attention_norm))
         self._attention_output = self._added(parts.attention_output, parts.after_attention_norm)
         self.products = [self._query_key_value, self._attention_output]
-=======
-        self._query_key_value: Product = product_of(parts.query_key_value)
-        self._attention_output: Product = product_of(parts.attention_output)
->>>>>>> main
         if isinstance(parts.mlp, GatedMlp):
             # An addition that needs a kernel of its own brings the norm with it.
             mlp_norm = parts.mlp_norm if self._attention_output.is_added else None
@@ -65,19 +58,13 @@ class TritonLayer(nn.Module):
 
     def adapt(self, name: str, step: GpuStepAdapters, num_slots: int) -> list[TritonUpdates]:
         """Make the layer's products compute updates of the modules that they were made of."""
-        updates = []
-        for product, linear, plan in zip(*self._linears(), plan_layer(self._parts, self._call), strict=True):
-            if plan is not None and linear is not None:
-                updates.append(TritonUpdates(name, plan, linear, step, num_slots))
-                setattr(self, product, AdaptedGpuProduct(getattr(self, product), updates[-1]))
+        updates: list[TritonUpdates] = []
+        plans = plan_layer(self._parts, self._call)[: len(self.products)]
+        for product, plan in zip(self.products, plans, strict=True):
+            if plan is not None:
+                updates.append(TritonUpdates(name, plan, product.linear, step, num_slots))
+                product.wrap(partial(AdaptedGpuProduct, updates=updates[-1]))
         return updates
-
-    def _linears(self) -> tuple[tuple[str, ...], tuple[Linear | None, ...]]:
-        """Return the names of the products, and their layers."""
-        parts, mlp = self._parts, self._parts.mlp
-        of_mlp = (mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else (None, None)
-        names = ("_query_key_value", "_attention_output", "_gate_up", "_down")
-        return names, (parts.query_key_value, parts.attention_output, *of_mlp)
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation | None = None, **__: Any

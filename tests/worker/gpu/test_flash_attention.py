@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.worker.gpu.test_attention_kernels import LAYER, Case, Step, assert_close
 from worker.devices.device import CpuDevice
-from worker.gpu.attention_libraries import flash_attention
-from worker.gpu.attention_libraries.flash_attention import FlashAttention3
 from worker.gpu.gpu_attention import choose_attention
+from worker.gpu.trials import flash_attention
+from worker.gpu.trials.flash_attention import FlashAttention3
 from worker.gpu.triton_attention import TritonAttention
 from worker.worker_config import WorkerConfig
 

@@ -27,8 +27,9 @@ from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
 from worker.gpu import gpu_kernel_choice as opening
-from worker.gpu import graphs, skinny
+from worker.gpu import graphs
 from worker.gpu.gpu_runner import GpuSteps
+from worker.gpu.trials import skinny
 from worker.gpu.triton_attention import TritonAttention
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps

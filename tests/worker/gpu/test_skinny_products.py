@@ -14,7 +14,6 @@ from triton import TritonError
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from tests.worker.gpu.test_attention_compiled import Recorder
 from worker.devices.device import CpuDevice
-from worker.gpu import skinny
 from worker.gpu.kernels import skinny_products
 from worker.gpu.kernels.skinny_products import (
     MOST_ROWS,
@@ -23,7 +22,8 @@ from worker.gpu.kernels.skinny_products import (
     choose_skinny_tiles,
     multiply_skinny,
 )
-from worker.gpu.skinny import FoldedProduct, choose_products
+from worker.gpu.trials import skinny
+from worker.gpu.trials.skinny import FoldedProduct, choose_products
 from worker.model.layer_parts import GateActivation, RmsNorm
 from worker.model.linear import Linear, PlainWeight
 from worker.worker_config import WorkerConfig
@@ -160,6 +160,23 @@ def test_ours_is_left_where_it_computes_something_else(launches, monkeypatch, ca
     product.multiply(x_TK)
     assert launches.count == before
     assert "24 x 32 with its norm is wrong" in caplog.text
+
+
+def test_a_product_that_adapters_update_is_given_normed_rows_and_folds_nothing(launches):
+    product, seen = normed_product(), []
+
+    class Watched:
+        def multiply(self, x_TK: Tensor) -> Tensor:
+            seen.append(x_TK)
+            return x_TK
+
+    choose_products([product], Stopwatch({size: (2.0, 1.0) for size in (1, 4, 16)}))
+    product.wrap(lambda plain: Watched())  # type: ignore[arg-type,return-value]
+    before, rows_TK = launches.count, torch.randn(2, 32) * 9
+    product.multiply(rows_TK)
+    assert torch.allclose(seen[0].square().mean(-1).sqrt(), torch.ones(2), atol=0.5)
+    assert product.kind() is None
+    assert launches.count == before
 
 
 @pytest.mark.parametrize("error", [TritonError("out of resource: shared memory"), torch.OutOfMemoryError()])

@@ -2,7 +2,7 @@
 
 Owns: the kernel, its tiles and its launch. A product of so few rows is as long as reading its weight: each
 weight is read once, in the order in which it lies, by as many programs as keep the memory busy.
-Never: decides where it is taken instead of cuBLAS (worker/gpu/skinny.py).
+Never: decides where it is taken instead of cuBLAS (worker/gpu/trials/skinny.py).
 Source: split-K products (Stream-K, arXiv:2301.03598); RMSNorm, arXiv:1910.07467; SwiGLU, arXiv:2002.05202.
 
 The scale of a row's norm is a factor of its sums. Each program adds up the squares of all rows on its way, as
@@ -68,7 +68,7 @@ def choose_skinny_tiles(weight_NK: Tensor, folds: Folds, num_processors: int) ->
     num_outputs, num_inputs = weight_NK.shape
     if folds.activation is not GateActivation.NONE:
         num_outputs //= 2
-    # Wide tiles need a program for each processor; half as many will do where warps would share a narrow tile.
+    # Wide tiles want a program for each processor; half as many will do where warps would share narrow ones.
     enough = num_processors // 2 if folds.needs_whole_rows else num_processors
     outputs = _NARROW_OUTPUTS if num_outputs <= _WIDE_OUTPUTS * enough else _WIDE_OUTPUTS
     step_numbers = _FLOAT32_STEP_NUMBERS if weight_NK.dtype == torch.float32 else _STEP_NUMBERS

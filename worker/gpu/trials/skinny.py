@@ -10,7 +10,7 @@ Shapes: T tokens, N outputs, K inputs.
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.gpu.gpu_products import product_of
+from worker.gpu.gpu_products import Product, product_of
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import norm
 from worker.gpu.kernels.skinny_products import (
@@ -57,9 +57,10 @@ class FoldedProduct:
     """One product of a layer; by cuBLAS until a trial has chosen our kernel for some numbers of rows."""
 
     def __init__(self, linear: Linear, folds: Folds) -> None:
-        self._linear, self._folds = linear, folds
+        self.linear, self._folds = linear, folds
         self._product = product_of(linear)
         self._skinny: _Skinny | None = None
+        self._is_wrapped = False
 
     @property
     def is_added(self) -> bool:
@@ -91,8 +92,12 @@ class FoldedProduct:
         is_exact = torch.equal(weight_H.float(), norm.weight_H)
         return self._folds._replace(norm=replace(norm, weight_H=weight_H)) if is_exact else self._folds
 
+    def wrap(self, wrapper: Callable[[Product], Product]) -> None:
+        """Compute by a product around the plain one, which is given normed rows: nothing is folded."""
+        self._product, self._skinny, self._is_wrapped = wrapper(self._product), None, True
+
     def _by_us(self, skinny: _Skinny, x_TK: Tensor, out_TN: Tensor | None) -> Tensor:
-        linear = self._linear
+        linear = self.linear
         assert isinstance(linear.weight, PlainWeight)
         return multiply_skinny(
             x_TK.contiguous(),
@@ -114,8 +119,10 @@ class FoldedProduct:
 
     def kind(self) -> Hashable | None:
         """Return a key of products that one trial speaks for; None where our kernel cannot take it."""
-        linear, folds = self._linear, self._folds
-        if not isinstance(linear.weight, PlainWeight) or not linear.weight.numbers_NK.is_contiguous():
+        linear, folds = self.linear, self._folds
+        if self._is_wrapped or not isinstance(linear.weight, PlainWeight):
+            return None
+        if not linear.weight.numbers_NK.is_contiguous():
             return None
         # A row before its norm, times the norm's weight, may be too large for float16.
         if folds.norm is not None and linear.weight.numbers_NK.dtype == torch.float16:
@@ -159,12 +166,12 @@ class FoldedProduct:
             ("addition", self._folds.is_added),
         )
         folded = "".join(f" with its {name}" for name, is_there in named if is_there)
-        return f"{' x '.join(map(str, self._linear.weight.shape))}{folded}"
+        return f"{' x '.join(map(str, self.linear.weight.shape))}{folded}"
 
     @property
     def _numbers_NK(self) -> Tensor:
-        assert isinstance(self._linear.weight, PlainWeight)
-        return self._linear.weight.numbers_NK
+        assert isinstance(self.linear.weight, PlainWeight)
+        return self.linear.weight.numbers_NK
 
 
 def _size_of(num_rows: int) -> int:
