@@ -115,6 +115,7 @@ class Planner:
         else:
             self._serve_running(plan)
             self._admission.admit_waiting(plan)
+        self._shares.ask_for_drafts(plan)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from scheduler.config import DraftAdmission
-from scheduler.messages import DraftReason, SequenceId
+from scheduler.draft_messages import DraftReason
+from scheduler.messages import SequenceId
 from scheduler.step.draft_choice import DraftRule, StepCosts
 from tests.fakes import make_sequence
 from tests.world import World, small_config

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
-from worker.attention.kv_cache import BlockLayout, KVCache
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.checkpoint_files import find_weights
@@ -53,6 +53,7 @@ class ReadyModel(Generic[AnyRunner]):
     """A model with its cache and its attention backend."""
 
     facts: ModelFacts
+    cache: KVCache
     host_pool: HostPool
     runner: AnyRunner
     backend: AttentionBackend
@@ -115,6 +116,7 @@ def start_loaded(
     _log_codes(loaded, stored_codes)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window),
+        cache=cache,
         host_pool=host_pool,
         runner=runner,
         backend=backend,
@@ -122,6 +124,21 @@ def start_loaded(
         adapter_targets=adapter_targets,
         surgery=surgery,
     )
+
+
+def start_beside(
+    config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck, stage: LoadStage
+) -> AttentionBackend:
+    """Try a second model over its part of a cache, and put kernels under it. Raises StartupError."""
+    loaded = check.loaded
+    fix_rope(loaded.model, loaded.text_config, check.max_model_len)
+    fix_temperatures(loaded.model)
+    expected = check.run()
+    if toolkit is None:
+        return check.backend
+    backend = toolkit.attention_over(check.cache)
+    _put_kernels(config, toolkit, replace(check, backend=backend), stage, expected)
+    return backend
 
 
 def _open_host_pool(
@@ -287,14 +304,18 @@ def _probe(
     return probe
 
 
-def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
+def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[int, LayerShape]:
     """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
     with refusing(loaded.model_type):
         probe = _probe(runner, device, np.arange(2), num_logits=1)
     if not probe.shapes:
         raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
+    return dict(sorted(probe.shapes.items()))
+
+
+def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
     return BlockLayout(
-        layers=dict(sorted(probe.shapes.items())),
+        layers=with_layers_beside(probe_shapes(device, loaded, runner), loaded.layers_beside),
         block_size=config.block_size or device.default_block_size,
         dtype=loaded.dtype,
     )

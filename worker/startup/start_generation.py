@@ -20,6 +20,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_adapters import open_adapters
+from worker.startup.start_drafting import load_draft, naming_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
@@ -30,7 +31,11 @@ def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
+    _refuse_early(config, device, ranks)
     loaded = load_model(config, kind, device, stage, ranks)
+    draft = load_draft(config, kind, loaded, device)
+    if draft is not None:
+        loaded = replace(loaded, layers_beside=draft.shapes)
     ready = start_generator(config, loaded, device, stage)
     cache_bytes = ready.facts.kv_cache_bytes
     adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
@@ -56,12 +61,12 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
-    if facts.runs_ahead or device.torch_device.type != "cpu":
-        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
-    elif is_divided(ranks):
-        refuse_speculation(config, "ranks verify no drafts yet")
-    else:
-        facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
+    if not (facts.runs_ahead or device.torch_device.type != "cpu" or is_divided(ranks)):
+        facts = replace(
+            facts,
+            max_drafts=config.speculation.num_speculative_tokens,
+            has_draft_model=draft is not None,
+        )
     generation = GenerationSteps(
         device=device,
         # The tokens of a stage's steps come with later plans, if it is not the last.
@@ -75,7 +80,18 @@ def start_generating(
         generation.adapt(adapters)
     if facts.max_drafts:
         generation.speculate(Drafter(config.speculation))
+    if draft is not None:
+        with naming_draft(config):
+            generation.speculate_with(open_draft(draft, ready, device, rows, sampler))
     return facts, generation
+
+
+def _refuse_early(config: WorkerConfig, device: Device, ranks: Ranks) -> None:
+    """Raise StartupError where steps verify no drafts, before anything is loaded."""
+    if device.torch_device.type != "cpu":
+        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
+    if is_divided(ranks):
+        refuse_speculation(config, "ranks verify no drafts yet")
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:
