@@ -36,7 +36,6 @@ _COST_LEARNING = 0.1
 _MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such
 _LEAST_GAIN = 1.03  # less is within the error of what is measured
 _PROBE_INTERVAL = 64
-_NUM_ASKED_TO_PROBE = 2
 _LEAST_SURVIVAL_OF_PROBE = 0.3
 _EXACT_SIZES = 16
 
@@ -155,14 +154,14 @@ class DraftRule:
     def ask(self, room: Mapping[SequenceId, int], *, num_decodes: int) -> dict[SequenceId, int]:
         """Choose the number of drafts that a model makes for each sequence, for a step of `num_decodes`.
 
-        `room` has the most of each. Now and then a few are asked for that are not expected to pay: nothing
-        else shows how often they are right.
+        `room` has the most of each. Now and then one is asked for though it is not expected to pay:
+        nothing else shows how often it is right.
         """
         if not self.costs.has_measured(num_decodes):
             return {}
         self._num_asks += 1
         if not self.pass_costs.largest or self._num_asks % _PROBE_INTERVAL == 0:
-            return {each: min(num, _NUM_ASKED_TO_PROBE) for each, num in room.items() if num}
+            return {each: 1 for each, num in room.items() if num}
         slots = self._slots({each: range(num) for each, num in room.items()})
         asked: dict[SequenceId, int] = {}
         for slot in slots[: self._num_worth_making(slots, num_decodes)]:

@@ -170,7 +170,7 @@ class TokenShares:
     def _num_worth_asking(self, seq: Sequence, plan: PlanDraft) -> int:
         """Count the drafts that a sequence may still have after all that this plan may bring."""
         num_brought = 1 + len(plan.draft_token_ids.get(seq.sequence_id, ()))
-        num_left = seq.max_length - len(seq.token_ids) - num_brought - 1
+        num_left = seq.max_length - seq.num_tokens - num_brought - 1
         return max(min(num_left, self._state.config.max_drafts), 0)
 
     def _keep_room(self, wanted: dict[SequenceId, int], plan: PlanDraft) -> None:

@@ -27,7 +27,7 @@ from worker.startup.self_check import SelfCheck
 from worker.steps.model_runner import EagerSteps, ModelRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
-from worker.worker_errors import StartupError
+from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ def naming_draft(config: WorkerConfig) -> Iterator[None]:
     """Say of an error that the draft model is meant. Raises StartupError."""
     try:
         yield
+    except FamilyRefused as error:
+        raise StartupError(
+            f"draft model {config.speculation.model_path}: {error.what}; one must keep its state in blocks",
+            fix="take one of another family (docs/models.md)",
+        ) from error
     except StartupError as error:
         raise StartupError(
             f"draft model {config.speculation.model_path}: {error.what}", fix=error.fix

@@ -42,6 +42,8 @@ class Speculated:
     adapters: Sequence[str] = ("",)
     """Requests take turns with them."""
     next_id: int = 1
+    offers: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """Drafts by sequence and number of tokens generated, of the last time."""
     num_drafted: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
@@ -72,11 +74,13 @@ class Speculated:
                 if len(answers[number][0]) >= 3 and answers[number][2] is None:
                     scheduler.finish_requests([SequenceId(first + number)], FinishReason.ABORTED)
                     self._take(scheduler.take_outputs().get(0, []), first, answers)
-            drafts = {
+            drafts: Drafts = {
                 seq.sequence_id: guess(seq.sequence_id - first, answers[seq.sequence_id - first][0])
                 for seq in scheduler.running_sequences()
             }
-            scheduler.update_draft_token_ids(drafts if result is None else self._drafts(drafts, result))
+            drafts = drafts if result is None else self._drafts(drafts, result)
+            self._note_offers(drafts, first, answers)
+            scheduler.update_draft_token_ids(drafts)
             check_invariants(scheduler)
         released = tuple(SequenceId(first + offset) for offset in range(len(requests)))
         self.worker.execute(scheduler.schedule(now_s=0.0)._replace(released=released))
@@ -85,6 +89,11 @@ class Speculated:
         self.num_accepted += stats.num_accepted_tokens
         self.num_preemptions += sum(count.num for count in stats.preemptions)
         return answers
+
+    def _note_offers(self, drafts: Drafts, first: int, answers: list[Answer]) -> None:
+        for sequence_id, offer in drafts.items():
+            number = sequence_id - first
+            self.offers[number, len(answers[number][0])] = offer
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self.worker.execute(plan)

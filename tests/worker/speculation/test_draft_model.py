@@ -14,7 +14,13 @@ from tests.worker.speculation.draft_checkpoints import write_draft
 from tests.worker.speculation.random_requests import random_request
 from tests.worker.speculation.speculated import ModelDrafted
 from tests.worker.speculation.test_verification import DEMO, EOS, TOKENIZER, Loaded, check_equal
-from worker.worker_config import DraftMethod, SpeculationConfig
+from worker.devices.device import CpuDevice
+from worker.doctor_findings import Verdict
+from worker.startup.forecast import forecast, foresee_draft, weight_bytes
+from worker.startup.loader import find_kind
+from worker.startup.survey import survey
+from worker.worker import Worker
+from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
 
@@ -94,6 +100,26 @@ def test_a_model_that_drafts_for_itself_is_right_however_its_blocks_have_moved(
     assert ("preemption_mode" in changes) == (world.num_preemptions > 0)
 
 
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_drafts_depend_on_the_text_alone_and_not_on_what_was_drafted_or_moved_before(
+    half_right: Loaded, mode: PreemptionMode
+) -> None:
+    requests = plain_requests(6, max_tokens=40)
+    often = ModelDrafted(*half_right, num_asked=4)
+    often.answers(requests)
+    assert often.num_accepted < often.num_drafted
+    seldom = ModelDrafted(
+        *half_right, {"num_blocks": 22, "preemption_mode": mode}, num_asked=4, next_id=100, ask_every=3
+    )
+    seldom.answers(requests)
+    assert seldom.num_preemptions > 0
+    both = often.offers.keys() & seldom.offers.keys()
+    assert len(both) > 10
+    for place in both:
+        pairs = zip(often.offers[place], seldom.offers[place], strict=False)
+        assert all(one == other for one, other in pairs), place
+
+
 def test_tokens_that_were_sampled_without_drafts_are_caught_up_and_cached_blocks_too(
     always_right: Loaded,
 ) -> None:
@@ -148,3 +174,22 @@ def test_only_a_scheduler_that_asks_gets_drafts_of_a_model(always_right: Loaded)
     world = ModelDrafted(*always_right, {"draft_supply": DraftSupply.FREE}, num_asked=3)
     world.answers(plain_requests(2))
     assert world.num_drafted == 0
+
+
+def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
+    config = WorkerConfig(
+        model_path=str(DEMO),
+        device="cpu",
+        kv_cache_bytes=4 << 20,
+        num_threads=1,
+        speculation=drafting(four_layers),
+    )
+    kind, device = find_kind(config), CpuDevice(config)
+    draft = foresee_draft(config, kind, device)
+    assert draft is not None
+    found = forecast(config, kind, device, weight_bytes(config, kind, device) + draft.weight_bytes, draft)
+    facts = Worker(config).load(lambda progress: None)
+    assert found.size.num_blocks == facts.num_blocks
+    memory = next(each for each in survey(config) if each.topic == "memory")
+    assert memory.verdict is Verdict.OK
+    assert "of the draft model" in memory.what
