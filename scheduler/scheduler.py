@@ -223,8 +223,7 @@ class Scheduler:
 
     def observe_step(self, plan: SchedulerOutput, seconds: float, passes: DraftPasses = ()) -> None:
         """Learn how long the worker took for a plan, and beside it for passes of a draft model."""
-        self._planner.observe_step(plan, seconds)
-        self._shares.observe_draft_passes(passes)
+        self._planner.observe_step(plan, seconds, passes)
 
     def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""

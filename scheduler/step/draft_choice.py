@@ -34,6 +34,10 @@ _LEARNING = 0.1  # weight of the latest outcome of a sequence
 _LEARNING_OF_ALL = 0.02
 _COST_LEARNING = 0.1
 _MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such
+_NUM_SETTLED = 10  # observations of a size, from which on it shows a trend
+_TREND_LEARNING = 0.05
+_LEAST_TREND, _MAX_TREND = 0.04, 0.1  # less is noise
+_LEAST_LEFT = 0.95
 _LEAST_GAIN = 1.03  # less is within the error of what is measured
 _PROBE_INTERVAL = 64
 _LEAST_SURVIVAL_OF_PROBE = 0.3
@@ -41,20 +45,37 @@ _EXACT_SIZES = 16
 
 
 class StepCosts:
-    """Measured seconds of steps without prompts, by their number of tokens; straight lines between."""
+    """Measured seconds of steps without prompts, by their number of tokens; straight lines between.
+
+    Growing contexts add time to steps of all sizes. So where settled sizes take more than they did, or less, for
+    a while, those that were not seen meanwhile follow: else they would look cheap.
+    """
 
     def __init__(self) -> None:
         self._means: dict[int, float] = {}
+        self._nums: dict[int, int] = {}  # of observations, of each size
+        self._trend = 0.0  # of late: time beyond the expected, as a part of it
         self._sizes: list[int] = []  # in order; some two hundred at most
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         size = _rounded(num_tokens)
         mean = self._means.get(size)
+        self._nums[size] = self._nums.get(size, 0) + 1
         if mean is None:
             self._means[size] = seconds
             self._sizes = sorted(self._means)
-        else:
-            self._means[size] = mean + _COST_LEARNING * (min(seconds, _MAX_SURPRISE * mean) - mean)
+            return
+        surprise = min(seconds / mean, _MAX_SURPRISE) - 1.0
+        if self._nums[size] >= _NUM_SETTLED:
+            self._trend += _TREND_LEARNING * (surprise - self._trend)
+            if abs(self._trend) > _LEAST_TREND:
+                self._shift(_COST_LEARNING * max(-_MAX_TREND, min(self._trend, _MAX_TREND)) * mean)
+        self._means[size] = mean * (1.0 + _COST_LEARNING * surprise)
+
+    def _shift(self, seconds: float) -> None:
+        """Add so much to the time of all sizes; they keep most of it if that is less than nothing."""
+        for size, mean in self._means.items():
+            self._means[size] = max(mean + seconds, _LEAST_LEFT * mean)
 
     def has_measured(self, num_tokens: int) -> bool:
         return _rounded(num_tokens) in self._means

@@ -275,7 +275,7 @@ def test_a_scheduler_that_plans_nothing_is_reported_and_not_waited_for(
         run([SimRequest(arrival_s=0.0, prompt_len=5, max_tokens=5)])
 
 
-BURST = [SimRequest(arrival_s=0.0, prompt_len=32, max_tokens=120) for _ in range(4)]
+BURST = [SimRequest(arrival_s=0.0, prompt_len=32, max_tokens=500) for _ in range(4)]
 
 
 def with_rates(*rates: float, pass_s: float = 0.0, **changes: object) -> RunReport:
@@ -286,7 +286,7 @@ def with_rates(*rates: float, pass_s: float = 0.0, **changes: object) -> RunRepo
 def test_drafts_that_hold_make_fewer_steps_and_take_the_time_of_their_tokens() -> None:
     plain, drafted = run(BURST), with_rates(1.0, 1.0, 1.0, draft_admission="all")
     assert drafted.accepted_share == 1.0
-    assert drafted.num_steps == pytest.approx(plain.num_steps / 4, abs=3)
+    assert drafted.num_steps == pytest.approx(plain.num_steps / 4, abs=4)
     assert drafted.classes[0].num_output_tokens == plain.classes[0].num_output_tokens
     assert with_rates(0.6, 0.6) == with_rates(0.6, 0.6), "the same to the last bit"
 
@@ -297,7 +297,7 @@ def test_the_rule_of_the_server_chooses_among_simulated_drafts(rate: float, pass
     chosen = with_rates(rate, rate, rate, pass_s=pass_s).duration_s
     forced = with_rates(rate, rate, rate, pass_s=pass_s, draft_admission="all").duration_s
     assert chosen <= 1.03 * plain
-    assert chosen <= 1.08 * forced, "of 120 tokens, the first steps measure"
+    assert chosen <= 1.1 * forced, "the first steps measure, and the context grows fast"
 
 
 def test_variants_may_have_other_drafts() -> None:

@@ -95,6 +95,19 @@ def test_costs_between_measured_sizes_lie_between_and_one_hiccup_counts_little()
     assert costs.seconds(5) < 0.021
 
 
+def test_sizes_that_are_not_seen_follow_a_growing_context_and_no_noise() -> None:
+    random, costs = Random(1), StepCosts()
+    for _ in range(300):
+        costs.observe(4, 0.020 * random.uniform(0.9, 1.1))
+        costs.observe(16, 0.032 * random.uniform(0.9, 1.1))
+    for _ in range(300):
+        costs.observe(16, 0.032 * random.uniform(0.9, 1.1))
+    assert costs.seconds(4) == pytest.approx(0.020, rel=0.06)
+    for step in range(300):
+        costs.observe(16, 0.032 + 0.0003 * step)
+    assert costs.seconds(4) > 0.020 + 0.6 * 0.09
+
+
 def test_the_scheduler_verifies_what_pays_and_says_why() -> None:
     config = small_config(num_blocks=64, draft_admission=DraftAdmission.PAYING, max_drafts=4)
     world = World(config, max_drafts=3)

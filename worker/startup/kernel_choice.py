@@ -30,6 +30,8 @@ class KernelChoice(NamedTuple):
     """Measure the memory that generation holds beside weights and KV cache."""
     saturating_tokens: int
     """The rows from which on products get no faster; 0 where more are always better."""
+    why_no_drafts: str | None = None
+    """The reason why steps verify no drafts; None if they do."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -49,6 +51,7 @@ _ON_GPU = KernelChoice(
     gpu_kernel_choice.open_toolkit,
     _reserve_on_gpu,
     saturating_tokens=0,
+    why_no_drafts="the steps of a GPU verify no drafts yet",
 )
 
 

@@ -84,18 +84,17 @@ def start_loaded(
 ) -> ReadyModel[AnyRunner]:
     """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
-    stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
+    stage.enter(LoadPhase.MEASURING)
     whole_layout = _probe_layout(config, device, loaded, runner)
     layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
     adapter_targets = _find_targets(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
-    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
-    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
+    size = _agreed(_size(config, layouts.all_stages, budget_bytes // ranks.size, checkpoint_len), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
-    fix_rope(loaded.model, loaded.text_config, size.max_model_len)
-    fix_temperatures(loaded.model)
+    _correct(loaded, size.max_model_len)
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = _small_cache(device, whole_layout) if is_divided(ranks) else cache
     backend: AttentionBackend = RefAttention(whole_cache, device)
@@ -126,13 +125,17 @@ def start_loaded(
     )
 
 
+def _correct(loaded: LoadedModel, max_model_len: int) -> None:
+    """Correct what transformers' model computes wrongly in a batch of several lengths."""
+    fix_rope(loaded.model, loaded.text_config, max_model_len)
+    fix_temperatures(loaded.model)
+
+
 def start_beside(
     config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck, stage: LoadStage
 ) -> AttentionBackend:
     """Try a second model over its part of a cache, and put kernels under it. Raises StartupError."""
-    loaded = check.loaded
-    fix_rope(loaded.model, loaded.text_config, check.max_model_len)
-    fix_temperatures(loaded.model)
+    _correct(check.loaded, check.max_model_len)
     expected = check.run()
     if toolkit is None:
         return check.backend

@@ -20,10 +20,10 @@ from worker.memory_sizes import format_size
 from worker.model.rope import longest_right_len
 from worker.progress import LoadStage
 from worker.sampling.row_sampler import RowSampler
-from worker.speculation.draft_model import DraftModel, DraftSizes
 from worker.startup.loader import LoadedModel, ModelKind, find_kind, load_model
 from worker.startup.ready_model import ReadyModel, probe_shapes, start_beside
 from worker.startup.self_check import SelfCheck
+from worker.steps.draft_model import DraftModel, DraftSizes
 from worker.steps.model_runner import EagerSteps, ModelRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig

@@ -31,7 +31,8 @@ def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
-    _refuse_early(config, device, ranks)
+    if (reason := _why_no_drafts(device, ranks)) is not None:
+        refuse_speculation(config, reason)
     loaded = load_model(config, kind, device, stage, ranks)
     draft = load_draft(config, kind, loaded, device)
     if draft is not None:
@@ -40,17 +41,8 @@ def start_generating(
     cache_bytes = ready.facts.kv_cache_bytes
     adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
     facts = replace(ready.facts, adapters=adapter_facts)
-    grammars = Grammars(
-        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
-    )
-    grammars.open_ahead()
-    rows = RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
-    )
+    grammars = _open_grammars(config, facts)
+    rows = _open_rows(config, facts)
     steps: StepRunner
     sampler: RowSampler
     if ready.toolkit is not None and ready.toolkit.runs_ahead:
@@ -61,12 +53,9 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
-    if not (facts.runs_ahead or device.torch_device.type != "cpu" or is_divided(ranks)):
-        facts = replace(
-            facts,
-            max_drafts=config.speculation.num_speculative_tokens,
-            has_draft_model=draft is not None,
-        )
+    if _why_no_drafts(device, ranks) is None:
+        max_drafts = config.speculation.num_speculative_tokens
+        facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
     generation = GenerationSteps(
         device=device,
         # The tokens of a stage's steps come with later plans, if it is not the last.
@@ -86,12 +75,27 @@ def start_generating(
     return facts, generation
 
 
-def _refuse_early(config: WorkerConfig, device: Device, ranks: Ranks) -> None:
-    """Raise StartupError where steps verify no drafts, before anything is loaded."""
-    if device.torch_device.type != "cpu":
-        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
-    if is_divided(ranks):
-        refuse_speculation(config, "ranks verify no drafts yet")
+def _open_grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars:
+    grammars = Grammars(
+        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+    )
+    grammars.open_ahead()
+    return grammars
+
+
+def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
+    return RowTable(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+        sliding_window=facts.sliding_window,
+    )
+
+
+def _why_no_drafts(device: Device, ranks: Ranks) -> str | None:
+    """Say why steps verify no drafts; None if they do."""
+    return "ranks verify no drafts yet" if is_divided(ranks) else kernels_of(device).why_no_drafts
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:

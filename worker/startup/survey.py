@@ -118,8 +118,8 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
 
 def _look_at_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
     """Raise StartupError for a draft model that cannot be served; None for one that cannot be foreseen."""
-    if device.torch_device.type != "cpu":
-        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
+    if (reason := kernels_of(device).why_no_drafts) is not None:
+        refuse_speculation(config, reason)
     try:
         return foresee_draft(config, kind, device)
     except CannotForesee:

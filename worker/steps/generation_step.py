@@ -28,8 +28,8 @@ from scheduler.messages import (
 from worker.adapters.adapter_store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
-from worker.speculation.draft_model import DraftModel
 from worker.speculation.drafter import Drafter
+from worker.steps.draft_model import DraftModel
 from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
 from worker.steps.model_runner import StepRunner

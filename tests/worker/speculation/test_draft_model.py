@@ -180,7 +180,7 @@ def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
     config = WorkerConfig(
         model_path=str(DEMO),
         device="cpu",
-        kv_cache_bytes=4 << 20,
+        kv_cache_bytes=32 << 20,
         num_threads=1,
         speculation=drafting(four_layers),
     )
