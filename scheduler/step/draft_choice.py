@@ -47,8 +47,8 @@ _EXACT_SIZES = 16
 class StepCosts:
     """Measured seconds of steps without prompts, by their number of tokens; straight lines between.
 
-    Growing contexts add time to steps of all sizes. So where settled sizes take more than they did, or less, for
-    a while, those that were not seen meanwhile follow: else they would look cheap.
+    Growing contexts add time to steps of all sizes. So where settled sizes take more than they did, or less,
+    for a while, those not seen meanwhile follow: else they would look cheap.
     """
 
     def __init__(self) -> None:

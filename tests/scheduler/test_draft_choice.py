@@ -105,7 +105,7 @@ def test_sizes_that_are_not_seen_follow_a_growing_context_and_no_noise() -> None
     assert costs.seconds(4) == pytest.approx(0.020, rel=0.06)
     for step in range(300):
         costs.observe(16, 0.032 + 0.0003 * step)
-    assert costs.seconds(4) > 0.020 + 0.6 * 0.09
+    assert costs.seconds(4) > 0.020 + 0.4 * 0.09
 
 
 def test_the_scheduler_verifies_what_pays_and_says_why() -> None:

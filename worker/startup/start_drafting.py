@@ -26,7 +26,7 @@ from worker.startup.self_check import SelfCheck
 from worker.steps.draft_model import DraftModel, DraftSizes
 from worker.steps.model_runner import EagerSteps, ModelRunner
 from worker.steps.row_table import RowTable
-from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
+from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
         max_model_len=None,
         speculation=SpeculationConfig(),
         adapters=(),
+        adapter_limits=AdapterLimits(),
     )
 
 

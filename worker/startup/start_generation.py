@@ -6,6 +6,8 @@ Never: runs a plan.
 
 from dataclasses import replace
 
+from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.adapter_targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
@@ -24,7 +26,7 @@ from worker.startup.start_drafting import load_draft, naming_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
-from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_config import AdapterFacts, ModelFacts, WorkerConfig
 
 
 def start_generating(
@@ -38,8 +40,7 @@ def start_generating(
     if draft is not None:
         loaded = replace(loaded, layers_beside=draft.shapes)
     ready = start_generator(config, loaded, device, stage)
-    cache_bytes = ready.facts.kv_cache_bytes
-    adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
+    adapters, adapter_facts = _open_adapters(config, loaded, ready, device)
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = _open_grammars(config, facts)
     rows = _open_rows(config, facts)
@@ -96,6 +97,18 @@ def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
 def _why_no_drafts(device: Device, ranks: Ranks) -> str | None:
     """Say why steps verify no drafts; None if they do."""
     return "ranks verify no drafts yet" if is_divided(ranks) else kernels_of(device).why_no_drafts
+
+
+def _open_adapters(
+    config: WorkerConfig, loaded: LoadedModel, ready: ReadyModel[ModelRunner], device: Device
+) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
+    if not kernels_of(device).stacks_adapters or not config.adapter_limits.max_in_step:
+        cache_bytes = ready.facts.kv_cache_bytes
+        return open_adapters(config, loaded, ready.adapter_targets, in_torch(), cache_bytes=cache_bytes)
+    from worker.startup.start_gpu_steps import adapters_by_triton  # only here, as above
+
+    way = adapters_by_triton(config, ready.runner, device)
+    return open_adapters(config, loaded, ready.adapter_targets, way, cache_bytes=None)
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:

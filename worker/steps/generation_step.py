@@ -78,8 +78,7 @@ class GenerationSteps:
         self._draft_model = draft_model
 
     def adapt(self, adapters: AdapterStore) -> None:
-        """Compute with adapters from now on; only where a launch computes at once."""
-        assert not self._works_ahead
+        """Compute with adapters from now on."""
         self.adapters = adapters
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
