@@ -30,6 +30,12 @@ CASES = {
         "alpha_pattern": {r".*\.0\..*": 3},
     },
     "some layers": {"r": 16, "target_modules": ["o_proj", "up_proj"], "layers_to_transform": [0, 2]},
+    "weights by name": {
+        "r": 4,
+        "target_modules": ["v_proj"],
+        "target_parameters": ["q_proj.weight"],
+        "alpha_pattern": {r".*q_proj\.weight": 3},
+    },
     "all but some": {
         "r": 4,
         "target_modules": ["q_proj", "k_proj"],
@@ -64,6 +70,7 @@ def check(base: Path, folder: Path, tuned: Any, **options: object) -> None:
         token_ids.append(max(found, key=found.__getitem__))
 
 
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module")  # they did
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("case", CASES)
 def test_settings_mean_what_peft_means_by_them(
@@ -102,6 +109,13 @@ def test_updates_of_experts_compute_what_pefts_model_does(
     check(base, tmp_path / "tuned", tuned, cpu_kernels=kernels)
 
 
+def test_experts_of_sequences_that_are_computed_alone_take_updates(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    base = checkpoints("qwen3_next")
+    check(base, tmp_path / "tuned", make(base, tmp_path / "tuned", r=4, **OF_EXPERTS["all"]))
+
+
 def write_modules_of_experts(folder: Path, targets: list[str]) -> None:
     """Write an adapter of each expert's modules, in the sizes of qwen3_moe here."""
     torch.manual_seed(4)
@@ -134,19 +148,25 @@ def test_updates_of_each_experts_modules_compute_what_peft_makes_of_them(
     tuned = peft.PeftModel.from_pretrained(model, tmp_path / "tuned").eval()
     check(base, tmp_path / "tuned", tuned)
     file = tmp_path / "tuned" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    short = "base_model.model.model.layers.2.mlp.experts.0.gate_proj.lora_A.weight"
+    save_file(tensors | {short: tensors[short][:, :32].clone()}, file)
+    with pytest.raises(StartupError, match="are for 32 inputs and 48 gates or ups, and it has 64 and 48"):
+        load_with(base, tmp_path / "tuned")
     lacking = "base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_"
-    save_file({name: each for name, each in load_file(file).items() if lacking not in name}, file)
+    save_file({name: each for name, each in tensors.items() if lacking not in name}, file)
     with pytest.raises(StartupError, match=r"layers\.1\.mlp\.experts\.2\.up_proj is a target"):
         load_with(base, tmp_path / "tuned")
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=["bfloat16", "int8"])
 def test_rows_with_updates_of_experts_equal_themselves_alone_bit_for_bit(
-    checkpoints: MakeCheckpoint, tmp_path: Path
+    options: dict[str, str], checkpoints: MakeCheckpoint, tmp_path: Path
 ) -> None:
     base = checkpoints("qwen3_moe")
     make(base, tmp_path / "all", r=4, **OF_EXPERTS["all"])
     write_modules_of_experts(tmp_path / "ups", ["up_proj"])
-    worker, identities = load_with(base, tmp_path / "all", tmp_path / "ups", dtype="bfloat16")
+    worker, identities = load_with(base, tmp_path / "all", tmp_path / "ups", dtype="bfloat16", **options)
     driver, chosen = PlanDriver(worker, BLOCK_SIZE), [*identities, "", *identities, ""]
     alone = {}
     for each in (*identities, ""):
