@@ -17,10 +17,12 @@ from engine.logs.log_lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import (
+    ClusterConfig,
     KVEventsConfig,
     check_device,
     check_engines,
     check_ranks,
+    cluster_config,
     device_of,
     kv_events_config,
     prefix_journal,
@@ -94,6 +96,8 @@ class EngineConfig:
     """Content of the reports on cached prefixes; None: nothing reads them."""
     kv_events: KVEventsConfig | None = None
     """Sockets on which these reports are published; None: they are not."""
+    cluster: ClusterConfig | None = None
+    """Machines that compute the model together; None: this one is alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,8 @@ def resolve(
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
     _check_checksums(options.checksums, folder)
-    return _engine_config(options, folder, name), ServerConfig(
+    engine = _engine_config(options, folder, name, cluster_config(options, environment))
+    return engine, ServerConfig(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
@@ -170,7 +175,7 @@ def resolve(
     )
 
 
-def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
+def _engine_config(options: Options, folder: Path, name: str, cluster: ClusterConfig | None) -> EngineConfig:
     limits = _step_limits(options)
     served_names = options.served_model_name or (name,)
     adapters = adapter_config(options, served_names)
@@ -190,7 +195,11 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
-        worker=_worker_config(options, folder, limits, adapters),
+        worker=replace(
+            _worker_config(options, folder, limits, adapters),
+            num_nodes=1 if cluster is None else cluster.num_nodes,
+        ),
+        cluster=cluster,
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
         kv_events=kv_events_config(options, served_names[0]),

@@ -103,7 +103,7 @@ class SharedSender(_SharedEnd):
 
     def send(self, hidden: Tensor) -> None:
         """See HiddenSender."""
-        for part in _pieces_of(hidden):
+        for part in pieces_of(hidden, _PIECE_BYTES):
             if self._num_free == 0:
                 self._num_free += len(_received(self._socket, 1))
             self._num_free -= 1
@@ -116,7 +116,7 @@ class SharedReceiver(_SharedEnd):
 
     def receive(self, hidden: Tensor) -> None:
         """See HiddenReceiver."""
-        for part in _pieces_of(hidden):
+        for part in pieces_of(hidden, _PIECE_BYTES):
             length = int.from_bytes(_received(self._socket, _LENGTH_BYTES), "little")
             if length != len(part):
                 raise ValueError(f"stages do not compute the same: {length} bytes came for {len(part)}")
@@ -124,9 +124,10 @@ class SharedReceiver(_SharedEnd):
             self._socket.sendall(b".")
 
 
-def _pieces_of(hidden: Tensor) -> tuple[Tensor, ...]:
+def pieces_of(hidden: Tensor, num_bytes: int) -> tuple[Tensor, ...]:
+    """Cut the bytes of hidden states into pieces of so many at most, which share their memory."""
     assert hidden.is_contiguous()
-    return torch.split(hidden.view(-1).view(torch.uint8), _PIECE_BYTES)
+    return torch.split(hidden.view(-1).view(torch.uint8), num_bytes)
 
 
 def _received(from_peer: socket.socket, count: int) -> bytes:

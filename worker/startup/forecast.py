@@ -94,7 +94,9 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes) // config.num_ranks,
+            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes)
+            // config.num_ranks
+            * config.num_nodes,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
@@ -103,7 +105,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     )
     device.check_swap_space(
         swap_bytes=config.swap_space_bytes,
-        cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks,
+        cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks // config.num_nodes,
     )
     return Forecast(
         layout=layout,

@@ -90,6 +90,7 @@ def start_loaded(
     adapter_targets = _find_targets(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
+    budget_bytes *= config.num_nodes  # each has the blocks of its own layers alone
     size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
@@ -129,7 +130,8 @@ def _open_host_pool(
 ) -> HostPool:
     """Make a pool of as many blocks as each stage has. Raises StartupError."""
     num_blocks = num_host_blocks(
-        swap_bytes=config.swap_space_bytes // ranks.size, block_bytes=layouts.all_stages.block_bytes
+        swap_bytes=config.swap_space_bytes * config.num_nodes // ranks.size,
+        block_bytes=layouts.all_stages.block_bytes,
     )
     return HostPool(num_blocks * cache.layout.block_bytes, cache, device)
 
@@ -191,7 +193,11 @@ def _describe_origin(config: WorkerConfig) -> str:
     words = [f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
     if config.model_path:
         for file in find_weights(Path(config.model_path)):
-            words.append(f"{file.path.name} {file.num_bytes} {file.path.stat().st_mtime_ns}")
+            words.append(f"{file.path.name} {file.num_bytes}")
+            if (
+                config.num_nodes == 1
+            ):  # the contents were compared when a node came, files have other times there
+                words.append(str(file.path.stat().st_mtime_ns))
     return ", ".join(words)
 
 

@@ -44,7 +44,7 @@ class StageResult(NamedTuple):
 
 
 decode_step = msgspec.msgpack.Decoder(RankStep).decode
-_decode_result = msgspec.msgpack.Decoder(StageResult).decode
+decode_result = msgspec.msgpack.Decoder(StageResult).decode
 
 
 def _address(directory: Path, rank: int) -> str:
@@ -112,7 +112,7 @@ class ResultsIn:
 
     def receive(self) -> StageResult:
         """Wait for the result of the oldest step. A rank that ends meanwhile ends this process."""
-        return _decode_result(self._socket.recv())
+        return decode_result(self._socket.recv())
 
     def close(self) -> None:
         self._context.destroy(linger=0)
