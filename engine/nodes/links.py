@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
 from engine.nodes.link_address import (
     INLET,
@@ -37,6 +36,7 @@ from worker.ranks.stage import pieces_of
 log = logging.getLogger(__name__)
 
 _OPEN_MS = 20_000
+_LOOK_MS = 500
 _PIECE_BYTES = 16 << 20
 _PING_MS, _PONG_WITHIN_MS = 1_000, 4_000
 
@@ -56,8 +56,9 @@ class Links:
         names += [INLET] if place.needs_inlet else []
         names += [OUTLET] if place.needs_outlet else []
         self._sockets = {name: self._open(name) for name in names}
-        if self._monitors:
-            threading.Thread(target=self._watch, name="links", daemon=True).start()
+        self._is_closing = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="links", daemon=True)
+        self._watching.start()
 
     def world(self) -> "LinkedWorld":
         """Return the agreement of all ranks."""
@@ -81,7 +82,10 @@ class Links:
         self._sockets[RESULTS].send(encode_plan(result))
 
     def close(self) -> None:
-        """Leave everything as it is: the process ends, and its connections with it."""
+        """Close; what was posted has a second to leave."""
+        self._is_closing.set()
+        self._watching.join()
+        self._context.destroy(linger=1000)
 
     def _open(self, channel: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.DEALER)
@@ -104,10 +108,10 @@ class Links:
         poller = zmq.Poller()
         for monitor in self._monitors:
             poller.register(monitor, zmq.POLLIN)
-        for monitor, _ in poller.poll():
-            recv_monitor_message(monitor)
-        log.critical("the link to the first node is cut: rank %d ends", self._rank)
-        leave(EXIT_WORKER_BROKEN)
+        while self._monitors and not self._is_closing.is_set():
+            if poller.poll(_LOOK_MS):
+                log.critical("the link to the first node is cut: rank %d ends", self._rank)
+                leave(EXIT_WORKER_BROKEN)
 
 
 class LinkedWorld:

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,8 @@ def run_node(config: EngineConfig, log_level: str) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda _signal, _frame: agent.stop())
         try:
-            return agent.run()
+            with closing(agent):
+                return agent.run()
         except StartupError as error:
             log.critical("%s; %s", error.what, error.fix)
             return EXIT_REFUSED
@@ -86,6 +87,10 @@ class NodeAgent:
         """End after the present beat. For signal handlers."""
         self._stopping.set()
 
+    def close(self) -> None:
+        """Give up the connection; what was posted has a second to leave."""
+        self._context.destroy(linger=1000)
+
     def run(self) -> int:
         """Dial, take part, and dial again. Raises StartupError for a checkpoint that cannot be read."""
         hello = Hello(
@@ -95,7 +100,7 @@ class NodeAgent:
             checkpoint=checkpoint_of(self._config),
         )
         while not self._stopping.is_set():
-            with self._connected() as leader:
+            with self.connected() as leader:
                 answer = self._dial(leader, hello)
                 if isinstance(answer, Refused):
                     log.critical("this node is refused: %s; %s", answer.what, answer.fix)
@@ -104,7 +109,7 @@ class NodeAgent:
                     _Part(self._config, answer, leader).run(self._stopping)
         return 0
 
-    def _dial(self, leader: "_Leader", hello: Hello) -> Begin | Refused | None:
+    def _dial(self, leader: "Leader", hello: Hello) -> Begin | Refused | None:
         """Say hello until an engine begins; None at a signal, or after a silence."""
         while not self._stopping.is_set():
             for answer in leader.exchange(hello):
@@ -127,7 +132,7 @@ class NodeAgent:
             self._said = what
 
     @contextmanager
-    def _connected(self) -> "Iterator[_Leader]":
+    def connected(self) -> "Iterator[Leader]":
         """Connect anew: the name of the first node may have another address now."""
         socket = self._context.socket(zmq.DEALER)
         socket.identity = f"node/{self._cluster.node}/{os.urandom(8).hex()}".encode()
@@ -136,12 +141,12 @@ class NodeAgent:
         secure(socket, self._cluster.key)
         socket.connect(address_of(self._cluster))
         try:
-            yield _Leader(socket)
+            yield Leader(socket)
         finally:
             socket.close()
 
 
-class _Leader:
+class Leader:
     """The first node, as another one hears it."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
@@ -175,7 +180,7 @@ class _Leader:
 class _Part:
     """The part of this node in one engine."""
 
-    def __init__(self, own: EngineConfig, begin: Begin, leader: _Leader) -> None:
+    def __init__(self, own: EngineConfig, begin: Begin, leader: Leader) -> None:
         assert own.cluster is not None
         self._own, self._cluster = own, own.cluster
         self._life, self._leader = begin.life, leader

@@ -19,7 +19,16 @@ import zmq
 import zmq.auth.thread
 
 from engine.nodes.cluster_keys import leader_keys, node_keys
-from engine.nodes.link_address import INLET, OUTLET, PLANS, RESULTS, WORLD, LinkAddress, channel_id
+from engine.nodes.link_address import (
+    INLET,
+    OUTLET,
+    PLANS,
+    RESULTS,
+    WORLD,
+    LinkAddress,
+    channel_id,
+    write_link,
+)
 from engine.nodes.node_messages import (
     MAX_MESSAGE_BYTES,
     SILENCE_S,
@@ -84,7 +93,8 @@ class Switchboard:
         self._nodes.curve_server = True
         self._nodes.curve_publickey, self._nodes.curve_secretkey = leader_keys(config.cluster.key)
         self._here = self._router()
-        self.link = LinkAddress(f"ipc://{directory / 'switchboard'}", self.life, None)
+        link = LinkAddress(f"ipc://{directory / 'switchboard'}", self.life, None)
+        write_link(directory, link)
         self._orders = self._inproc(zmq.PULL, _COMMANDS)
         self._outcomes = self._inproc(zmq.PUSH, _OUTCOMES)
         self._commands = self._inproc(zmq.PUSH, _COMMANDS)
@@ -97,7 +107,7 @@ class Switchboard:
         self._has_all = threading.Event()
         self._thread = threading.Thread(target=self._run, name="switchboard", daemon=True)
         try:
-            self._here.bind(self.link.address)
+            self._here.bind(link.address)
             self._nodes.bind(address)
         except zmq.ZMQError:
             self._close()

@@ -128,7 +128,7 @@ async def test_two_nodes_sample_the_tokens_of_one_process(
 async def test_a_node_with_another_checkpoint_is_refused_in_one_line(
     cluster: Cluster, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    other = make_checkpoint("llama", tmp_path / "other")
+    other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=2)
     with second_node(other, cluster.relay, tmp_path / "log") as node:
         assert await asyncio.to_thread(node.wait, WAIT_S) == 78
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "refused" in line]

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,18 @@ import zmq
 from engine.nodes import switchboard as switchboards
 from engine.nodes.link_address import LinkAddress, write_link
 from engine.nodes.links import Links
-from engine.nodes.node_agent import NodeAgent, address_of
-from engine.nodes.node_messages import Alive, Begin, Hello, RankEnded, Refused, Wait
+from engine.nodes.node_agent import Leader, NodeAgent, address_of
+from engine.nodes.node_messages import (
+    Alive,
+    Begin,
+    Hello,
+    RankEnded,
+    Refused,
+    ToLeader,
+    ToNode,
+    Wait,
+    decode_to_node,
+)
 from engine.nodes.node_roll import NodeRoll
 from engine.nodes.rank_plans import RankStep
 from engine.nodes.switchboard import Switchboard
@@ -57,10 +68,14 @@ class First:
         self.board = Switchboard(self.config, directory, address_of(self.config.cluster), roll)
         self.board.on_loss = lambda code, what: self.losses.append(f"{code}: {what}")
 
-    def node(self, key: str = KEY) -> NodeAgent:
+    @contextmanager
+    def node(self, key: str = KEY) -> Iterator[Leader]:
+        """Connect a second node; it says nothing by itself."""
         config = config_of(1, self.port)
         assert config.cluster is not None
-        return NodeAgent(replace(config, cluster=replace(config.cluster, key=key)))
+        agent = NodeAgent(replace(config, cluster=replace(config.cluster, key=key)))
+        with closing(agent), agent.connected() as leader:
+            yield leader
 
 
 @pytest.fixture
@@ -68,6 +83,16 @@ def first(tmp_path: Path) -> Iterator[First]:
     first = First(tmp_path)
     yield first
     first.board.close()
+
+
+def answer(leader: Leader) -> ToNode:
+    assert leader.socket.poll(WAIT_S * 1000)
+    return decode_to_node(leader.socket.recv())
+
+
+def answer_to(leader: Leader, message: ToLeader) -> ToNode:
+    leader.send(message)
+    return answer(leader)
 
 
 def until(is_so: Callable[[], object]) -> None:
@@ -80,14 +105,13 @@ def until(is_so: Callable[[], object]) -> None:
 def test_a_node_that_is_the_same_is_taken_on_and_gets_the_configuration_without_the_secret(
     first: First,
 ) -> None:
-    with first.node()._connected() as leader:
+    with first.node() as leader:
         assert first.board.wait_for_nodes(0.0) == "waiting for node 1"
-        assert leader.exchange(HELLO) == [Wait("all nodes are there")]
+        assert answer_to(leader, HELLO) == Wait("all nodes are there")
         assert first.board.wait_for_nodes(WAIT_S) == ""
         first.board.begin()
-        begin = Begin(life=first.board.life, config=replace(first.config, cluster=None))
-        assert begin in leader.exchange(HELLO)
-        assert leader.exchange(Alive("an engine before")) == [Alive(first.board.life)]
+        assert answer(leader) == Begin(life=first.board.life, config=replace(first.config, cluster=None))
+        assert answer_to(leader, Alive("an engine before")) == Alive(first.board.life)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +127,19 @@ def test_a_node_that_differs_is_refused_with_the_difference(
     first: First, wrong: dict[str, object], why: str
 ) -> None:
     fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
-    with first.node()._connected() as leader:
-        (answer,) = leader.exchange(Hello(**(fields | wrong)))
-    assert isinstance(answer, Refused)
-    assert answer.what == why
+    with first.node() as leader:
+        refused = answer_to(leader, Hello(**(fields | wrong)))
+    assert isinstance(refused, Refused)
+    assert refused.what == why
     assert first.board.wait_for_nodes(0.0) == "waiting for node 1"
 
 
 def test_a_peer_without_the_key_is_not_heard_and_changes_nothing(first: First) -> None:
-    with first.node()._connected() as leader:
-        leader.exchange(HELLO)
-        with first.node(key=KEY[::-1])._connected() as stranger:
-            assert stranger.exchange(HELLO) == []
+    with first.node() as leader:
+        answer_to(leader, HELLO)
+        with first.node(KEY[::-1]) as stranger:
+            stranger.send(HELLO)
+            assert not stranger.socket.poll(300)
         plain = zmq.Context.instance().socket(zmq.DEALER)
         plain.identity = b"node/1/00"
         plain.connect(address_of(first.config.cluster))  # type: ignore[arg-type]
@@ -122,30 +147,29 @@ def test_a_peer_without_the_key_is_not_heard_and_changes_nothing(first: First) -
         assert not plain.poll(300)
         plain.close(linger=0)
         assert first.board.wait_for_nodes(0.0) == ""
-        assert leader.exchange(HELLO) == [Wait("all nodes are there")]
+        assert answer_to(leader, HELLO) == Wait("all nodes are there")
     assert first.losses == []
 
 
 def test_a_second_node_of_one_number_waits_as_long_as_the_first_is_there(first: First) -> None:
-    with first.node()._connected() as leader, first.node()._connected() as other:
-        leader.exchange(HELLO)
-        assert other.exchange(HELLO) == [Wait("another node 1 is there")]
+    with first.node() as leader, first.node() as other:
+        answer_to(leader, HELLO)
+        assert answer_to(other, HELLO) == Wait("another node 1 is there")
 
 
 def test_bytes_that_are_no_message_are_answered_and_change_nothing(first: First) -> None:
-    with first.node()._connected() as leader:
+    with first.node() as leader:
         leader.socket.send(b"\xc1")
-        assert leader.socket.poll(WAIT_S * 1000)
-        first_answer, *_ = leader.exchange(HELLO)
-        assert isinstance(first_answer, Refused)
-        assert leader.exchange(HELLO) == [Wait("all nodes are there")]
+        assert isinstance(answer(leader), Refused)
+        assert answer_to(leader, HELLO) == Wait("all nodes are there")
     assert first.losses == []
 
 
 def test_the_end_of_a_rank_is_the_end_of_the_engine(first: First) -> None:
-    with first.node()._connected() as leader:
-        leader.exchange(HELLO)
+    with first.node() as leader:
+        answer_to(leader, HELLO)
         first.board.begin()
+        answer(leader)
         leader.send(RankEnded(rank=3, exit_code=-9))
         until(lambda: first.losses)
     assert first.losses == ["70: rank 3 on node 1 ended with code -9"]
@@ -155,8 +179,8 @@ def test_a_node_that_falls_silent_is_the_end_of_the_engine(
     first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
-    with first.node()._connected() as leader:
-        leader.exchange(HELLO)
+    with first.node() as leader:
+        answer_to(leader, HELLO)
         first.board.begin()
         until(lambda: first.losses)
     assert first.losses == [f"70: node 1 has been silent for {switchboards.SILENCE_S:.0f} s"]
@@ -174,14 +198,16 @@ def places() -> list[RankPlace]:
 
 
 @pytest.fixture
-def four(first: First, tmp_path: Path) -> list[Links]:
+def four(first: First, tmp_path: Path) -> Iterator[list[Links]]:
     """The links of all ranks: the first two within the first node, the others with its key."""
     there = tmp_path / "other node"
     there.mkdir()
-    write_link(tmp_path, first.board.link)
     assert first.config.cluster is not None
     write_link(there, LinkAddress(address_of(first.config.cluster), first.board.life, KEY))
-    return [Links(tmp_path if place.stage == 0 else there, place) for place in places()]
+    links = [Links(tmp_path if place.stage == 0 else there, place) for place in places()]
+    yield links
+    for each in links:
+        each.close()
 
 
 def test_ranks_on_both_nodes_get_plans_agree_and_send_hidden_states_on(
