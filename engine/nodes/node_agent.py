@@ -196,6 +196,8 @@ class _Part:
             while not stopping.is_set() and self._goes_on(children, reports):
                 pass
         finally:
+            if stopping.is_set() and children:  # so that the first node need not wait for silence
+                self._leader.send(RankEnded(rank=min(children), exit_code=-signal.SIGTERM))
             for child in children.values():
                 child.kill()
                 child.wait()

@@ -256,7 +256,10 @@ class Switchboard:
         node, now_s = self._roll.node_of(agent), time.monotonic()
         self._roll.hear(agent, now_s)
         if isinstance(message, Hello):
-            self._answer(agent, self._roll.take(agent, message, now_s))
+            answer = self._roll.take(agent, message, now_s)
+            if isinstance(answer, Refused):
+                log.warning("a node is refused: %s; %s", answer.what, answer.fix)
+            self._answer(agent, answer)
             if not self._roll.missing:
                 self._has_all.set()
         elif isinstance(message, Alive):

@@ -29,7 +29,7 @@ class Relay:
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry a connection both ways until either end closes it."""
-        with contextlib.closing(writer), contextlib.suppress(OSError):
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.CancelledError):
             await self._is_whole.wait()
             back, forth = await asyncio.open_connection(*self._target)
             ways = [asyncio.create_task(self._carry(*way)) for way in ((reader, forth), (back, writer))]

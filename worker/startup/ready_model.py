@@ -86,11 +86,13 @@ def start_loaded(
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
+    if ranks.stage.count > 1:
+        ranks.stage = replace(ranks.stage, head_layers=_head_layers(loaded, len(whole_layout.layers)))
     layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
     adapter_targets = _find_targets(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
-    budget_bytes *= config.num_nodes  # each has the blocks of its own layers alone
+    budget_bytes = int(budget_bytes / _share_of_node(config, layouts.all_stages, ranks))
     size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
@@ -130,7 +132,8 @@ def _open_host_pool(
 ) -> HostPool:
     """Make a pool of as many blocks as each stage has. Raises StartupError."""
     num_blocks = num_host_blocks(
-        swap_bytes=config.swap_space_bytes * config.num_nodes // ranks.size,
+        swap_bytes=int(config.swap_space_bytes / _share_of_node(config, layouts.all_stages, ranks))
+        // ranks.size,
         block_bytes=layouts.all_stages.block_bytes,
     )
     return HostPool(num_blocks * cache.layout.block_bytes, cache, device)
@@ -194,9 +197,7 @@ def _describe_origin(config: WorkerConfig) -> str:
     if config.model_path:
         for file in find_weights(Path(config.model_path)):
             words.append(f"{file.path.name} {file.num_bytes}")
-            if (
-                config.num_nodes == 1
-            ):  # the contents were compared when a node came, files have other times there
+            if config.num_nodes == 1:  # else contents were compared when a node came: times differ there
                 words.append(str(file.path.stat().st_mtime_ns))
     return ", ".join(words)
 
@@ -218,6 +219,22 @@ def _of_stage(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
     keys = list(layout.layers)
     own = [keys[place] for place in stage.layers_of(num_layers)]
     return replace(layout, layers={key: layout.layers[key] for key in own})
+
+
+def _head_layers(loaded: LoadedModel, num_layers: int) -> float:
+    """Count the output layer's weights in layers; the embedding is looked up, which costs nothing."""
+    num_head = loaded.vocab_size * loaded.text_config.hidden_size
+    num_ends = num_head if loaded.text_config.tie_word_embeddings else 2 * num_head
+    return num_head * num_layers / max(num_head, loaded.num_parameters - num_ends)
+
+
+def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
+    """Count the blocks' bytes that are on this node, of those on all."""
+    num_layers, stage = len(layout.layers), ranks.stage
+    keys = list(layout.layers)
+    stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
+    own = {keys[place]: layout.layers[keys[place]] for each in stages for place in each.layers_of(num_layers)}
+    return replace(layout, layers=own).block_bytes / layout.block_bytes
 
 
 def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
