@@ -167,7 +167,7 @@ class Leader:
         self.send(message)
         until_s = time.monotonic() + BEAT_S
         found: list[ToNode] = []
-        while self.socket.poll(max(0.0, until_s - time.monotonic()) * 1000):
+        while self.socket.poll(int(max(0.0, until_s - time.monotonic()) * 1000)):
             self._heard_s = time.monotonic()
             try:
                 found.append(decode_to_node(self.socket.recv()))

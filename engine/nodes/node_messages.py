@@ -68,7 +68,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     life: str
     config: EngineConfig
-    """That of the first node, without the shared secret."""
+    """Configuration of the first node, without the shared secret."""
 
 
 class WriteStacks(msgspec.Struct, frozen=True, tag=True):

@@ -69,11 +69,11 @@ class Stage:
     def layers_of(self, num_layers: int) -> range:
         """Return the places of this stage's layers, so that the slowest stage has as little as can be.
 
-        There are at least as many layers as stages; the first stages have one more where they are uneven.
+        The first stages have one more where they are uneven.
         """
         num_before = self.count - 1
-        if num_before == 0:
-            return range(num_layers)
+        if num_before == 0 or num_layers < self.count:  # too few are refused where they are counted
+            return range(num_layers) if self.is_last else range(0)
 
         def slowest(num_last: int) -> float:
             return max(-(-(num_layers - num_last) // num_before), num_last + self.head_layers)

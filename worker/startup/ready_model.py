@@ -86,14 +86,11 @@ def start_loaded(
     stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
-    if ranks.stage.count > 1:
-        ranks.stage = replace(ranks.stage, head_layers=_head_layers(loaded, len(whole_layout.layers)))
-    layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
+    layouts, toolkit = _divide(loaded, whole_layout), _open_toolkit(config, device, loaded, stage)
     adapter_targets = _find_targets(config, device, loaded, runner)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
-    budget_bytes = int(budget_bytes / _share_of_node(config, layouts.all_stages, ranks))
-    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
+    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len, ranks), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
     fix_rope(loaded.model, loaded.text_config, size.max_model_len)
@@ -202,8 +199,11 @@ def _describe_origin(config: WorkerConfig) -> str:
     return ", ".join(words)
 
 
-def _divide(layout: BlockLayout, ranks: Ranks) -> _Layouts:
-    """Keep the heads of one rank. Raises StartupError where they cannot be divided."""
+def _divide(loaded: LoadedModel, layout: BlockLayout) -> _Layouts:
+    """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
+    ranks = loaded.ranks
+    if ranks.stage.count > 1:
+        ranks.stage = replace(ranks.stage, head_layers=_head_layers(loaded, len(layout.layers)))
     try:
         divided = shard_layout(layout, ranks.size)
         return _Layouts(divided, _of_stage(divided, ranks))
@@ -223,13 +223,15 @@ def _of_stage(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
 
 def _head_layers(loaded: LoadedModel, num_layers: int) -> float:
     """Count the output layer's weights in layers; the embedding is looked up, which costs nothing."""
-    num_head = loaded.vocab_size * loaded.text_config.hidden_size
+    num_head = loaded.vocab_size * int(loaded.text_config.hidden_size)
     num_ends = num_head if loaded.text_config.tie_word_embeddings else 2 * num_head
     return num_head * num_layers / max(num_head, loaded.num_parameters - num_ends)
 
 
 def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
     """Count the blocks' bytes that are on this node, of those on all."""
+    if config.num_nodes == 1:
+        return 1.0
     num_layers, stage = len(layout.layers), ranks.stage
     keys = list(layout.layers)
     stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
@@ -323,13 +325,15 @@ def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, run
     )
 
 
-def _size(config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int) -> CacheSize:
+def _size(
+    config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int, ranks: Ranks
+) -> CacheSize:
     window = layout.sliding_window
     return size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=budget_bytes,
+            budget_bytes=int(budget_bytes / _share_of_node(config, layout, ranks)),
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,

@@ -86,7 +86,7 @@ def first(tmp_path: Path) -> Iterator[First]:
 
 
 def answer(leader: Leader) -> ToNode:
-    assert leader.socket.poll(WAIT_S * 1000)
+    assert leader.socket.poll(int(WAIT_S * 1000))
     return decode_to_node(leader.socket.recv())
 
 
