@@ -71,12 +71,11 @@ def checkpoint_of(config: EngineConfig) -> str:
 
 
 def _resolve(host: str, until_s: float) -> str:
-    """Look the address up; a new pod's name may be known some seconds after its start. Raises OSError."""
+    """Look the IPv4 address up; a new pod's name may be known some seconds after its start. Raises OSError."""
     while True:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            address = str(found[0][4][0])
-            return f"[{address}]" if ":" in address else address
+            found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+            return str(found[0][4][0])
         except OSError:
             if time.monotonic() > until_s:
                 raise

@@ -244,8 +244,7 @@ class _Part:
 
 def address_of(cluster: ClusterConfig) -> str:
     """Write the address of the first node for ZeroMQ."""
-    host = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
-    return f"tcp://{host}:{cluster.port}"
+    return f"tcp://{cluster.host}:{cluster.port}"
 
 
 def _adapted(begin: Begin, own: EngineConfig) -> WorkerConfig:

@@ -55,6 +55,7 @@ def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> No
         ({"node_rank": "1"}, {}, "--node-rank: there is one node; give --nnodes too"),
         ({**FLAGS, "pipeline_parallel_size": "3"}, {}, "give --pipeline-parallel-size 2 or a multiple of it"),
         ({**FLAGS, "data_parallel_size": "2"}, {}, "one engine has all nodes"),
+        ({**FLAGS, "master_addr": "::1"}, {}, "--master-addr ::1: nodes meet over IPv4"),
         ({**FLAGS, "device": "cuda"}, {}, "use --device cpu"),
         ({**FLAGS, "cluster_key": "short"}, {}, "32 characters or more, TOKENYARD_CLUSTER_KEY"),
         ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, "run torchrun with --nproc-per-node 1"),
