@@ -71,7 +71,7 @@ def checkpoint_of(config: EngineConfig) -> str:
 
 
 def _resolve(host: str, until_s: float) -> str:
-    """Look the IPv4 address up; a new pod's name may be known some seconds after its start. Raises OSError."""
+    """Look the IPv4 address up; that of a new pod may be known some seconds late. Raises OSError."""
     while True:
         try:
             found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
