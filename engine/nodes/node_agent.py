@@ -182,7 +182,7 @@ class _Part:
 
     def __init__(self, own: EngineConfig, begin: Begin, leader: Leader) -> None:
         assert own.cluster is not None
-        self._own, self._cluster = own, own.cluster
+        self._cluster = own.cluster
         self._life, self._leader = begin.life, leader
         self._config = replace(begin.config, worker=_adapted(begin, own), log_format=own.log_format)
 
@@ -248,7 +248,7 @@ def address_of(cluster: ClusterConfig) -> str:
 
 
 def _adapted(begin: Begin, own: EngineConfig) -> WorkerConfig:
-    """Take the first node's configuration, with this node's files, threads and memory."""
+    """Take the first node's configuration, with this node's files and threads."""
     return replace(
         begin.config.worker,
         model_path=own.worker.model_path,
