@@ -25,6 +25,7 @@ from engine.nodes.first_node import checkpoint_of, software
 from engine.nodes.link_address import LinkAddress, secure, write_link
 from engine.nodes.node_messages import (
     BEAT_S,
+    LEADER_SILENCE_S,
     MAX_MESSAGE_BYTES,
     SILENCE_S,
     Alive,
@@ -228,8 +229,8 @@ class _Part:
             if isinstance(message, Alive) and message.life != self._life:
                 log.warning("the engine has ended, and the next is there")
                 return False
-        if self._leader.silent_s > SILENCE_S:
-            log.critical("the first node has been silent for %.0f s: the ranks here end", SILENCE_S)
+        if self._leader.silent_s > LEADER_SILENCE_S:
+            log.critical("the first node has been silent for %.0f s: the ranks here end", LEADER_SILENCE_S)
             return False
         ended = {rank: code for rank, child in children.items() if (code := child.poll()) is not None}
         for said in reports.receive():  # after the look: a rank that has ended has said why before

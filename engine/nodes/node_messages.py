@@ -11,7 +11,9 @@ from engine.process_messages import Pulse, StartFailed
 
 BEAT_S = 0.5
 SILENCE_S = 5.0
-"""Longest silence of a peer; then the engine ends on both sides."""
+"""Longest silence of a node; then the engine ends. A rank sees a cut link as soon."""
+LEADER_SILENCE_S = 15.0
+"""The same for the first node, whose thread for messages may wait while a model is loaded."""
 MAX_MESSAGE_BYTES = 1 << 30
 
 # To the first node.

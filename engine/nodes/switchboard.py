@@ -193,7 +193,8 @@ class Switchboard:
                 if not self._is_closing:
                     log.exception("the switchboard of nodes failed")
                     self._lose(EXIT_WORKER_BROKEN, f"the links between nodes failed: {error}")
-            self._look(time.monotonic())
+            if not ready:  # else a message of a node that seems silent may still be waiting
+                self._look(time.monotonic())
 
     def _obey(self, order: bytes, payload: bytes = b"") -> bool:
         """Carry out an order of the main thread; tell whether to go on."""
@@ -295,7 +296,7 @@ class Switchboard:
             self._has_all.clear()
 
     def _lose(self, exit_code: int, what: str) -> None:
-        if not self._is_closing:
+        if self._is_begun and not self._is_closing:
             self._is_closing = True
             code = exit_code if exit_code == EXIT_START_FAILED else EXIT_WORKER_BROKEN
             self.on_loss(code, what)
