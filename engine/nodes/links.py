@@ -140,7 +140,7 @@ class LinkedSender:
     def send(self, hidden: Tensor) -> None:
         """See HiddenSender."""
         for part in pieces_of(hidden, _PIECE_BYTES):
-            self._socket.send(memoryview(part.numpy()))
+            self._socket.send(part.numpy().data)
 
     def close(self) -> None:
         """Do nothing: see Links."""

@@ -1,4 +1,4 @@
-"""Where a node is, by flags or by the environment of torchrun or LeaderWorkerSet, and what is refused."""
+"""Place of a node, by flags or by the environment of torchrun or LeaderWorkerSet, and refusals."""
 
 import pytest
 
