@@ -17,14 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from engine.core.adapter_desk import Adapters
 from engine.core.loop import Executor, Launched
 from engine.core.stage_steps import StageSteps
-from engine.nodes.rank_plans import PlansOut, RankStep, ResultsIn
+from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
 from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.ranks.rank_places import RankPlace
+from worker.worker_config import AdapterFacts
 
 if TYPE_CHECKING:
     from engine.nodes.switchboard import Switchboard
@@ -84,6 +86,10 @@ class RankGroup:
         self._worker = worker
         if self._results is not None:
             self._steps = StageSteps(worker, stage)
+
+    def adapters_of_all(self, own: Adapters | None) -> Adapters | None:
+        """Make one of the stores of all ranks; None where adapters are not computed."""
+        return None if own is None else RankAdapters(own, self._plans.send)
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         """Begin a step on all ranks. An error ends the process: the others wait within their step."""
@@ -179,6 +185,31 @@ class RankGroup:
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.kill()
+
+
+class RankAdapters:
+    """The stores of adapters of all ranks as one: each makes the same calls between the same steps."""
+
+    def __init__(self, own: Adapters, send: Callable[[AdapterOrder], None]) -> None:
+        self._own, self._send = own, send
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Identities in memory, which are the same on all ranks."""
+        return self._own.resident
+
+    def load(self, name: str, folder: str) -> AdapterFacts:
+        """Read a folder on all ranks. Raises AdapterRefused, and nothing changes, if one of them cannot."""
+        self._send(AdapterOrder("load", (name, folder)))
+        return self._own.load(name, folder)
+
+    def introduce(self, identity: str, folder: str) -> None:
+        self._send(AdapterOrder("introduce", (identity, folder)))
+        self._own.introduce(identity, folder)
+
+    def forget(self, identity: str) -> None:
+        self._send(AdapterOrder("forget", (identity,)))
+        self._own.forget(identity)
 
 
 class _StepOfStages(NamedTuple):

@@ -28,7 +28,7 @@ from engine.nodes.link_address import (
     secure,
 )
 from engine.nodes.node_messages import MAX_MESSAGE_BYTES
-from engine.nodes.rank_plans import RankStep, StageResult, decode_step, encode_plan
+from engine.nodes.rank_plans import AdapterOrder, RankStep, StageResult, decode_order, encode_plan
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.stage import pieces_of
@@ -72,10 +72,10 @@ class Links:
         """Return the way to the next stage."""
         return LinkedSender(self._sockets[OUTLET])
 
-    def receive(self) -> RankStep | None:
-        """Wait for the next step; None at the end."""
+    def receive(self) -> RankStep | AdapterOrder | None:
+        """Wait for the next step, or for what comes before it; None at the end."""
         message = self._sockets[PLANS].recv()
-        return decode_step(message) if message else None
+        return decode_order(message) if message else None
 
     def send(self, result: StageResult) -> None:
         """Post the result of a step."""

@@ -44,7 +44,7 @@ from engine.nodes.node_messages import (
     encode,
 )
 from engine.nodes.node_roll import NodeRoll, describe_missing
-from engine.nodes.rank_plans import RankStep, StageResult, decode_result, encode_plan
+from engine.nodes.rank_plans import AdapterOrder, RankStep, StageResult, decode_result, encode_plan
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import EXIT_START_FAILED
@@ -128,9 +128,9 @@ class Switchboard:
         """Let the ranks of other nodes write their stacks. For any thread."""
         self._order(_STACKS)
 
-    def send(self, step: RankStep) -> None:
-        """Post a step to all ranks, without waiting for any."""
-        self._order(_PLAN, encode_plan(step))
+    def send(self, order: RankStep | AdapterOrder) -> None:
+        """Post to all ranks, without waiting for any."""
+        self._order(_PLAN, encode_plan(order))
 
     def say_goodbye(self) -> None:
         """Let all ranks end once they have carried out what was posted."""

@@ -177,6 +177,8 @@ def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterC
         raise OptionError(
             f"{asked} with --device {options.device}", "stages are for CPUs only", "use --device cpu"
         )
+    if options.lora_modules or options.lora_directory:
+        raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")
     if ":" in host:
         raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
     if len(options.cluster_key or "") < _LEAST_KEY_CHARS:

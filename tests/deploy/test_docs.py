@@ -206,7 +206,7 @@ def exported() -> dict[str, Metric]:
     metrics = EngineMetrics("model", num_engines=2)
     metrics.model_is_ready(0, INFO)
     HttpMetrics(metrics.registry)
-    metrics.registry.register(AdapterMetrics(1, lambda: ()))
+    metrics.registry.register(AdapterMetrics(1, lambda: (), lambda: ()))
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 
 
