@@ -1,7 +1,5 @@
 """Place of a node, by flags or by the environment of torchrun or LeaderWorkerSet, and refusals."""
 
-from typing import Any
-
 import pytest
 
 from engine.options.engine_config import resolve
@@ -17,7 +15,7 @@ LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "10
 SECOND_OF_TWO = ClusterConfig(num_nodes=2, node=1, host="10.0.0.1", port=29600, key=KEY)
 
 
-def cluster_of(given: dict[str, Any], environment: dict[str, str]) -> ClusterConfig | None:
+def cluster_of(given: dict[str, str], environment: dict[str, str]) -> ClusterConfig | None:
     config, _ = resolve(read_options(given, {}), environment=environment)
     assert config.worker.num_nodes == (config.cluster.num_nodes if config.cluster else 1)
     return config.cluster
@@ -58,7 +56,7 @@ def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> No
         ({**FLAGS, "pipeline_parallel_size": "3"}, {}, "give --pipeline-parallel-size 2 or a multiple of it"),
         ({**FLAGS, "data_parallel_size": "2"}, {}, "one engine has all nodes"),
         ({**FLAGS, "master_addr": "::1"}, {}, "--master-addr ::1: nodes meet over IPv4"),
-        ({**FLAGS, "lora_modules": ("a=/a",)}, {}, "--nnodes 2 with adapters: they are for one machine yet"),
+        ({**FLAGS, "lora_modules": "a=/a"}, {}, "--nnodes 2 with adapters: they are for one machine yet"),
         ({**FLAGS, "device": "cuda"}, {}, "use --device cpu"),
         ({**FLAGS, "cluster_key": "short"}, {}, "32 characters or more, TOKENYARD_CLUSTER_KEY"),
         ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, "run torchrun with --nproc-per-node 1"),
@@ -66,7 +64,7 @@ def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> No
     ],
 )
 def test_a_wrong_place_is_refused_in_one_line(
-    given: dict[str, Any], environment: dict[str, str], line: str
+    given: dict[str, str], environment: dict[str, str], line: str
 ) -> None:
     with pytest.raises(OptionError) as refusal:
         cluster_of(BASE | given, environment)
