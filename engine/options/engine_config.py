@@ -153,7 +153,10 @@ def resolve(
     _check_checksums(options.checksums, folder)
     speculation = speculation_config(options, lambda draft: _find_draft_model(draft, environment))
     cluster = cluster_config(options, environment)
-    return _engine_config(options, folder, name, speculation, cluster), ServerConfig(
+    engine = _engine_config(options, folder, name, speculation)
+    if cluster is not None:
+        engine = replace(engine, cluster=cluster, worker=replace(engine.worker, num_nodes=cluster.num_nodes))
+    return engine, ServerConfig(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
@@ -182,9 +185,7 @@ def _find_draft_model(model: str, environment: Mapping[str, str]) -> Path:
     return folder
 
 
-def _engine_config(
-    options: Options, folder: Path, name: str, speculation: SpeculationConfig, cluster: ClusterConfig | None
-) -> EngineConfig:
+def _engine_config(options: Options, folder: Path, name: str, speculation: SpeculationConfig) -> EngineConfig:
     limits = _step_limits(options)
     served_names = options.served_model_name or (name,)
     adapters = adapter_config(options, served_names)
@@ -204,12 +205,7 @@ def _engine_config(
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
-        worker=replace(
-            _worker_config(options, folder, limits, adapters),
-            num_nodes=1 if cluster is None else cluster.num_nodes,
-            speculation=speculation,
-        ),
-        cluster=cluster,
+        worker=replace(_worker_config(options, folder, limits, adapters), speculation=speculation),
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
         kv_events=kv_events_config(options, served_names[0]),
