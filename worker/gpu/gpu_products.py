@@ -11,8 +11,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from worker.gpu_quantized.code_products import CodeProduct, find_hindrance
+from worker.gpu_quantized.float8_products import FLOAT8_ROWS, Float8Product
 from worker.model.layer_parts import TakenWeights
 from worker.model.linear import Linear
+from worker.model.quantization import Int8Weight
+from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS
 
 
 class Product(Protocol):
@@ -40,8 +44,13 @@ _PRODUCTS: dict[str, Callable[[Linear], Product]] = {
     "float32": _by_cublas,
     "float16": _by_cublas,
     "bfloat16": _by_cublas,
+    Int8Weight.format: CodeProduct,
+    FOUR_BITS: CodeProduct,
+    EIGHT_BITS: CodeProduct,
+    FLOAT8: CodeProduct,
+    FLOAT8_ROWS: Float8Product,
 }
-TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1)
+TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1, find_hindrance=find_hindrance)
 
 
 def product_of(linear: Linear) -> Product:

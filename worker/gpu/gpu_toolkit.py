@@ -15,11 +15,18 @@ from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.gpu_attention import ATTENTION_BACKENDS, DEFAULT_BACKEND, PagedAttention
 from worker.gpu.gpu_products import TAKEN
+from worker.gpu.kernels.expert_products import route
 from worker.gpu.triton_experts import TritonExperts
 from worker.gpu.triton_layer import TritonLayer
+from worker.gpu_quantized.code_experts import CodeExperts
+from worker.gpu_quantized.code_modules import replace_code_modules
+from worker.gpu_quantized.code_proof import prove_products
+from worker.gpu_quantized.float8_products import with_float8_rows
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
-from worker.model.mixture import ReplacedExperts, replace_experts
+from worker.model.linear import Linear
+from worker.model.mixture import ExpertLinears, Experts, ReplacedExperts, replace_experts
+from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.ranks.ranks import Ranks
 from worker.worker_errors import StartupError
 
@@ -28,12 +35,18 @@ class GpuToolkit:
     """See Toolkit."""
 
     name, device_kind, option = "Triton", "GPU", "--gpu-kernels"
-    fused = "fused"
     runs_ahead = True
     weights = TAKEN
 
-    def __init__(self, device: Device, attention_backend: str = DEFAULT_BACKEND) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: Device,
+        attention_backend: str = DEFAULT_BACKEND,
+        *,
+        rounding: Rounding = NO_ROUNDING,
+    ) -> None:
+        self._device, self._rounding = device, rounding
+        self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
         self._open_attention = ATTENTION_BACKENDS[attention_backend]
 
     def divide_among(self, ranks: Ranks) -> None:
@@ -50,14 +63,25 @@ class GpuToolkit:
         return TritonLayer(parts, call)
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return TritonLayer(parts, call)
+        return TritonLayer(parts.with_linears(self._as_asked), call)
+
+    def _as_asked(self, linear: Linear) -> Linear:
+        if self._rounding.layers is not None:
+            linear = self._rounding.layers.quantize(linear)
+        return linear if self._rounding.of_inputs is None else with_float8_rows(linear)
 
     def prove(self, model: Any) -> None:
-        """Try nothing: no kernel here takes quantized weights."""
+        """See Toolkit."""
+        prove_products(model, self._rounding)
 
     def replace_others(self, model: Any) -> ReplacedExperts:
-        """Replace mixtures of experts. The output layer is one product of cuBLAS as it is."""
-        return replace_experts(model, TritonExperts)
+        """Replace mixtures of experts, and codes outside of fused layers.
+
+        An output layer of plain numbers is one product of cuBLAS as it is.
+        """
+        done = replace_experts(model, _own_experts)
+        replace_code_modules(model, self._rounding.head)
+        return done
 
     @contextmanager
     def refusing_kernels(self) -> Iterator[None]:
@@ -70,3 +94,8 @@ class GpuToolkit:
                 f"Triton refuses a kernel on this GPU: {reason}",
                 fix=f"start with {self.option} off, and report it",
             ) from error
+
+
+def _own_experts(experts: ExpertLinears) -> nn.Module:
+    """Make a mixture of plain numbers or of codes. Raises Unrecognised."""
+    return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts, route)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
-from worker.attention.kv_cache import BlockLayout
+from worker.attention.kv_cache import BlockLayout, cache_dtype
 from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
@@ -29,7 +29,6 @@ from worker.startup.loader import (
     describe_division,
     dtype_name,
     model_config_of,
-    refuse_codes,
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
@@ -58,7 +57,6 @@ class CannotForesee(Exception):
 
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
-    refuse_codes(kind, device)
     weights = loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
     device.check_weights(weights)
     return weights.total
@@ -77,10 +75,11 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         raise CannotForesee(str(error)) from error
     if not shapes:
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
+    dtype: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
     whole = BlockLayout(
         layers=dict(sorted(shapes.items())),
         block_size=config.block_size or device.default_block_size,
-        dtype=getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32"),
+        dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
@@ -110,7 +109,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         size=size,
         checkpoint_len=checkpoint_len,
         adapter_targets=targets,
-        adapter_bytes=targets.num_bytes(config.adapter_limits, layout.dtype),
+        adapter_bytes=targets.num_bytes(config.adapter_limits, dtype),
     )
 
 

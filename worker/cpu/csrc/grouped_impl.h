@@ -12,7 +12,7 @@ constexpr int64_t kSharedInputs = kRunInputs;
 
 // Rows of which both sums and totals have registers. Small groups are scaled so often that it pays to have fewer.
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
-constexpr int64_t kSmallGroup = 64;
+constexpr int64_t kSmallGroup = 256;
 
 // Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
 template <typename T>
