@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--quantize-head", default="none")
     parser.add_argument("--activations", default="none")
     options = parser.parse_args()
-    # What any load imports and starts: a first worker that is refused.
     before = _memory()
     worker = Worker(
         WorkerConfig(
@@ -39,7 +38,7 @@ def main() -> None:
             max_num_batched_tokens=256,
         )
     )
-    facts = worker.load(lambda progress: None)
+    facts = worker.load(lambda _: None)
     gc.collect()
     after = _memory()
     file_bytes = sum(path.stat().st_size for path in Path(options.model).glob("*.safetensors"))

@@ -66,8 +66,8 @@ class GpuToolkit:
         return TritonLayer(parts.with_linears(self._as_asked), call)
 
     def _as_asked(self, linear: Linear) -> Linear:
-        if self._rounding.layers is not None:
-            linear = self._rounding.layers.quantize(linear)
+        rounded = linear if self._rounding.layers is None else self._rounding.layers.quantize(linear)
+        linear = rounded if TAKEN.include(rounded) else linear
         return linear if self._rounding.of_inputs is None else with_float8_rows(linear)
 
     def prove(self, model: Any) -> None:

@@ -87,8 +87,9 @@ def choose_tiles(num_tokens: int, dtype: torch.dtype) -> CodeTiles:
 
 def find_hindrance(weight: Weight) -> str | None:
     """Say why there is no product by this weight; None where there is one."""
-    if not isinstance(weight, GroupedWeight):
+    if not isinstance(weight, GroupedWeight | Int8Weight):
         return None
+    weight = grouped(weight)
     if weight.group_size % _SMALLEST_SIDE:
         return f"groups of {weight.group_size} inputs are no multiple of {_SMALLEST_SIDE}"
     if weight.table is not None and not torch.equal(weight.table.bfloat16().float(), weight.table.float()):
