@@ -37,7 +37,7 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system. The allocator keeps it otherwise, in large pieces too."""
+    """Give memory that was freed back to the system, of which the allocator keeps large pieces too."""
     gc.collect()
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
