@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
 from worker.gpu.gpu_attention import PagedAttention
-from worker.gpu.gpu_products import Product, product_of
+from worker.gpu.gpu_products import Product, product_of, without_codes
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
 from worker.gpu.triton_adapters import AdaptedGpuProduct, GpuStepAdapters, TritonUpdates
@@ -41,7 +41,7 @@ class TritonLayer(nn.Module):
             raise Unrecognised("its MLP is given what attention is given")
         if call.rotary is not None and call.rotary.order is not AngleOrder.TWICE:
             raise Unrecognised("it is given the angles of its heads in pairs")
-        self._parts = parts = in_halves(parts, call)
+        parts = in_halves(parts, call)
         self._call = call
         self._query_key_value: Product = product_of(parts.query_key_value)
         self._attention_output: Product = product_of(parts.attention_output)
@@ -49,6 +49,7 @@ class TritonLayer(nn.Module):
             self._gate_up, self._down = product_of(parts.mlp.gate_up), product_of(parts.mlp.down)
         else:
             self.mlp = parts.mlp  # under its name: experts in it are looked for, and replaced
+        self._parts = parts.with_linears(without_codes)
 
     def adapt(self, name: str, step: GpuStepAdapters, num_slots: int) -> list[TritonUpdates]:
         """Make the layer's products compute updates of the modules that they were made of."""

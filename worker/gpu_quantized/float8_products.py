@@ -8,13 +8,14 @@ Shapes: T tokens, N outputs, K inputs.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from worker.gpu_quantized.code_products import CodeProduct, grouped
 from worker.gpu_quantized.kernels.row_kernels import round_rows
-from worker.model.linear import Linear
+from worker.model.linear import Linear, Weight
 from worker.quantized.grouped_weight import FLOAT8, GroupedWeight
 
 MOST_FEW_ROWS = 16
@@ -41,7 +42,8 @@ def with_float8_rows(linear: Linear) -> Linear:
     if not isinstance(codes, GroupedWeight) or not has_float8_product(codes):
         return linear
     parts = {field.name: getattr(codes, field.name) for field in fields(codes)}
-    return replace(linear, weight=Float8RowsWeight(**parts))
+    # Layers are merged before this, so that its `merge` is never asked for another type.
+    return replace(linear, weight=cast("Weight", Float8RowsWeight(**parts)))
 
 
 def has_float8_product(weight: GroupedWeight) -> bool:

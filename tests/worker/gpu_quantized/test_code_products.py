@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.worker.gpu.interpreter import mend_interpreter
 from tests.worker.quantized.random_weights import KINDS, random_weight
+from worker.gpu.gpu_products import without_codes
 from worker.gpu.kernels.expert_products import route
 from worker.gpu_quantized import code_products, code_proof
 from worker.gpu_quantized.code_experts import CodeExperts
@@ -113,6 +114,15 @@ def test_plain_weights_that_an_option_rounds_are_multiplied_as_they_were_rounded
     x = rows(2, 64, torch.float16)
     found = CodeProduct(linear).multiply_to(x, torch.float32)
     assert error_of(found, x.double() @ linear.weight.dequantized(torch.float32).double().T) < 1e-5
+
+
+def test_codes_are_not_kept_beside_the_product_that_has_them_in_its_own_order():
+    linear = Linear.of(random_weight("unsigned", 48, 64, 32))
+    left = without_codes(linear)
+    assert left.weight.shape == linear.weight.shape
+    assert left.weight.numbers_NK.untyped_storage().nbytes() == 2
+    plain = Linear.of(PlainWeight(torch.ones(4, 4)))
+    assert without_codes(plain) is plain
 
 
 class RandomExperts:
