@@ -31,7 +31,7 @@ _SMALLEST_SIDE = 16
 """A tensor core's tile has no smaller side."""
 _MOST_NIBBLE_INPUTS, _MOST_BYTE_INPUTS = 64, 128
 _PROGRAMS = 256
-"""As many keep a large GPU busy; an estimate."""
+"""Programs that keep a large GPU busy; an estimate."""
 _FEWEST_TILES_OF_A_SPLIT = 4
 _ADDED_AT_ONCE = 1024
 

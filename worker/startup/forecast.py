@@ -76,7 +76,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         raise CannotForesee(str(error)) from error
     if not shapes:
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
-    dtype: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    dtype = _dtype(config, kind)
     whole = BlockLayout(
         layers=dict(sorted(shapes.items())),
         block_size=config.block_size or device.default_block_size,
@@ -84,9 +84,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     )
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
-    if len(layout.layers) < config.num_stages:
-        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
-    _check_heads(config, text_config)
+    _check_division(config, layout, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     adapter_bytes = most_bytes(config, targets, dtype)
     budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
@@ -116,8 +114,15 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     )
 
 
-def _check_heads(config: WorkerConfig, text_config: Any) -> None:
-    """Raise StartupError where ranks cannot divide the query heads."""
+def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
+    named: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    return named
+
+
+def _check_division(config: WorkerConfig, layout: BlockLayout, text_config: Any) -> None:
+    """Raise StartupError where stages have no layer, or ranks cannot divide the query heads."""
+    if len(layout.layers) < config.num_stages:
+        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
         raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")

@@ -10,11 +10,9 @@ constexpr int kSharingRows = 96;
 // Inputs that are decoded at once: a block of them stays in the nearest cache while all rows read it.
 constexpr int64_t kSharedInputs = kRunInputs;
 
-// Rows of which both sums and totals have registers. Groups are scaled so often that it pays to have fewer; the
-// smallest ones so often that it pays even where rows would fit into one tile.
+// Rows of which both sums and totals have registers. Groups are scaled so often that it pays to have fewer.
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
 constexpr int64_t kSmallGroup = 256;
-constexpr int64_t kSmallestGroup = 64;
 
 // Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
 template <typename T>
@@ -398,9 +396,7 @@ inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end
   const Codes codes(product.weight.grouped);
   // More rows than that share decoded columns: it costs less than decoding them for each tile.
   constexpr int kDirect = Codes::kDirectRows;
-  const bool is_smallest = product.weight.grouped.group_size <= kSmallestGroup;
-  const int64_t most = is_smallest && kScaledTileRows < kDirect ? kScaledTileRows : kDirect;
-  if (product.num_rows <= most) return multiply_few_grouped_rows<kDirect>(product, codes, begin, end);
+  if (product.num_rows <= kDirect) return multiply_few_grouped_rows<kDirect>(product, codes, begin, end);
   for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded>(product, codes, begin);
 }
 

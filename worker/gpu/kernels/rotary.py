@@ -133,15 +133,8 @@ def _rotate_and_write_kernel(
     values_ptr = merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + NUM_KV_HEADS) * KEY_DIM
     values_width: tl.constexpr = triton.next_power_of_2(VALUE_DIM)
     values = _load_part(values_ptr + heads * VALUE_DIM, is_row, 0, VALUE_DIM, values_width)
-    _store_part(
-        value_cache_ptr + block_starts + places * VALUE_DIM,
-        values,
-        value_factor,
-        is_row,
-        0,
-        VALUE_DIM,
-        values_width,
-    )
+    places_ptr = value_cache_ptr + block_starts + places * VALUE_DIM
+    _store_part(places_ptr, values, value_factor, is_row, 0, VALUE_DIM, values_width)
 
 
 def rotate_and_write(

@@ -47,7 +47,7 @@ def _decode(raw, table_ptr, half: tl.constexpr, CODES: tl.constexpr, FIRST: tl.c
 @triton.jit
 def _scaled(sums, input_sums, scales_ptr, offsets_ptr, group, outputs, is_output, num_outputs):
     """Return the sums of one group times its scales, less its offsets times the sums of inputs."""
-    place = group.to(tl.int64) * num_outputs + outputs
+    place = group * num_outputs + outputs
     scale = tl.load(scales_ptr + place, mask=is_output, other=0.0).to(tl.float32)
     scaled = sums * scale[:, None]
     if offsets_ptr is not None:
@@ -80,41 +80,20 @@ def _find_rows(
             return expert, places.to(tl.int64), pairs, is_pair
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tiles_per_split"])
-def multiply_codes_kernel(
-    x_ptr, codes_ptr, table_ptr, scales_ptr, offsets_ptr, bias_ptr, target_ptr, parts_ptr,
-    pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr,
-    num_tokens, num_outputs, num_inputs, num_groups, row_bytes, token_stride, tiles_per_split, multiplier,
-    CODES: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr,
-    ADDS: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _multiply_tiles(
+    x_ptrs, code_ptrs, table_ptr, scales_ptr, offsets_ptr, outputs, is_output, is_row,
+    num_outputs, num_inputs, num_groups, first_tile, end_tile,
+    CODES: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program: some outputs of some tokens, over its share of the tiles of inputs.
-
-    A GROUP of 0 is all inputs. With `parts_ptr`, the sums of this share go there, and nothing else is done.
-    """
+):  # fmt: skip
+    """Return the scaled sums over some tiles of inputs: [OUTPUTS, TOKENS]. A GROUP of 0 is all inputs."""
     HALVES: tl.constexpr = 1 if CODES >= _INT8 else 2
     SHARES_GROUP: tl.constexpr = (HALVES == 1) or (GROUP == 0) or (GROUP % (2 * INPUTS) == 0)
-    expert, source_rows, target_rows, is_row = _find_rows(
-        tl.program_id(1), pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr, num_tokens,
-        NUM_CHOSEN, TOKENS,
-    )  # fmt: skip
-    if pairs_ptr is not None and expert < 0:
-        return
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = outputs < num_outputs
     inputs = tl.arange(0, INPUTS)
-    of_expert = expert * num_outputs
-    scales_ptr += of_expert * num_groups
-    if offsets_ptr is not None:
-        offsets_ptr += of_expert * num_groups
-    code_ptrs = codes_ptr + (of_expert + outputs)[:, None] * row_bytes + inputs[None, :]
-    x_ptrs = x_ptr + (source_rows * token_stride)[None, :] + inputs[:, None]
     totals = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     input_sums = tl.zeros([TOKENS], tl.float32)
-    first_tile = tl.program_id(2) * tiles_per_split
-    end_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(num_inputs, HALVES * INPUTS))
     for tile in range(first_tile, end_tile):
         raw = tl.load(code_ptrs + tile * INPUTS, mask=is_output[:, None], other=0)
         for half in tl.static_range(HALVES):
@@ -133,15 +112,52 @@ def multiply_codes_kernel(
                 sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
                 input_sums = tl.zeros([TOKENS], tl.float32)
     if GROUP == 0:
-        totals = _scaled(
-            sums, input_sums, scales_ptr, offsets_ptr, expert * 0, outputs, is_output, num_outputs
-        )
+        totals = _scaled(sums, input_sums, scales_ptr, offsets_ptr, 0, outputs, is_output, num_outputs)
+    return totals
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tiles_per_split"])
+def multiply_codes_kernel(
+    x_ptr, codes_ptr, table_ptr, scales_ptr, offsets_ptr, bias_ptr, target_ptr, parts_ptr,
+    pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr,
+    num_tokens, num_outputs, num_inputs, num_groups, row_bytes, token_stride, tiles_per_split, multiplier,
+    CODES: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: some outputs of some tokens, over its share of the tiles of inputs.
+
+    With `parts_ptr`, the sums of this share go there, and nothing else is done.
+    """
+    expert, source_rows, target_rows, is_row = _find_rows(
+        tl.program_id(1), pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr, num_tokens,
+        NUM_CHOSEN, TOKENS,
+    )  # fmt: skip
+    if expert < 0:
+        return
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < num_outputs
+    inputs = tl.arange(0, INPUTS)
+    of_expert = expert * num_outputs
+    scales_ptr += of_expert * num_groups
+    if offsets_ptr is not None:
+        offsets_ptr += of_expert * num_groups
+    first_tile = tl.program_id(2) * tiles_per_split
+    num_tiles = tl.cdiv(num_inputs, INPUTS if CODES >= _INT8 else 2 * INPUTS)
+    totals = _multiply_tiles(
+        x_ptr + (source_rows * token_stride)[None, :] + inputs[:, None],
+        codes_ptr + (of_expert + outputs)[:, None] * row_bytes + inputs[None, :],
+        table_ptr, scales_ptr, offsets_ptr, outputs, is_output, is_row, num_outputs, num_inputs, num_groups,
+        first_tile, tl.minimum(first_tile + tiles_per_split, num_tiles),
+        CODES, FIRST, GROUP, PRECISION, OUTPUTS, TOKENS, INPUTS,
+    )  # fmt: skip
     mask = is_row[:, None] & is_output[None, :]
     targets = target_rows[:, None] * num_outputs + outputs[None, :]
     results = tl.trans(totals)
     if parts_ptr is not None:
-        parts_ptr += tl.program_id(2).to(tl.int64) * num_tokens * num_outputs
-        tl.store(parts_ptr + targets, results, mask=mask)
+        tl.store(
+            parts_ptr + tl.program_id(2).to(tl.int64) * num_tokens * num_outputs + targets, results, mask
+        )
     else:
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + of_expert + outputs, mask=is_output, other=0.0)
