@@ -13,9 +13,11 @@ from triton import TritonError
 
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
-from worker.gpu.gpu_attention import ATTENTION_BACKENDS, DEFAULT_BACKEND, PagedAttention
+from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
 from worker.gpu.gpu_products import TAKEN
 from worker.gpu.kernels.expert_products import route
+from worker.gpu.trials.skinny import choose_products
+from worker.gpu.trials.triton_frame import replace_frame
 from worker.gpu.triton_experts import TritonExperts
 from worker.gpu.triton_layer import TritonLayer
 from worker.gpu_quantized.code_experts import CodeExperts
@@ -47,7 +49,7 @@ class GpuToolkit:
     ) -> None:
         self._device, self._rounding = device, rounding
         self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
-        self._open_attention = ATTENTION_BACKENDS[attention_backend]
+        self._open_attention = choose_attention(attention_backend)
 
     def divide_among(self, ranks: Ranks) -> None:
         """Refuse: a GPU's layers are not divided yet."""
@@ -74,14 +76,17 @@ class GpuToolkit:
         """See Toolkit."""
         prove_products(model, self._rounding)
 
-    def replace_others(self, model: Any) -> ReplacedExperts:
-        """Replace mixtures of experts, and codes outside of fused layers.
+    def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
+        """Replace mixtures of experts, the frame and codes elsewhere, and choose products by their time.
 
         An output layer of plain numbers is one product of cuBLAS as it is.
         """
-        done = replace_experts(model, _own_experts)
+        replaced = replace_experts(model, _own_experts)
         replace_code_modules(model, self._rounding.head)
-        return done
+        replace_frame(model, TAKEN, max_model_len)
+        layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
+        choose_products([product for layer in layers for product in layer.products], self._device)
+        return replaced
 
     @contextmanager
     def refusing_kernels(self) -> Iterator[None]:
