@@ -337,7 +337,7 @@ def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, run
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype)
     if dtype is FLOAT8 and loaded.layers_beside:
         raise StartupError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model: its layers have no scales",
+            f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model, which has no scales",
             fix="leave one of them out",
         )
     return BlockLayout(
