@@ -7,8 +7,10 @@ Every path is below a root folder, so that a test can bring its own machine.
 """
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
         reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
         available = min(available, limit_bytes - max(used_bytes - reclaimable_bytes, 0))
     return max(available, 0)
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, of which the allocator keeps large pieces too."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_use(root: Path = _MACHINE) -> float:

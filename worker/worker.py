@@ -12,6 +12,7 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.adapters.adapter_store import AdapterStore
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
+from worker.machine import return_freed_memory
 from worker.progress import LoadStage, run_reporting
 from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.speculation.unsupported import refuse_speculation
@@ -52,6 +53,7 @@ class Worker:
         device = self._open_device(self._config)
         facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
         self._device = device
+        return_freed_memory()  # of weights before they were rounded or packed
         return facts
 
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:

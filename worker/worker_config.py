@@ -87,6 +87,9 @@ class WorkerConfig:
     """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
     kv_cache_bytes: int | None = None
     """Memory for the KV cache on CPU. None: the share of free memory that worker/memory_sizes.py names."""
+    kv_cache_dtype: str = "auto"
+    """auto keeps keys and values as the model computes them; fp8 as floats of 8 bits, with two scales for
+    each layer that are measured at load."""
     swap_space_bytes: int = 0
     """Host memory for the KV blocks of preempted sequences. 0: there is no host pool."""
     max_num_seqs: int = 256
@@ -102,11 +105,12 @@ class WorkerConfig:
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
     """int8 keeps the layers' weights as integers with a scale for each output; int4 as integers of four bits
-    with a scale for each 32 of them. CPU kernels only."""
+    with a scale for each 32 of them; fp8 as floats of 8 bits with a scale for each output."""
     quantize_head: str = "none"
-    """int8 keeps the output layer so. CPU kernels only."""
+    """int8 keeps the output layer so."""
     activations: str = "none"
-    """int8 rounds each row before it is multiplied by codes in groups. CPU kernels only."""
+    """int8 rounds each row before it is multiplied by codes in groups: CPU kernels only. fp8 rounds what
+    floats of 8 bits with one scale for each output multiply: GPU kernels only."""
     speculation: SpeculationConfig = SpeculationConfig()
     adapter_limits: AdapterLimits = AdapterLimits()
     adapters: tuple[AdapterFolder, ...] = ()

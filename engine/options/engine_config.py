@@ -229,6 +229,7 @@ def _worker_config(
         num_blocks=options.num_gpu_blocks_override,
         gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
         kv_cache_bytes=options.kv_cache_memory,
+        kv_cache_dtype=options.kv_cache_dtype,
         swap_space_bytes=options.swap_space or 0,
         max_num_seqs=limits.num_sequences,
         max_num_batched_tokens=limits.num_tokens,

@@ -216,11 +216,12 @@ class ModelOptions(EdgeOptions):
     )
     quantization: str = _option(
         Group.MODEL,
-        Choice(words=("none", "int8", "int4")),
+        Choice(words=("none", "int8", "int4", "fp8")),
         "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
         "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. int4 "
-        "keeps them as 4-bit numbers with a scale for each 32: a third of the memory, at more loss. Weights "
-        "that the checkpoint holds quantized stay as they are. Needs the CPU kernels.",
+        "keeps them as 4-bit numbers with a scale for each 32: a third of the memory, at more loss. fp8 "
+        "keeps them as 8-bit floats with a scale for each output: half the memory, for GPUs. Weights that "
+        "the checkpoint holds quantized stay as they are. Needs the CPU or GPU kernels.",
         default="none",
     )
     quantize_head: str = _option(
@@ -228,13 +229,14 @@ class ModelOptions(EdgeOptions):
         Choice(words=("none", "int8")),
         "int8 keeps the output layer as 8-bit numbers too, which reads half of its bytes for each step: a "
         "gain for small models, whose output layer is large. An embedding that is tied to it is kept "
-        "beside it. Needs the CPU kernels.",
+        "beside it. Needs the CPU or GPU kernels.",
         default="none",
     )
     activations: str = _option(
         Group.MODEL,
-        Choice(words=("none", "int8")),
+        Choice(words=("none", "int8", "fp8")),
         "int8 rounds what 4-bit and 8-bit weights in groups multiply to 8 bits, token by token: faster with "
-        "several sequences on CPU, at some loss of accuracy. Needs the CPU kernels.",
+        "several sequences on CPU, at some loss of accuracy. Needs the CPU kernels. fp8 does the same on "
+        "GPUs to what 8-bit floats with one scale for each output multiply.",
         default="none",
     )

@@ -61,6 +61,14 @@ class Options(SpeculationOptions):
         open_default="0.9",
         default=None,
     )
+    kv_cache_dtype: str = _option(
+        Group.KV_CACHE,
+        Choice(words=("auto", "fp8")),
+        "auto keeps keys and values as the model computes them. fp8 keeps them as 8-bit floats, with two "
+        "scales for each layer that are measured at load: twice the tokens in the same memory, at some loss "
+        "of accuracy. On GPUs that know 8-bit floats; on CPUs only with --cpu-kernels off.",
+        default="auto",
+    )
     kv_cache_memory: int | None = _option(
         Group.KV_CACHE,
         Bytes(low=2**20, high=2**50),

@@ -13,17 +13,25 @@ Heads stand outside tokens, so that attention streams one head of a block withou
 padded to a multiple of every page size in it; so the pages of one layer can be numbered with one
 stride over the whole pool, although other layers' pages lie in between.
 
+Numbers of one byte are floats (e4m3) that stand for themselves times a scale, one for the keys and one for
+the values of a layer. Scales are powers of two: bfloat16 holds each product exactly.
+
 Shapes: N blocks with block 0, H KV heads, S block size, D head size, P pages, R rows (one token of one head).
 """
 
 import math
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
+_HEADROOM = 4.0
+"""Numbers may become so many times as large as the largest that was seen, before they are cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,13 @@ class BlockLayout:
     """Keys are the layer_idx of the model's attention modules."""
     block_size: int
     dtype: torch.dtype
+    scales: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Scales of a layer's keys and values, where the dtype is FLOAT8."""
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Dtype of pools: bytes where the numbers are such, since torch can copy rows of them."""
+        return torch.uint8 if self.dtype is FLOAT8 else self.dtype
 
     @cached_property
     def offsets(self) -> dict[int, tuple[int, int]]:
@@ -101,6 +116,26 @@ class PagedTensor:
     rows_RD: Tensor
     """Row of block n, head h, offset s: (n * pages_per_block + h) * block_size + s."""
     pages_per_block: int
+    scale: float
+    """A factor of what is stored; 1 unless numbers are of one byte."""
+
+    def write(self, rows: Tensor, numbers_XD: Tensor) -> None:
+        """Round numbers and put them into rows; what is too large becomes the largest number."""
+        target_RD = self.rows_RD
+        if target_RD.dtype is FLOAT8:
+            scaled = (numbers_XD.float() / self.scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+            target_RD, numbers_XD = target_RD.view(torch.uint8), scaled.to(FLOAT8).view(torch.uint8)
+        target_RD.index_copy_(0, rows, numbers_XD)
+
+
+def cache_dtype(word: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a word of --kv-cache-dtype stands for, where the model computes in `dtype`."""
+    return FLOAT8 if word == "fp8" else dtype
+
+
+def scale_for(largest: float) -> float:
+    """Choose the power of two by which numbers up to `largest`, and some beyond, are those of FLOAT8."""
+    return 2.0 ** math.ceil(math.log2(max(largest, 1e-6) * _HEADROOM / LARGEST_FLOAT8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +154,7 @@ class KVCache:
     def __init__(self, layout: BlockLayout, num_blocks: int, memory: Tensor) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.pool_NE = memory.view(num_blocks + 1, layout.block_numel)
+        self.pool_NE = memory.view(layout.storage).view(num_blocks + 1, layout.block_numel)
         self.layers = {layer_idx: self._layer_cache(layer_idx) for layer_idx in layout.layers}
 
     @property
@@ -140,15 +175,15 @@ class KVCache:
     def _layer_cache(self, layer_idx: int) -> LayerCache:
         shape = self.layout.layers[layer_idx]
         keys_offset, values_offset = self.layout.offsets[layer_idx]
-        return LayerCache(
-            keys=self._paged(keys_offset, shape.num_heads, shape.key_dim),
-            values=self._paged(values_offset, shape.num_heads, shape.value_dim),
-        )
+        key_scale, value_scale = self.layout.scales.get(layer_idx, (1.0, 1.0))
+        keys = self._paged(keys_offset, shape.num_heads, shape.key_dim)
+        values = self._paged(values_offset, shape.num_heads, shape.value_dim)
+        return LayerCache(replace(keys, scale=key_scale), replace(values, scale=value_scale))
 
     def _paged(self, offset: int, num_heads: int, dim: int) -> PagedTensor:
         block_size, block_numel = self.layout.block_size, self.layout.block_numel
         page = block_size * dim
-        flat = self.pool_NE.view(-1)
+        flat = self.pool_NE.view(-1).view(self.layout.dtype)
         num_pages = (flat.numel() - offset) // page
         return PagedTensor(
             blocks_NHSD=flat.as_strided(
@@ -157,4 +192,5 @@ class KVCache:
             pages_PSD=flat.as_strided((num_pages, block_size, dim), (page, dim, 1), offset),
             rows_RD=flat.as_strided((num_pages * block_size, dim), (dim, 1), offset),
             pages_per_block=block_numel // page,
+            scale=1.0,
         )

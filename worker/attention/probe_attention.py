@@ -1,6 +1,7 @@
-"""Attention without a cache, for one whole sequence, to learn the shape of layers and the cost of a step.
+"""Attention without a cache, for one whole sequence, to learn the sizes of layers and the cost of a step.
 
-Owns: the record of each layer's shape, taken from a real call, so that no configuration key is guessed.
+Owns: the record of each layer's shape, taken from a real call, so that no configuration key is guessed; and
+of its largest key and value.
 Never: runs in a served step.
 """
 
@@ -17,6 +18,8 @@ class ProbeAttention:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.largest: dict[int, tuple[Tensor, Tensor]] = {}
+        """The largest key and value of each layer, on the device."""
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -26,5 +29,6 @@ class ProbeAttention:
             raise UnsupportedAttention(f"attention called twice for layer {layer_idx}")
         num_heads, num_tokens, key_dim = key.shape
         self.shapes[layer_idx] = LayerShape(num_heads, key_dim, value.shape[-1], options.reach.most_tokens)
+        self.largest[layer_idx] = key.detach().abs().amax(), value.detach().abs().amax()
         queries_HGND = query.reshape(num_heads, -1, num_tokens, key_dim)
         return attend_densely(queries_HGND, key, value, options)

@@ -93,7 +93,7 @@ class RefAttention:
             pages_TH = _pages(self._metadata.token_blocks, target.pages_per_block, num_heads)
             rows_TH = pages_TH * self._cache.layout.block_size + self._metadata.token_offsets[:, None]
             rows = self._indices[key] = self._device.tensor(rows_TH.reshape(-1))
-        target.rows_RD.index_copy_(0, rows, values_HTD.transpose(0, 1).reshape(-1, dim))
+        target.write(rows, values_HTD.transpose(0, 1).reshape(-1, dim))
 
     def _attend_decodes(
         self, layer_idx: int, query_HTD: Tensor, options: AttentionOptions, out_THV: Tensor
@@ -113,12 +113,14 @@ class RefAttention:
     ) -> Tensor:
         num_seqs = queries_RHD.shape[0]
         cache = self._cache.layers[layer_idx]
-        keys_HKD = self._gather("keys", cache.keys, group.name, group.blocks_RB)
-        values_HKV = self._gather("values", cache.values, group.name, group.blocks_RB)
+        dtype = queries_RHD.dtype
+        keys_HKD = self._gather("keys", cache.keys, group.name, group.blocks_RB).to(dtype)
+        values_HKV = self._gather("values", cache.values, group.name, group.blocks_RB).to(dtype)
         self._forget_unwritten(values_HKV, group)
         num_heads = keys_HKD.shape[0] // num_seqs
         queries_HGD = queries_RHD.reshape(num_seqs * num_heads, -1, queries_RHD.shape[-1])
-        scores_HGK = torch.bmm(queries_HGD * options.scaling, keys_HKD.transpose(1, 2))
+        scaling = options.scaling * cache.keys.scale
+        scores_HGK = torch.bmm(queries_HGD * scaling, keys_HKD.transpose(1, 2))
         if options.softcap is not None:
             scores_HGK = torch.tanh(scores_HGK / options.softcap) * options.softcap
         scores_RHGK = scores_HGK.view(num_seqs, num_heads, -1, scores_HGK.shape[-1])
@@ -126,7 +128,7 @@ class RefAttention:
         sinks = None if options.sinks is None else options.sinks.view(1, num_heads, -1, 1)
         weights_RHGK = softmax_with_sinks(scores_RHGK, sinks)
         out_HGV = torch.bmm(weights_RHGK.view(scores_HGK.shape), values_HKV)
-        return out_HGV.view(num_seqs, -1, out_HGV.shape[-1])
+        return _scaled(out_HGV, cache.values).view(num_seqs, -1, out_HGV.shape[-1])
 
     def _attend_chunk(
         self, layer_idx: int, index: int, query_HND: Tensor, options: AttentionOptions
@@ -141,10 +143,12 @@ class RefAttention:
         blocks_1B = self._metadata.block_tables[index : index + 1, first : -(-seq_len // block_size)]
         cache = self._cache.layers[layer_idx]
         seen = slice(first_seen - first * block_size, seq_len - first * block_size)
-        keys_HKD = self._gather("keys", cache.keys, name, blocks_1B)[:, seen]
-        values_HKV = self._gather("values", cache.values, name, blocks_1B)[:, seen]
+        dtype = query_HND.dtype
+        keys_HKD = self._gather("keys", cache.keys, name, blocks_1B)[:, seen].to(dtype)
+        values_HKV = self._gather("values", cache.values, name, blocks_1B)[:, seen].to(dtype)
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
-        return attend_densely(queries_HGND, keys_HKD, values_HKV, options)
+        options = options._replace(scaling=options.scaling * cache.keys.scale)
+        return _scaled(attend_densely(queries_HGND, keys_HKD, values_HKV, options), cache.values)
 
     def _gather(
         self, buffer: str, source: PagedTensor, name: Hashable, blocks_RB: NDArray[np.signedinteger]
@@ -223,6 +227,10 @@ class RefAttention:
             hidden_R11K=self._device.tensor(hidden_RK[:, None, None, :]),
             unwritten=np.flatnonzero(beyond_RK & in_own_block_RK),
         )
+
+
+def _scaled(attended: Tensor, values: PagedTensor) -> Tensor:
+    return attended if values.scale == 1 else attended * values.scale
 
 
 def _pages(blocks: NDArray[np.signedinteger], pages_per_block: int, num_heads: int) -> NDArray[np.int64]:

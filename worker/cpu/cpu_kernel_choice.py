@@ -9,13 +9,20 @@ from pathlib import Path
 
 import torch
 
+from worker.attention.kv_cache import cache_dtype
 from worker.cpu.cpu_arithmetic import choose_kernels
 from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
 from worker.devices.device import Device
 from worker.doctor_findings import Finding, Verdict
-from worker.model.quantization import refuse_quantization, rounding_of
+from worker.model.quantization import (
+    FLOAT8_ROWS,
+    INT8_ROWS,
+    refuse_quantization,
+    refuse_rows,
+    rounding_of,
+)
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
@@ -93,8 +100,14 @@ def _without(config: WorkerConfig, dtype: torch.dtype, error: Exception) -> Find
 def _check_wanted(config: WorkerConfig, device: Device, dtype: torch.dtype) -> None:
     if device.torch_device.type != "cpu":
         raise CannotBuild("the model runs on a GPU")
+    refuse_rows(config, FLOAT8_ROWS, device="CPUs", known=INT8_ROWS)
     if config.cpu_kernels == "off":
         raise CannotBuild("--cpu-kernels is off")
+    if cache_dtype(config.kv_cache_dtype, dtype) is not dtype:
+        raise StartupError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} has no CPU kernel yet",
+            fix="leave it out, or ask for --cpu-kernels off, which is several times slower",
+        )
     if dtype not in DTYPES:
         raise CannotBuild(f"there are none for {dtype}")
 

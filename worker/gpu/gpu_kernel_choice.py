@@ -19,7 +19,13 @@ from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding, Verdict
 from worker.gpu.graphs import GraphSizes
 from worker.gpu.step_buffers import Limits, StepBuffers
-from worker.model.quantization import refuse_quantization
+from worker.model.quantization import (
+    FLOAT8_ROWS,
+    INT8_ROWS,
+    refuse_quantization,
+    refuse_rows,
+    rounding_of,
+)
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadStage
 from worker.worker_config import WorkerConfig
@@ -91,7 +97,7 @@ def open_toolkit(
 ) -> Toolkit | None:
     """Open the kernels, which are compiled at their first use; None without any.
 
-    Raises StartupError for weights that are to be quantized, which needs the CPU's kernels.
+    Raises StartupError for weights that are to be quantized without them.
     """
     _refuse_quantization(config)
     reason = obstacle(config)
@@ -101,7 +107,7 @@ def open_toolkit(
     from worker.gpu.gpu_toolkit import GpuToolkit
 
     _keep_compiled_kernels()
-    return GpuToolkit(device, config.attention_backend)
+    return GpuToolkit(device, config.attention_backend, rounding=rounding_of(config))
 
 
 def _keep_compiled_kernels() -> None:
@@ -157,11 +163,12 @@ def reserve(
 
 
 def _refuse_quantization(config: WorkerConfig) -> None:
-    refuse_quantization(
-        config,
-        " needs the CPU kernels, and the model runs on a GPU",
-        fix="leave it out, or ask for --device cpu",
-    )
+    refuse_rows(config, INT8_ROWS, device="GPUs", known=FLOAT8_ROWS)
+    reason = obstacle(config)
+    if reason:
+        refuse_quantization(
+            config, f" needs the GPU kernels, and {reason}", fix="leave it out, or see --gpu-kernels"
+        )
 
 
 def num_graph_logits(config: WorkerConfig, vocab_size: int) -> int:

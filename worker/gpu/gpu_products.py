@@ -7,12 +7,18 @@ Shapes: T tokens, N outputs, K inputs.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from worker.gpu_quantized.code_products import CodeProduct, find_hindrance
+from worker.gpu_quantized.float8_products import FLOAT8_ROWS, Float8Product
 from worker.model.layer_parts import TakenWeights
-from worker.model.linear import Linear
+from worker.model.linear import Linear, PlainWeight
+from worker.model.quantization import Int8Weight
+from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS, GroupedWeight
 
 
 class Product(Protocol):
@@ -40,10 +46,23 @@ _PRODUCTS: dict[str, Callable[[Linear], Product]] = {
     "float32": _by_cublas,
     "float16": _by_cublas,
     "bfloat16": _by_cublas,
+    Int8Weight.format: CodeProduct,
+    FOUR_BITS: CodeProduct,
+    EIGHT_BITS: CodeProduct,
+    FLOAT8: CodeProduct,
+    FLOAT8_ROWS: Float8Product,
 }
-TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1)
+TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1, find_hindrance=find_hindrance)
 
 
 def product_of(linear: Linear) -> Product:
     """Bring a layer into the form that its format's kernels take."""
     return _PRODUCTS[linear.weight.format](linear)
+
+
+def without_codes(linear: Linear) -> Linear:
+    """Forget codes, which their product has in an order of its own; sizes stay."""
+    if not isinstance(linear.weight, GroupedWeight | Int8Weight):
+        return linear
+    one = torch.zeros((1, 1), dtype=torch.bfloat16, device=linear.weight.device)
+    return replace(linear, weight=PlainWeight(one.expand(linear.weight.shape)))

@@ -15,13 +15,20 @@ from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
 from worker.gpu.gpu_products import TAKEN
+from worker.gpu.kernels.expert_products import route
 from worker.gpu.trials.skinny import choose_products
 from worker.gpu.trials.triton_frame import replace_frame
 from worker.gpu.triton_experts import TritonExperts
 from worker.gpu.triton_layer import TritonLayer
+from worker.gpu_quantized.code_experts import CodeExperts
+from worker.gpu_quantized.code_modules import replace_code_modules
+from worker.gpu_quantized.code_proof import prove_products
+from worker.gpu_quantized.float8_products import with_float8_rows
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
-from worker.model.mixture import ReplacedExperts, replace_experts
+from worker.model.linear import Linear
+from worker.model.mixture import ExpertLinears, Experts, ReplacedExperts, replace_experts
+from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.ranks.ranks import Ranks
 from worker.worker_errors import StartupError
 
@@ -30,12 +37,18 @@ class GpuToolkit:
     """See Toolkit."""
 
     name, device_kind, option = "Triton", "GPU", "--gpu-kernels"
-    fused = "fused"
     runs_ahead = True
     weights = TAKEN
 
-    def __init__(self, device: Device, attention_backend: str = DEFAULT_BACKEND) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: Device,
+        attention_backend: str = DEFAULT_BACKEND,
+        *,
+        rounding: Rounding = NO_ROUNDING,
+    ) -> None:
+        self._device, self._rounding = device, rounding
+        self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
         self._open_attention = choose_attention(attention_backend)
 
     def divide_among(self, ranks: Ranks) -> None:
@@ -52,17 +65,24 @@ class GpuToolkit:
         return TritonLayer(parts, call)
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return TritonLayer(parts, call)
+        return TritonLayer(parts.with_linears(self._as_asked), call)
+
+    def _as_asked(self, linear: Linear) -> Linear:
+        rounded = linear if self._rounding.layers is None else self._rounding.layers.quantize(linear)
+        linear = rounded if TAKEN.include(rounded) else linear
+        return linear if self._rounding.of_inputs is None else with_float8_rows(linear)
 
     def prove(self, model: Any) -> None:
-        """Try nothing: no kernel here takes quantized weights."""
+        """See Toolkit."""
+        prove_products(model, self._rounding)
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
-        """Replace mixtures of experts and the frame, and choose products by their time.
+        """Replace mixtures of experts, the frame and codes elsewhere, and choose products by their time.
 
-        The output layer is one product of cuBLAS as it is.
+        An output layer of plain numbers is one product of cuBLAS as it is.
         """
-        replaced = replace_experts(model, TritonExperts)
+        replaced = replace_experts(model, _own_experts)
+        replace_code_modules(model, self._rounding.head)
         replace_frame(model, TAKEN, max_model_len)
         layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
         choose_products([product for layer in layers for product in layer.products], self._device)
@@ -79,3 +99,8 @@ class GpuToolkit:
                 f"Triton refuses a kernel on this GPU: {reason}",
                 fix=f"start with {self.option} off, and report it",
             ) from error
+
+
+def _own_experts(experts: ExpertLinears) -> nn.Module:
+    """Make a mixture of plain numbers or of codes. Raises Unrecognised."""
+    return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts, route)

@@ -72,12 +72,13 @@ class TritonAttention:
         if queries_THD.stride(-1) != 1:
             queries_THD = queries_THD.contiguous()
         cache, work = self._cache.layers[layer_idx], self._work
+        options = options._replace(scaling=options.scaling * cache.keys.scale)
         num_tokens, num_heads, _ = queries_THD.shape
         out_THV = queries_THD.new_empty((num_tokens, num_heads, cache.values.blocks_NHSD.shape[-1]))
         attend_decodes(queries_THD, cache, work, options, out_THV)
         if work.batch.num_tokens > work.batch.num_decodes:
             attend_prefills(queries_THD, cache, work, options, out_THV)
-        return out_THV
+        return out_THV if cache.values.scale == 1 else out_THV.mul_(cache.values.scale)
 
 
 def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> AttentionBatch:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
 from worker.gpu.gpu_attention import PagedAttention
+from worker.gpu.gpu_products import without_codes
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
 from worker.gpu.kernels.skinny_products import Folds
 from worker.gpu.trials.skinny import FoldedProduct
@@ -42,8 +43,8 @@ class TritonLayer(nn.Module):
             raise Unrecognised("its MLP is given what attention is given")
         if call.rotary is not None and call.rotary.order is not AngleOrder.TWICE:
             raise Unrecognised("it is given the angles of its heads in pairs")
-        self._parts = parts = in_halves(parts, call)
-        self._call = call
+        parts = in_halves(parts, call)
+        self._parts, self._call = parts.with_linears(without_codes), call
         self._query_key_value = FoldedProduct(parts.query_key_value, Folds(norm=parts.attention_norm))
         self._attention_output = self._added(parts.attention_output, parts.after_attention_norm)
         self.products = [self._query_key_value, self._attention_output]

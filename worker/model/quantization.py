@@ -21,6 +21,7 @@ _NONE = "none"
 _HIGHEST_BYTE = 127
 _INT4_GROUP = 32
 _LOWEST_NIBBLE = -8
+_LARGEST_FLOAT8 = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,19 @@ def round_to_int4(linear: Linear) -> Linear:
     )
 
 
+def round_to_float8(linear: Linear) -> Linear:
+    """Round plain weights to floats of eight bits; the largest number of each output becomes 448."""
+    weight = linear.weight
+    if not isinstance(weight, PlainWeight):
+        return linear
+    numbers_NK = weight.numbers_NK.float()
+    scales_N1 = numbers_NK.abs().amax(dim=1, keepdim=True) / _LARGEST_FLOAT8
+    codes = (numbers_NK / scales_N1.clamp_min(1e-30)).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
+    return replace(
+        linear, weight=GroupedWeight(codes=codes.to(torch.float8_e4m3fn), scales_NG=scales_N1.contiguous())
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """One choice of the option."""
@@ -112,9 +126,11 @@ _QUANTIZATIONS = {
     for each in (
         Quantization(word="int8", quantize=round_to_int8, tolerance=0.3),
         Quantization(word="int4", quantize=round_to_int4, tolerance=0.6),
+        Quantization(word="fp8", quantize=round_to_float8, tolerance=0.3),
     )
 }
-_OF_INPUTS = Quantization(word="int8", quantize=lambda linear: linear, tolerance=0.3)
+INT8_ROWS = Quantization(word="int8", quantize=lambda linear: linear, tolerance=0.3)
+FLOAT8_ROWS = Quantization(word="fp8", quantize=lambda linear: linear, tolerance=0.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +159,19 @@ def rounding_of(config: WorkerConfig) -> Rounding:
     return Rounding(
         layers=_find("--quantization", config.quantization, _QUANTIZATIONS),
         head=_find("--quantize-head", config.quantize_head, heads),
-        of_inputs=_find("--activations", config.activations, {"int8": _OF_INPUTS}),
+        of_inputs=_find(
+            "--activations", config.activations, {each.word: each for each in (INT8_ROWS, FLOAT8_ROWS)}
+        ),
     )
+
+
+def refuse_rows(config: WorkerConfig, rows: Quantization, *, device: str, known: Quantization) -> None:
+    """Raise StartupError if input rows are to be rounded in a way that a device's kernels have not."""
+    if rounding_of(config).of_inputs is rows:
+        raise StartupError(
+            f"--activations {rows.word} has no kernel for {device}",
+            fix=f"leave it out, or ask for --activations {known.word}",
+        )
 
 
 def refuse_quantization(config: WorkerConfig, reason: str, *, fix: str = "leave it out") -> None:

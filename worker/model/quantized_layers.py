@@ -60,10 +60,10 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings = replaced.num_embeddings
         self.dtype = replaced.weight.dtype
-        self._scale: float | None = None
+        self.scale: float | None = None
         if type(replaced) is not nn.Embedding:
-            self._scale = getattr(replaced, "scalar_embed_scale", None)
-            if self._scale is None:
+            self.scale = getattr(replaced, "scalar_embed_scale", None)
+            if self.scale is None:
                 raise ValueError(f"it is a {type(replaced).__name__}")
         self._weight: GroupedWeight | None = None
         self._look_up: Callable[[Tensor], Tensor] | None = None
@@ -91,7 +91,7 @@ class QuantizedEmbedding(nn.Module):
             numbers_UH = self.weight_codes.outputs(ids_U).dequantized()
         found = numbers_UH.to(self.dtype)[places]
         # Rounded as the model's own module rounds it.
-        return found if self._scale is None else found * torch.tensor(self._scale, dtype=self.dtype)
+        return found if self.scale is None else found * torch.tensor(self.scale, dtype=self.dtype)
 
 
 class QuantizedExperts(nn.Module):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
-from worker.attention.kv_cache import BlockLayout, LayerShape, with_layers_beside
+from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
@@ -31,7 +31,6 @@ from worker.startup.loader import (
     dtype_name,
     find_kind,
     model_config_of,
-    refuse_codes,
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
@@ -70,7 +69,6 @@ class CannotForesee(Exception):
 
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
-    refuse_codes(kind, device)
     weights = loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
     device.check_weights(weights)
     return weights.total
@@ -119,18 +117,17 @@ def forecast(
     `num_weight_bytes` are those of the draft model too, if there is one.
     """
     model, shapes, targets = _foresee_layers(config, kind, device)
+    dtype = _dtype(config, kind)
     whole = BlockLayout(
         layers=with_layers_beside(shapes, {} if draft is None else draft.shapes),
         block_size=config.block_size or device.default_block_size,
-        dtype=getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32"),
+        dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
-    if len(layout.layers) < config.num_stages:
-        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
-    _check_heads(config, text_config)
+    _check_division(config, layout, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
-    adapter_bytes = most_bytes(config, targets, layout.dtype)
+    adapter_bytes = most_bytes(config, targets, dtype)
     budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
     if kernels_of(device).stacks_adapters:
         budget_bytes = max(0, budget_bytes - adapter_bytes)
@@ -158,8 +155,15 @@ def forecast(
     )
 
 
-def _check_heads(config: WorkerConfig, text_config: Any) -> None:
-    """Raise StartupError where ranks cannot divide the query heads."""
+def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
+    named: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    return named
+
+
+def _check_division(config: WorkerConfig, layout: BlockLayout, text_config: Any) -> None:
+    """Raise StartupError where stages have no layer, or ranks cannot divide the query heads."""
+    if len(layout.layers) < config.num_stages:
+        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
         raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")

@@ -69,7 +69,6 @@ from worker.worker_errors import FamilyRefused, StartupError
 log = logging.getLogger(__name__)
 
 _MOST_REASON_CHARS = 200
-_DEVICE_OF_CODES = "CPU"
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
@@ -156,7 +155,6 @@ def load_model(
     """Load the weights onto the device. Raises StartupError for everything that cannot be served."""
     if config.dtype not in _DTYPES:
         raise StartupError(f"unknown dtype {config.dtype!r}", fix=f"ask for one of {', '.join(_DTYPES)}")
-    refuse_codes(kind, device)
     folder = kind.folder
     sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
@@ -224,15 +222,6 @@ def _read_quantization(checkpoint_config: dict[str, Any]) -> Rules | None:
     parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
     found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     return None if found is None else read_rules(found)
-
-
-def refuse_codes(kind: ModelKind, device: Device) -> None:
-    """Raise StartupError for a quantized checkpoint on a device whose kernels take none."""
-    if kind.quantization is not None and device.kind != _DEVICE_OF_CODES:
-        raise StartupError(
-            f"the checkpoint is quantized, which no kernel for {device.describe()} takes yet",
-            fix="ask for --device cpu, or take the same model in bfloat16",
-        )
 
 
 def describe_division(config: WorkerConfig) -> str:

@@ -7,6 +7,7 @@ Never: runs a plan, or asks for the kind of its device (kernel_choice.py).
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,15 @@ from torch import Tensor
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
-from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape, with_layers_beside
+from worker.attention.kv_cache import (
+    FLOAT8,
+    BlockLayout,
+    KVCache,
+    LayerShape,
+    cache_dtype,
+    scale_for,
+    with_layers_beside,
+)
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.checkpoint_files import find_weights
@@ -44,6 +53,9 @@ from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
+
+_MEASURED_TOKENS = 128
+_SEED = 17
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
@@ -279,7 +291,7 @@ def _find_targets(
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
     """Make a cache of whole heads for the check of the model before it is divided."""
     num_blocks = -(-LONGEST_CHECK // layout.block_size)
-    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.dtype)
+    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.storage)
     return KVCache(layout, num_blocks, memory)
 
 
@@ -347,11 +359,42 @@ def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[in
 
 
 def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype)
+    if dtype is FLOAT8 and loaded.layers_beside:
+        raise StartupError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model, which has no scales",
+            fix="leave one of them out",
+        )
     return BlockLayout(
         layers=with_layers_beside(probe_shapes(device, loaded, runner), loaded.layers_beside),
         block_size=config.block_size or device.default_block_size,
-        dtype=loaded.dtype,
+        dtype=dtype,
+        scales=_measure_scales(device, loaded, runner) if dtype is FLOAT8 else {},
     )
+
+
+def _measure_scales(device: Device, loaded: LoadedModel, runner: Runner) -> dict[int, tuple[float, float]]:
+    """Find the scales of each layer's keys and values from a sequence of random tokens."""
+    length = min(_MEASURED_TOKENS, loaded.checkpoint_len)
+    token_ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, length)
+    probe = ProbeAttention()
+    with refusing(loaded.model_type):
+        runner.forward(
+            device.tensor(token_ids[None]),
+            device.tensor(np.arange(length)[None]),
+            device.tensor(np.arange(length - 1, length)),
+            probe,
+        )
+    scales = {}
+    for layer_idx, (key, value) in probe.largest.items():
+        sizes = float(key), float(value)
+        if not all(map(math.isfinite, sizes)):
+            raise StartupError(
+                f"layer {layer_idx} has keys or values that are not finite: they have no scale for fp8",
+                fix="leave --kv-cache-dtype out",
+            )
+        scales[layer_idx] = scale_for(sizes[0]), scale_for(sizes[1])
+    return scales
 
 
 def _size(
@@ -375,7 +418,7 @@ def _size(
 def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
     numel = (size.num_blocks + 1) * layout.block_numel
     try:
-        memory = device.zeros(numel, layout.dtype)
+        memory = device.zeros(numel, layout.storage)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         raise StartupError(
             f"{size.num_blocks} KV blocks of {layout.block_bytes} bytes cannot be allocated",
@@ -396,7 +439,7 @@ def _facts(
         model_type=loaded.model_type,
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
-        dtype=str(cache.layout.dtype).removeprefix("torch."),
+        dtype=str(loaded.dtype).removeprefix("torch."),
         device=device.describe(),
         vocab_size=loaded.vocab_size,
         max_model_len=size.max_model_len,
@@ -417,7 +460,7 @@ def _facts(
         "loaded %s: weights %s, KV cache %s in %s blocks of %s tokens, context %s tokens, %s",
         facts.model_type,
         format_size(facts.weight_bytes),
-        format_size(facts.kv_cache_bytes),
+        format_size(facts.kv_cache_bytes) + (" of fp8" if cache.layout.dtype is FLOAT8 else ""),
         facts.num_blocks,
         facts.block_size,
         facts.max_model_len,

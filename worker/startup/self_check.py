@@ -25,7 +25,7 @@ from scheduler.messages import (
     SequenceId,
 )
 from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
-from worker.attention.kv_cache import KVCache
+from worker.attention.kv_cache import FLOAT8, KVCache
 from worker.devices.device import Device
 from worker.startup.loader import LoadedModel
 from worker.steps.row_table import RowTable
@@ -37,7 +37,7 @@ LONGEST_CHECK = 12
 _SEED = 7
 # Error over magnitude of a token's logits. Wrong computation gives about 1; rounding in a deep model,
 # in another order of sums, stays well below these.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2, FLOAT8: 0.3}
 
 
 @contextmanager
@@ -124,7 +124,9 @@ class SelfCheck:
         error = max(
             relative_error(ours[start:end], expected[start:end]) for start, end in _chunks(len(expected))
         )
-        most = TOLERANCE[self.cache.layout.dtype] if tolerance is None else tolerance
+        most = max(TOLERANCE[each] for each in (self.cache.layout.dtype, self.loaded.dtype))
+        if tolerance is not None:
+            most = max(most, tolerance)
         return None if error <= most else error  # NaN is an error too
 
     def _token_ids(self) -> np.ndarray[Any, Any]:

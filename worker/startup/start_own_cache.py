@@ -226,4 +226,6 @@ def _refuse_useless_options(config: WorkerConfig, refused: str) -> None:
     reason = f" needs a paged KV cache, and {refused}"
     if config.swap_space_bytes > 0:
         raise StartupError(f"--swap-space {config.swap_space_bytes}{reason}", fix="leave it out")
+    if config.kv_cache_dtype != "auto":
+        raise StartupError(f"--kv-cache-dtype {config.kv_cache_dtype}{reason}", fix="leave it out")
     refuse_quantization(config, reason)

@@ -47,13 +47,13 @@ class HostPool:
         self.block_bytes = layout.block_bytes
         self._num_device_blocks = cache.num_blocks
         self._device = device
-        memory = torch.empty(0, dtype=layout.dtype)
+        memory = torch.empty(0, dtype=layout.storage)
         if self.num_blocks:
             device.check_swap_space(
                 swap_bytes=self.num_blocks * layout.block_bytes, cache_bytes=cache.num_bytes
             )
             try:
-                memory = device.host_zeros(self.num_blocks * layout.block_numel, layout.dtype)
+                memory = device.host_zeros(self.num_blocks * layout.block_numel, layout.storage)
             except (MemoryError, OSError, RuntimeError) as error:
                 raise StartupError(
                     f"the system refuses {self.num_blocks * layout.block_bytes} bytes of swap space",

@@ -1,9 +1,11 @@
 """The pool's layout: every number of every view has one place, and only its own."""
 
+import math
+
 import pytest
 import torch
 
-from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape, scale_for
 
 SHAPES = {
     "equal": {0: LayerShape(2, 8, 8), 1: LayerShape(2, 8, 8)},
@@ -55,3 +57,21 @@ def test_bytes_are_counted_with_the_padding_block_and_the_slack(cache: KVCache) 
 def test_equal_layers_need_no_slack() -> None:
     layout = BlockLayout(layers=SHAPES["equal"], block_size=4, dtype=torch.bfloat16)
     assert layout.block_bytes == 2 * 2 * (2 * 4 * 8) * 2
+
+
+@pytest.mark.parametrize("largest", [1e-4, 0.7, 40.0, 9000.0])
+def test_keys_of_8_bits_are_near_what_was_written_and_never_infinite(largest: float) -> None:
+    scale = scale_for(largest)
+    assert math.log2(scale).is_integer(), "bfloat16 holds each number times its scale"
+    layout = BlockLayout(
+        layers={0: LayerShape(1, 8, 8)}, block_size=4, dtype=FLOAT8, scales={0: (scale, 2 * scale)}
+    )
+    cache = KVCache(layout, 2, torch.zeros(3 * layout.block_numel, dtype=layout.storage))
+    keys = cache.layers[0].keys
+    written = torch.tensor([1.0, -1.0, 0.3, 2.9, 1e-3, 0.0, 1e4, -1e4]) * largest
+    keys.write(torch.tensor([5]), written[None])
+    found = keys.rows_RD[5].float() * keys.scale
+    assert torch.allclose(found[:6], written[:6], rtol=2**-4, atol=largest * 2**-14)
+    assert bool(found.isfinite().all())
+    assert found[6] == -found[7] >= 4 * largest
+    assert cache.layers[0].values.scale == 2 * scale

@@ -197,8 +197,8 @@ def gate_kernel() -> Kernel:
     )
 
 
-def rotary_kernel(*, has_norms: bool, value_dim: int = 128) -> Kernel:
-    pointers = ("merged", "queries", "key_cache", "value_cache")
+def rotary_kernel(*, has_norms: bool, value_dim: int = 128, cache: str = "*bf16") -> Kernel:
+    pointers = {"merged": "*bf16", "queries": "*bf16", "key_cache": cache, "value_cache": cache}
     weights = dict.fromkeys(("query_weight_ptr", "key_weight_ptr"), "*fp32" if has_norms else "constexpr")
     counts = ("num_tokens", "angle_stride", "block_stride")
     constants = {
@@ -215,13 +215,12 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128) -> Kernel:
     return Kernel(
         function="worker.gpu.kernels.rotary:_rotate_and_write_kernel",
         signature={
-            **{f"{name}_ptr": "*bf16" for name in pointers},
+            **{f"{name}_ptr": type_name for name, type_name in pointers.items()},
             "slots_ptr": "*i64",
             "cosines_ptr": "*bf16",
             "sines_ptr": "*bf16",
             **weights,
-            "query_epsilon": "fp32",
-            "key_epsilon": "fp32",
+            **dict.fromkeys(("query_epsilon", "key_epsilon", "key_factor", "value_factor"), "fp32"),
             **dict.fromkeys(counts, "i32"),
             **dict.fromkeys(constants, "constexpr"),
         },
@@ -254,6 +253,7 @@ FOR_HOPPER = {
     "rotation": rotary_kernel(has_norms=False),
     "norms and rotation": rotary_kernel(has_norms=True),
     "values of another size": rotary_kernel(has_norms=False, value_dim=64),
+    "rotation into 8 bits": rotary_kernel(has_norms=True, cache="*fp8e4nv"),
     "block copies": copy_kernel(),
 }
 

@@ -11,10 +11,6 @@ from torch import Tensor
 
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import load_worker
-from tests.worker.gpu.interpreted_gpu import InterpretedGpu
-from worker.progress import LoadStage
-from worker.startup.loader import find_kind, load_model
-from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -95,14 +91,6 @@ def test_activations_in_int8_are_refused_where_nothing_is_in_codes(checkpoint: P
     plain = checkpoint.parent / "llama plain int4"
     assert "--activations int8 has no effect" in refusal(plain, activations="int8")
     load_worker(checkpoint, activations="int8")
-
-
-def test_a_gpu_refuses_codes_before_anything_is_read(checkpoint: Path) -> None:
-    config = WorkerConfig(model_path=str(checkpoint), device="cpu")
-    device = InterpretedGpu(config)
-    with pytest.raises(StartupError, match="no kernel for interpreted GPU takes") as refused:
-        load_model(config, find_kind(config), device, LoadStage())
-    assert "--device cpu" in refused.value.fix
 
 
 def test_rounding_needs_the_kernels(checkpoint: Path) -> None:

@@ -10,9 +10,9 @@ constexpr int kSharingRows = 96;
 // Inputs that are decoded at once: a block of them stays in the nearest cache while all rows read it.
 constexpr int64_t kSharedInputs = kRunInputs;
 
-// Rows of which both sums and totals have registers. Small groups are scaled so often that it pays to have fewer.
+// Rows of which both sums and totals have registers. Groups are scaled so often that it pays to have fewer.
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
-constexpr int64_t kSmallGroup = 64;
+constexpr int64_t kSmallGroup = 256;
 
 // Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
 template <typename T>
@@ -357,11 +357,15 @@ inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& c
     const auto add_all = [&] {
       const DecodedRuns all = {decoded, runs, count};
       const bool is_small = weight.grouped.group_size <= kSmallGroup;
-      for (int64_t row = 0; row < num_rows && is_small; row += kScaledTileRows) {
-        add_decoded_runs<kScaledTileRows, Decoded>(product, all, first + row, num_rows - row, totals + row);
-      }
-      for (int64_t row = 0; row < num_rows && !is_small; row += kTileRows) {
-        add_decoded_runs<kTileRows, Decoded>(product, all, first + row, num_rows - row, totals + row);
+      const int64_t most = is_small ? kScaledTileRows : kTileRows;
+      const int64_t num_tiles = (num_rows + most - 1) / most, tile = (num_rows + num_tiles - 1) / num_tiles;
+      for (int64_t row = 0; row < num_rows; row += tile) {
+        const int64_t here = num_rows - row < tile ? num_rows - row : tile;
+        if (is_small) {
+          add_decoded_runs<kScaledTileRows, Decoded>(product, all, first + row, here, totals + row);
+        } else {
+          add_decoded_runs<kTileRows, Decoded>(product, all, first + row, here, totals + row);
+        }
       }
       to = decoded;
       count = 0;

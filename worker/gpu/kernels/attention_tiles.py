@@ -154,7 +154,7 @@ def attend_tiles(
         starts_K = blocks_K.to(tl.int64) * block_stride
 
         keys_KD = _load_rows(keys + starts_K + offsets_K * KEY_DIM, is_there_K, KEY_DIM, KEY_WIDTH, MASKED)
-        scores_MK = tl.dot(queries_MD, tl.trans(keys_KD), input_precision="ieee")
+        scores_MK = tl.dot(queries_MD, tl.trans(keys_KD.to(queries_MD.dtype)), input_precision="ieee")
         if SOFTCAP > 0:
             scores_MK = _squeeze(scores_MK * scale, SOFTCAP)
         if MASKED:
@@ -175,7 +175,7 @@ def attend_tiles(
 
         values_KV = _load_rows(
             values + starts_K + offsets_K * VALUE_DIM, is_there_K, VALUE_DIM, VALUE_WIDTH, MASKED
-        )
+        ).to(queries_MD.dtype)  # in the cache they may be of one byte
         sums_MV = sums_MV * shrink_M[:, None]
         sums_MV = tl.dot(weights_MK.to(values_KV.dtype), values_KV, sums_MV, input_precision="ieee")
     return sums_MV, totals_M, peaks_M

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.kv_cache import LayerCache
+from worker.gpu.kernels.kv_write import in_cache
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
 
@@ -32,10 +33,13 @@ def _load_part(heads_ptr, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _store_part(out_ptr, numbers, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _store_part(
+    out_ptr, numbers, factor, is_row, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     dims = tl.arange(0, BLOCK)
     mask = is_row[:, None] & (dims < SIZE)[None, :]
-    tl.store(out_ptr[:, None] + (FIRST + dims)[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask)
+    numbers = in_cache(numbers, factor, out_ptr.dtype.element_ty)
+    tl.store(out_ptr[:, None] + (FIRST + dims)[None, :], numbers, mask=mask)
 
 
 @triton.jit
@@ -46,7 +50,7 @@ def _weight_part(weight_ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _rotate_heads(
-    heads_ptr, out_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, is_row,
+    heads_ptr, out_ptr, weight_ptr, epsilon, cosines_ptr, sines_ptr, factor, is_row,
     HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one head per row, from one place to another. Only the weight is one for all rows.
@@ -77,17 +81,17 @@ def _rotate_heads(
         if REST > 0:
             rest = rest * scale * _weight_part(weight_ptr, ROTATED_DIM, REST, BLOCK_REST)
     if ROTATED_DIM > 0:
-        _store_part(out_ptr, first * cosines - second * sines, is_row, 0, HALF, BLOCK_HALF)
-        _store_part(out_ptr, second * cosines + first * sines, is_row, HALF, HALF, BLOCK_HALF)
+        _store_part(out_ptr, first * cosines - second * sines, factor, is_row, 0, HALF, BLOCK_HALF)
+        _store_part(out_ptr, second * cosines + first * sines, factor, is_row, HALF, HALF, BLOCK_HALF)
     if REST > 0:
-        _store_part(out_ptr, rest, is_row, ROTATED_DIM, REST, BLOCK_REST)
+        _store_part(out_ptr, rest, factor, is_row, ROTATED_DIM, REST, BLOCK_REST)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_write_kernel(
     merged_ptr, queries_ptr, key_cache_ptr, value_cache_ptr, slots_ptr, cosines_ptr, sines_ptr,
     query_weight_ptr, key_weight_ptr, query_epsilon, key_epsilon,
-    num_tokens, angle_stride, block_stride,
+    num_tokens, angle_stride, block_stride, key_factor, value_factor,
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr,
     HAS_QUERY_NORM: tl.constexpr, HAS_KEY_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -106,7 +110,7 @@ def _rotate_and_write_kernel(
             merged_ptr + tokens * merged_size + (rows % NUM_QUERY_HEADS) * KEY_DIM,
             queries_ptr + rows.to(tl.int64) * KEY_DIM,
             query_weight_ptr, query_epsilon, cosines_ptr + tokens * angle_stride,
-            sines_ptr + tokens * angle_stride, is_row, KEY_DIM, ROTATED_DIM, HAS_QUERY_NORM,
+            sines_ptr + tokens * angle_stride, 1.0, is_row, KEY_DIM, ROTATED_DIM, HAS_QUERY_NORM,
         )  # fmt: skip
         return
     is_key = tile < num_query_tiles + num_kv_tiles
@@ -123,15 +127,14 @@ def _rotate_and_write_kernel(
             merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + heads) * KEY_DIM,
             key_cache_ptr + block_starts + places * KEY_DIM,
             key_weight_ptr, key_epsilon, cosines_ptr + tokens * angle_stride,
-            sines_ptr + tokens * angle_stride, is_row, KEY_DIM, ROTATED_DIM, HAS_KEY_NORM,
+            sines_ptr + tokens * angle_stride, key_factor, is_row, KEY_DIM, ROTATED_DIM, HAS_KEY_NORM,
         )  # fmt: skip
         return
     values_ptr = merged_ptr + tokens * merged_size + (NUM_QUERY_HEADS + NUM_KV_HEADS) * KEY_DIM
     values_width: tl.constexpr = triton.next_power_of_2(VALUE_DIM)
     values = _load_part(values_ptr + heads * VALUE_DIM, is_row, 0, VALUE_DIM, values_width)
-    _store_part(
-        value_cache_ptr + block_starts + places * VALUE_DIM, values, is_row, 0, VALUE_DIM, values_width
-    )
+    places_ptr = value_cache_ptr + block_starts + places * VALUE_DIM
+    _store_part(places_ptr, values, value_factor, is_row, 0, VALUE_DIM, values_width)
 
 
 def _lines_of_one_stride(rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -175,6 +178,7 @@ def rotate_and_write(
         None if query_norm is None else query_norm.weight_H, None if key_norm is None else key_norm.weight_H,
         0.0 if query_norm is None else query_norm.epsilon, 0.0 if key_norm is None else key_norm.epsilon,
         num_tokens, 0 if cosines is None else cosines.stride(0), keys_NHSD.stride(0),
+        1 / cache.keys.scale, 1 / cache.values.scale,
         NUM_QUERY_HEADS=heads.num_query_heads, NUM_KV_HEADS=heads.num_kv_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
         ROTATED_DIM=0 if cosines is None else cosines.shape[-1],

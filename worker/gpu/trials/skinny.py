@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.gpu.gpu_products import Product, product_of
+from worker.gpu.gpu_products import Product, product_of, without_codes
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import norm
 from worker.gpu.kernels.skinny_products import (
@@ -57,7 +57,7 @@ class FoldedProduct:
     """One product of a layer; by cuBLAS until a trial has chosen our kernel for some numbers of rows."""
 
     def __init__(self, linear: Linear, folds: Folds) -> None:
-        self.linear, self._folds = linear, folds
+        self.linear, self._folds = without_codes(linear), folds
         self._product = product_of(linear)
         self._skinny: _Skinny | None = None
         self._is_wrapped = False

@@ -1,0 +1,112 @@
+"""Quantized checkpoints and caches on an interpreted GPU, in steps from graphs and beside the host."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import write_quantized
+from tests.worker.conftest import BLOCK_SIZE
+from tests.worker.gpu.ahead import AheadDriver
+from tests.worker.gpu.interpreted_gpu import open_gpu
+from tests.worker.plan_driver import PlanDriver
+from tests.worker.transformers_generate import expected
+from worker.devices.device import open_device
+from worker.gpu import graphs
+from worker.worker import Worker
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
+
+PROMPT = [40, 41, 42, 43, 44, 9, 3]
+OTHER = [7, 19, 5]
+NUM_DRAWN = 4  # the interpreter is slow
+SETTINGS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+    "block_size": BLOCK_SIZE,
+    "max_num_seqs": 2,
+    "num_blocks": 30,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+}
+
+
+def load(folder: Path, opened=open_gpu, **options: object) -> Worker:
+    worker = Worker(WorkerConfig(model_path=str(folder), **{**SETTINGS, **options}), opened)
+    worker.load(lambda progress: None)
+    return worker
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "int4 with zeros"), ("gpt_oss", "mxfp4")])
+def test_a_quantized_checkpoint_on_a_gpu_gives_the_tokens_of_the_plain_one(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Captured in a graph too, so that nothing waits for the device: not even the experts."""
+    folder, plain = write_quantized(family, name, tmp_path)
+    monkeypatch.setattr(graphs, "_MIXED", ())
+    with caplog.at_level(logging.INFO):
+        driver = AheadDriver(load(folder), BLOCK_SIZE, depth=2)
+    (line,) = [line for line in caplog.messages if " weights of " in line]
+    assert "by kernels" in line
+    assert "slowly" not in line
+    prompt = driver.add(PROMPT)
+    driver.generate([prompt], NUM_DRAWN)
+    driver.collect_all()
+    assert driver.generated(prompt)[:NUM_DRAWN] == expected(plain, tuple(PROMPT))[:NUM_DRAWN]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("plain") / "llama", num_hidden_layers=2)
+
+
+def generated(worker: Worker) -> list[int]:
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    first, second = driver.add(PROMPT), driver.add([*OTHER, *PROMPT])
+    driver.step({first: None})
+    driver.step({first: None, second: 4})
+    driver.generate([first, second], NUM_DRAWN)
+    found = driver.generated(first)[:NUM_DRAWN] + driver.generated(second)[:NUM_DRAWN]
+    driver.release_all()
+    return found
+
+
+def test_a_cache_of_floats_of_8_bits_gives_the_same_tokens_by_torch_and_by_triton(plain: Path) -> None:
+    by_torch = load(plain, open_device, kv_cache_dtype="fp8", cpu_kernels="off")
+    by_triton = load(plain, kv_cache_dtype="fp8", enforce_eager=True)
+    assert generated(by_torch) == generated(by_triton)
+
+
+def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
+    for options in (
+        {"quantization": "int8", "quantize_head": "int8"},
+        {"quantization": "fp8", "activations": "fp8"},
+    ):
+        assert len(generated(load(plain, enforce_eager=True, **options))) == 2 * NUM_DRAWN
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activations": "int8"}, "--activations int8 has no kernel for GPUs"),
+        ({"activations": "fp8"}, "--activations fp8 has no effect"),
+        ({"quantization": "int4", "gpu_kernels": "off"}, "--quantization int4 needs the GPU kernels"),
+    ],
+)
+def test_what_a_gpu_does_not_round_is_refused_by_name(plain: Path, options: dict, reason: str) -> None:
+    with pytest.raises(StartupError, match=reason):
+        load(plain, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activations": "fp8"}, "--activations fp8 has no kernel for CPUs"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 has no CPU kernel"),
+    ],
+)
+def test_what_a_cpu_does_not_round_is_refused_by_name(plain: Path, options: dict, reason: str) -> None:
+    with pytest.raises(StartupError, match=reason):
+        load(plain, open_device, **options)
