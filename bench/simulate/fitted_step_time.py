@@ -8,7 +8,7 @@ base is reading the weights and starting the step, `per_token` the arithmetic, `
 sequence costs beside it (sampling, bookkeeping), `per_context_token` reading the KV cache.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,12 @@ class LinearStepTime:
             + self.per_decode_s * num_decodes
             + self.per_context_token_s * num_context_tokens
         )
+
+    def decode_steps(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> Iterator[float]:
+        """Yield what `seconds` returns for steps of the same decodes, one token later each time."""
+        beside_context_s = self.base_s + self.per_token_s * num_decodes + self.per_decode_s * num_decodes
+        for step in range(num_steps):
+            yield beside_context_s + self.per_context_token_s * (num_context_tokens + step * num_decodes)
 
     def __str__(self) -> str:
         return (

@@ -1,7 +1,7 @@
 """Setup of a simulation: the scheduler's configuration, the duration of steps, replicas, load.
 
 Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
-field of SchedulerConfig may stand there under its own name, and load, replicas and router.
+field of SchedulerConfig may stand there under its own name, and load, replicas, router and stepping.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
 from scheduler.config import SchedulerConfig, SchedulingPolicy
 
@@ -30,6 +31,7 @@ class Setup:
     router: RouterKind = RouterKind.LEAST_WAITING
     load: float = 1.0
     """Factor by which requests come faster."""
+    stepping: Stepping = Stepping.LEAP
 
 
 def settable_fields() -> dict[str, type[Any]]:
@@ -84,7 +86,11 @@ def _with(setup: Setup, name: str, value: str) -> Setup:
         return replace(setup, num_replicas=num_replicas)
     if name == "router":
         return replace(setup, router=parse_value(value, RouterKind))
+    if name == "stepping":
+        return replace(setup, stepping=parse_value(value, Stepping))
     kinds = settable_fields()
     if name not in kinds:
-        raise ValueError(f"there is no such setting; there are load, replicas, router, {', '.join(kinds)}")
+        raise ValueError(
+            f"there is no such setting; there are load, replicas, router, stepping, {', '.join(kinds)}"
+        )
     return replace(setup, config=replace(setup.config, **{name: parse_value(value, kinds[name])}))

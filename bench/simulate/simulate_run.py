@@ -13,7 +13,7 @@ from math import inf
 
 from bench.simulate.arrivals import PromptMaker, SimRequest
 from bench.simulate.one_line import OneLine, Waiting
-from bench.simulate.replica import Replica, Tallies
+from bench.simulate.replica import Replica, Stepping, Tallies
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
@@ -52,13 +52,18 @@ class RunResult:
 class _Run:
     def __init__(self, setup: Setup, slo: Slo) -> None:
         self._setup = setup
+        # One line before the replicas looks at each step of theirs.
+        stepping = Stepping.EACH if setup.router is RouterKind.ONE_LINE else setup.stepping
         self.tallies = Tallies()
         self.replicas = [
-            Replica(setup.config, setup.step_time, self.tallies, slo) for _ in range(setup.num_replicas)
+            Replica(setup.config, setup.step_time, self.tallies, slo, stepping)
+            for _ in range(setup.num_replicas)
         ]
         self.queue = QueueLine()
         self.now_s = 0.0
-        self._num_waiting = 0  # on all replicas; a sum over a thousand of them would cost more than a step
+        # Behind the latest plan of each replica. A sum over a thousand of them would cost more than a step.
+        self._num_waiting = 0
+        self._num_waiting_at = [0] * setup.num_replicas
         self._least_busy = LeastBusy(self.replicas)
         self._one_line: OneLine | None = None
         if setup.router is RouterKind.ONE_LINE:
@@ -80,13 +85,14 @@ class _Run:
 
     def _place(self, place: int, waiting: Waiting, now_s: float) -> None:
         replica = self.replicas[place]
-        num_before = replica.num_waiting
+        before_s = replica.event_s
+        replica.land(now_s)
         replica.add(waiting.request, waiting.token_ids, SequenceId(waiting.number), now_s)
-        self._num_waiting += replica.num_waiting - num_before
         self._least_busy.note(place)
-        if not replica.is_awake:
-            replica.is_awake = True
-            heappush(self._events, (now_s, place))
+        if replica.event_s is None:
+            replica.event_s = now_s
+        if replica.event_s != before_s:
+            heappush(self._events, (replica.event_s, place))
 
     def _place_from_line(self, now_s: float) -> None:
         """Place all requests of the line that can begin soon."""
@@ -100,23 +106,25 @@ class _Run:
         while events and events[0][0] < until_s:
             now_s, number = heappop(events)
             replica = self.replicas[number]
-            num_before = replica.num_waiting
+            if replica.event_s != now_s:
+                continue  # the end of a leap that a request has cut short
             replica.end_step(now_s)
             self.now_s = now_s
             if self._one_line is not None:
                 self._one_line.look(number)
-                self._num_waiting += replica.num_waiting - num_before
                 self._place_from_line(now_s)
-                num_before = replica.num_waiting
-            next_s = replica.begin_step(now_s)
-            if next_s is None:
-                replica.is_awake = False
-            else:
-                heappush(events, (next_s, number))
-            self._num_waiting += replica.num_waiting - num_before
+            replica.event_s = replica.begin_step(now_s)
+            if replica.event_s is not None:
+                heappush(events, (replica.event_s, number))
             self._least_busy.note(number)
-            in_line = 0 if self._one_line is None else self._one_line.num_waiting
-            self.queue.add(now_s, self._num_waiting + in_line)
+            self._note_queue(now_s, number)
+
+    def _note_queue(self, now_s: float, number: int) -> None:
+        num_waiting = self.replicas[number].num_waiting
+        self._num_waiting += num_waiting - self._num_waiting_at[number]
+        self._num_waiting_at[number] = num_waiting
+        in_line = 0 if self._one_line is None else self._one_line.num_waiting
+        self.queue.add(now_s, self._num_waiting + in_line)
 
 
 def simulate(

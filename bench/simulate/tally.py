@@ -103,14 +103,21 @@ def class_name(priority: int, tenant: str) -> str:
 
 
 class QueueLine:
-    """Length of the queue over time: at most some thousand points, each the most of its stretch."""
+    """Length of the queue over time: at most some thousand points, each the most of its stretch.
+
+    Only changes count, so that steps that change nothing may be left out.
+    """
 
     def __init__(self) -> None:
         self.points: list[tuple[float, int]] = []
+        self._last = -1
         self._stride = 1
         self._num_in_last = 0
 
     def add(self, now_s: float, num_waiting: int) -> None:
+        if num_waiting == self._last:
+            return
+        self._last = num_waiting
         if self.points and self._num_in_last < self._stride:
             start_s, most = self.points[-1]
             self.points[-1] = (start_s, max(most, num_waiting))
