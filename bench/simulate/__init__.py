@@ -5,4 +5,5 @@ fitted_step_time.py  how long a step takes, given or fitted   router.py     whic
 simulate_report.py   the numbers side by side                 plots.py      the same as pictures
 arrivals.py          which requests come when                 lengths.py    how long they are
 tally.py             what was measured                        setup.py      what is simulated, by name
+measured_run.py      how far off a measured run               cells.py      parts of it in processes
 """

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from bench.simulate.arrivals import SimRequest
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitted_step_time import LinearStepTime, StepVariation
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
@@ -59,6 +59,7 @@ class Stepping(StrEnum):
 class _Leap(NamedTuple):
     """Steps that nothing but a new request can change."""
 
+    factors: list[float]
     durations_s: list[float]
     ends_s: list[float]
 
@@ -102,6 +103,8 @@ class Replica:
         tallies: Tallies,
         slo: Slo,
         stepping: Stepping = Stepping.EACH,
+        *,
+        seed: int = 0,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.event_s: float | None = None
@@ -114,6 +117,7 @@ class Replica:
         self.max_used_blocks = 0
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
+        self._variation = StepVariation(step_time.variation, seed)
         self._tallies = tallies
         self._slo = slo
         self._live: dict[SequenceId, _Live] = {}
@@ -184,6 +188,7 @@ class Replica:
         num_done = bisect_left(leap.ends_s, now_s)
         self._do_steps(leap, num_done)
         self._begin_steady(leap.durations_s[num_done])
+        self._variation.give_back(leap.factors[num_done + 1 :])
         self._leap, self._has_landed, self._max_leap = None, True, _FIRST_LEAP
         self.event_s = leap.ends_s[num_done]
 
@@ -213,6 +218,7 @@ class Replica:
             if live.first_s < 0:
                 live.first_s = now_s
                 live.tally.ttft_s.append(now_s - live.arrival_s)
+                live.tally.first_tokens.append(sequence_id)
             else:
                 live.tally.gaps.add(now_s - live.last_s)
         for index, news in outputs.items():
@@ -238,9 +244,10 @@ class Replica:
         self._num_pauses = 0
         steady = self._steady
         steps = self._step_time.decode_steps(steady.num, steady.num_context_tokens, num_steps)
-        durations_s = list(steps)
+        factors = self._variation.take(num_steps)
+        durations_s = [seconds * factor for seconds, factor in zip(steps, factors, strict=True)]
         ends_s = list(accumulate(durations_s, initial=now_s))[1:]
-        self._leap = _Leap(durations_s, ends_s)
+        self._leap = _Leap(factors, durations_s, ends_s)
         self.num_running, self.num_waiting = steady.num, 0
         return ends_s[-1]
 
@@ -275,6 +282,7 @@ class Replica:
             num_context_tokens = sum([share[1] + share[2] for share in scheduled]) + steady.num_context_tokens
         num_tokens = plan.num_scheduled_tokens + steady.num
         seconds = self._step_time.seconds(num_tokens, num_decodes, num_context_tokens)
+        seconds *= self._variation.take(1)[0]
         steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))

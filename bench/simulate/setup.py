@@ -1,7 +1,8 @@
 """Setup of a simulation: the scheduler's configuration, the duration of steps, replicas, load.
 
 Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
-field of SchedulerConfig may stand there under its own name, and load, replicas, router and stepping.
+field of SchedulerConfig may stand there under its own name, and load, replicas, cells, router and
+stepping.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,23 @@ class SetupError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Time of a request outside of steps: HTTP, tokenization, and the way of its tokens back, in seconds."""
+
+    base_s: float
+    per_prompt_token_s: float
+
+    def seconds(self, num_prompt_tokens: int) -> float:
+        return self.base_s + self.per_prompt_token_s * num_prompt_tokens
+
+    def __str__(self) -> str:
+        return f"{self.base_s * 1e3:.4g} ms + {self.per_prompt_token_s * 1e6:.4g} us a prompt token"
+
+
+NO_OVERHEAD = Overhead(base_s=0.0, per_prompt_token_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """One column of the report."""
 
@@ -32,6 +50,14 @@ class Setup:
     load: float = 1.0
     """Factor by which requests come faster."""
     stepping: Stepping = Stepping.LEAP
+    cells: int = 1
+    """Groups of replicas with a router each. Requests go to them in turn, and they know nothing of each
+    other; so they can run in processes of their own."""
+
+    overhead: Overhead = NO_OVERHEAD
+
+    def num_replicas_of(self, cell: int) -> int:
+        return self.num_replicas // self.cells + (cell < self.num_replicas % self.cells)
 
 
 def settable_fields() -> dict[str, type[Any]]:
@@ -70,6 +96,13 @@ def variant(base: Setup, text: str) -> Setup:
                 raise ValueError(f"expected base, {', '.join(SchedulingPolicy)} or NAME=VALUE")
         except ValueError as error:
             raise SetupError(f"{word!r} in the variant {text!r}: {error}") from None
+    return checked(setup)
+
+
+def checked(setup: Setup) -> Setup:
+    """Return the setup. Raises SetupError where cells and replicas do not go together."""
+    if not 1 <= setup.cells <= setup.num_replicas:
+        raise SetupError(f"{setup.name}: of {setup.num_replicas} replicas no {setup.cells} cells can be made")
     return setup
 
 
@@ -84,6 +117,8 @@ def _with(setup: Setup, name: str, value: str) -> Setup:
         if num_replicas < 1:
             raise ValueError("there must be at least 1 replica")
         return replace(setup, num_replicas=num_replicas)
+    if name == "cells":
+        return replace(setup, cells=int(parse_value(value, int)))
     if name == "router":
         return replace(setup, router=parse_value(value, RouterKind))
     if name == "stepping":

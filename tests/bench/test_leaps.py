@@ -42,7 +42,11 @@ def drawn_setup(random: Random) -> Setup:
     )
     context_s = draw([0.0, 1e-6])
     model = LinearStepTime(
-        base_s=0.01, per_token_s=0.0003, per_decode_s=0.0001, per_context_token_s=context_s
+        base_s=0.01,
+        per_token_s=0.0003,
+        per_decode_s=0.0001,
+        per_context_token_s=context_s,
+        variation=draw([(), (0.9, 1.0, 1.1, 2.0)]),
     )
     return Setup(
         name="drawn",
