@@ -96,6 +96,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     if group is not None:
         group.lead(worker, stage)
         executor = group
+        beside = beside._replace(adapters=group.adapters_of_all(worker.adapters))
         if facts.num_stages > 1:
             beside = beside._replace(has_result=group.has_result)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)

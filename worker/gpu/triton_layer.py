@@ -14,13 +14,16 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.gpu_products import Product, product_of
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
+from worker.gpu.triton_adapters import AdaptedGpuProduct, GpuStepAdapters, TritonUpdates
 from worker.model.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerParts, RmsNorm, Unrecognised
+from worker.model.linear import Linear
 
 
 class TritonLayer(nn.Module):
@@ -40,12 +43,28 @@ class TritonLayer(nn.Module):
             raise Unrecognised("it is given the angles of its heads in pairs")
         self._parts = parts = in_halves(parts, call)
         self._call = call
-        self._query_key_value = product_of(parts.query_key_value)
-        self._attention_output = product_of(parts.attention_output)
+        self._query_key_value: Product = product_of(parts.query_key_value)
+        self._attention_output: Product = product_of(parts.attention_output)
         if isinstance(parts.mlp, GatedMlp):
             self._gate_up, self._down = product_of(parts.mlp.gate_up), product_of(parts.mlp.down)
         else:
             self.mlp = parts.mlp  # under its name: experts in it are looked for, and replaced
+
+    def adapt(self, name: str, step: GpuStepAdapters, num_slots: int) -> list[TritonUpdates]:
+        """Make the layer's products compute updates of the modules that they were made of."""
+        updates = []
+        for product, linear, plan in zip(*self._linears(), plan_layer(self._parts, self._call), strict=True):
+            if plan is not None and linear is not None:
+                updates.append(TritonUpdates(name, plan, linear, step, num_slots))
+                setattr(self, product, AdaptedGpuProduct(getattr(self, product), updates[-1]))
+        return updates
+
+    def _linears(self) -> tuple[tuple[str, ...], tuple[Linear | None, ...]]:
+        """Return the names of the products, and their layers."""
+        parts, mlp = self._parts, self._parts.mlp
+        of_mlp = (mlp.gate_up, mlp.down) if isinstance(mlp, GatedMlp) else (None, None)
+        names = ("_query_key_value", "_attention_output", "_gate_up", "_down")
+        return names, (parts.query_key_value, parts.attention_output, *of_mlp)
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation | None = None, **__: Any

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.model.linear import Linear, Segment, Weight, linear_of, merge
+from worker.model.linear import Cut, Linear, Segment, Weight, linear_of, merge
 from worker.quantized.grouped_weight import GroupedWeight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -132,6 +132,15 @@ class LinearNames(NamedTuple):
     down: str
 
 
+class LayerCuts(NamedTuple):
+    """The part of each product that one rank computes; of an MLP that stays, nothing is said."""
+
+    query_key_value: Cut
+    attention_output: Cut
+    gate_up: Cut | None
+    down: Cut | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """A layer taken apart. Norms that it does not have are None."""
@@ -154,6 +163,8 @@ class LayerParts:
     """A factor of the outputs of attention and MLP, where they are not normed."""
     mlp_is_parallel: bool
     """Whether the MLP has the same input as attention, and both outputs are added."""
+    cuts: LayerCuts | None = None
+    """The parts that the products are of those of the whole layer; None: they are whole."""
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "LayerParts":
         """Change each linear layer in the same way: round it, or return it to plain numbers."""

@@ -22,6 +22,7 @@ from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.rope import longest_right_len
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     ModelKind,
@@ -33,7 +34,7 @@ from worker.startup.loader import (
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
-from worker.startup.start_adapters import targets_of
+from worker.startup.start_adapters import most_bytes, targets_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -68,7 +69,7 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee."""
     try:
         model = _build_without_content(kind)
-        shapes, targets = _probe(model, config)
+        shapes, targets = _probe(model, config, device)
     except KeyError as error:
         if ATTENTION_NAME in error.args:
             raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}") from error
@@ -86,15 +87,17 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     text_config = model.config.get_text_config(decoder=True)
     if len(layout.layers) < config.num_stages:
         raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
-    num_query_heads = getattr(text_config, "num_attention_heads", 0)
-    if num_query_heads % config.num_ranks:
-        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
+    _check_heads(config, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
+    adapter_bytes = most_bytes(config, targets, layout.dtype)
+    budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
+    if kernels_of(device).stacks_adapters:
+        budget_bytes = max(0, budget_bytes - adapter_bytes)
     size = size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes) // config.num_ranks,
+            budget_bytes=budget_bytes // config.num_ranks,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
@@ -110,8 +113,15 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         size=size,
         checkpoint_len=checkpoint_len,
         adapter_targets=targets,
-        adapter_bytes=targets.num_bytes(config.adapter_limits, layout.dtype),
+        adapter_bytes=adapter_bytes,
     )
+
+
+def _check_heads(config: WorkerConfig, text_config: Any) -> None:
+    """Raise StartupError where ranks cannot divide the query heads."""
+    num_query_heads = getattr(text_config, "num_attention_heads", 0)
+    if num_query_heads % config.num_ranks:
+        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
 
 
 def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
@@ -135,7 +145,7 @@ def _build_without_content(kind: ModelKind) -> Any:
 
 
 @torch.inference_mode()
-def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
+def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[dict[int, Any], Targets]:
     def run(num_tokens: int) -> ProbeAttention:
         probe = ProbeAttention()
         with torch.device("meta"), active(probe):
@@ -143,4 +153,4 @@ def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
         return probe
 
-    return dict(run(2).shapes), targets_of(config, model, run)
+    return dict(run(2).shapes), targets_of(config, device, model, run)

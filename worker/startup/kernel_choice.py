@@ -30,6 +30,10 @@ class KernelChoice(NamedTuple):
     """Measure the memory that generation holds beside weights and KV cache."""
     saturating_tokens: int
     """The rows from which on products get no faster; 0 where more are always better."""
+    obstacle_to_adapters: Callable[[WorkerConfig], str]
+    """Say why no adapters are computed; empty where they are."""
+    stacks_adapters: bool
+    """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -43,12 +47,16 @@ _ON_CPU = KernelChoice(
     cpu_kernel_choice.open_toolkit,
     lambda _config, _loaded: NO_RESERVE,
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
+    obstacle_to_adapters=lambda _config: "",
+    stacks_adapters=False,
 )
 _ON_GPU = KernelChoice(
     gpu_kernel_choice.foresee_kernels,
     gpu_kernel_choice.open_toolkit,
     _reserve_on_gpu,
     saturating_tokens=0,
+    obstacle_to_adapters=gpu_kernel_choice.obstacle,
+    stacks_adapters=True,
 )
 
 

@@ -38,7 +38,7 @@ from worker.ranks.ranks import Ranks, is_divided
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, describe_division, move_weights
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
-from worker.startup.start_adapters import targets_of
+from worker.startup.start_adapters import targets_of, with_adapters
 from worker.steps.host_pool import HostPool
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -87,7 +87,7 @@ def start_loaded(
     ranks = loaded.ranks
     whole_layout = _probe_layout(config, device, loaded, runner)
     layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
-    adapter_targets = _find_targets(config, device, loaded, runner)
+    adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
     size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
@@ -221,9 +221,14 @@ def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
     )
 
 
-def _find_targets(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> Targets:
-    """Find what adapters can update, before any layer is replaced."""
-    return targets_of(config, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1))
+def _find_targets(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, reserve: Reserve
+) -> tuple[Targets, Reserve]:
+    """Find what adapters can update, before any layer is replaced; add their memory to what is reserved."""
+    targets = targets_of(
+        config, device, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1)
+    )
+    return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:

@@ -6,6 +6,8 @@ Never: runs a plan.
 
 from dataclasses import replace
 
+from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.adapter_targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
@@ -23,7 +25,7 @@ from worker.startup.start_adapters import open_adapters
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
-from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_config import AdapterFacts, ModelFacts, WorkerConfig
 
 
 def start_generating(
@@ -32,8 +34,7 @@ def start_generating(
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
     loaded = load_model(config, kind, device, stage, ranks)
     ready = start_generator(config, loaded, device, stage)
-    cache_bytes = ready.facts.kv_cache_bytes
-    adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
+    adapters, adapter_facts = _open_adapters(config, loaded, ready, device)
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = Grammars(
         find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
@@ -76,6 +77,18 @@ def start_generating(
     if facts.max_drafts:
         generation.speculate(Drafter(config.speculation))
     return facts, generation
+
+
+def _open_adapters(
+    config: WorkerConfig, loaded: LoadedModel, ready: ReadyModel[ModelRunner], device: Device
+) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
+    if not kernels_of(device).stacks_adapters or not config.adapter_limits.max_in_step:
+        cache_bytes = ready.facts.kv_cache_bytes
+        return open_adapters(config, loaded, ready.adapter_targets, in_torch(), cache_bytes=cache_bytes)
+    from worker.startup.start_gpu_steps import adapters_by_triton  # only here, as above
+
+    way = adapters_by_triton(config, ready.runner, device)
+    return open_adapters(config, loaded, ready.adapter_targets, way, cache_bytes=None)
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:

@@ -71,8 +71,7 @@ class GenerationSteps:
         self._drafter = drafter
 
     def adapt(self, adapters: AdapterStore) -> None:
-        """Compute with adapters from now on; only where a launch computes at once."""
-        assert not self._works_ahead
+        """Compute with adapters from now on."""
         self.adapters = adapters
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
