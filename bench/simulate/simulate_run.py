@@ -76,8 +76,10 @@ class RunResult:
 
 
 class _Run:
-    def __init__(self, setup: Setup, slo: Slo, *, num_replicas: int, first_replica: int) -> None:
+    def __init__(self, setup: Setup, slo: Slo, cell: int) -> None:
         self._setup = setup
+        num_replicas = setup.num_replicas_of(cell)
+        first_replica = sum(map(setup.num_replicas_of, range(cell)))
         # One line before the replicas looks at each step of theirs.
         stepping = Stepping.EACH if setup.router is RouterKind.ONE_LINE else setup.stepping
         self.tallies = Tallies()
@@ -178,8 +180,7 @@ def simulate_cell(
     Cells have a router and a part of the replicas each, and take turns with the requests; so they know
     nothing of each other.
     """
-    first_replica = sum(map(setup.num_replicas_of, range(cell)))
-    run = _Run(setup, slo, num_replicas=setup.num_replicas_of(cell), first_replica=first_replica)
+    run = _Run(setup, slo, cell)
     on_the_way: list[tuple[float, int, SimRequest]] = []
     for number, request in enumerate(workload):
         if number % setup.cells == cell:

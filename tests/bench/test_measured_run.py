@@ -72,8 +72,8 @@ def measured(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_overhead_is_found_and_nothing_is_off_then(setup: Setup, measured: Path) -> None:
     found, errors = calibrated(setup, read_measured_run(measured))
-    assert found.overhead.base_s == pytest.approx(OVERHEAD.base_s, abs=0.001)
-    assert found.overhead.per_prompt_token_s == pytest.approx(OVERHEAD.per_prompt_token_s, abs=0.00002)
+    assert found.overhead.base_s == pytest.approx(OVERHEAD.base_s, abs=0.002)
+    assert found.overhead.per_prompt_token_s == pytest.approx(OVERHEAD.per_prompt_token_s, abs=0.00005)
     assert [(error.name, error.percentile) for error in errors] == [
         (name, percentile) for name in ("TTFT", "ITL", "End to end") for percentile in ("p50", "p99")
     ]
