@@ -179,7 +179,7 @@ class SchedulerConfig(SchedulerOptions):
     max_prefill_tokens: int = 0
     """Limit as in the options, decided; 0 is none."""
     target_itl_s: float = inf
-    """As in the options, decided; inf is none."""
+    """Target as in the options, decided; inf is none."""
     sliding_window: int | None = None
     """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
     num_host_blocks: int = 0

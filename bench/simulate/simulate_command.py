@@ -32,11 +32,23 @@ from bench.simulate.measured_run import Error, MeasuredRun, calibrated, read_mea
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stepping, Stuck
 from bench.simulate.router import RouterKind
-from bench.simulate.setup import NO_OVERHEAD, Overhead, Setup, SetupError, settable_fields, variant
+from bench.simulate.setup import (
+    NO_OVERHEAD,
+    Overhead,
+    Setup,
+    SetupError,
+    count,
+    length,
+    number,
+    priority_mix,
+    settable_fields,
+    setting,
+    tenant_mix,
+    variant,
+)
 from bench.simulate.simulate_report import RunReport, render, report_of
 from bench.simulate.simulate_run import RunResult, simulate, simulate_cell
 from bench.simulate.tally import Slo
-from bench.simulate.words import count, length, number, priority_mix, setting, tenant_mix
 from bench.trace.trace_reading import TraceError, read_trace
 from scheduler.config import SchedulerConfig
 

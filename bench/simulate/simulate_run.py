@@ -45,7 +45,7 @@ class RunResult:
     kv_block_s: tuple[float, ...]
     """Blocks in use, summed over the time in steps, by replica."""
     max_used_blocks: int
-    """Of one replica."""
+    """Most at once, on one replica."""
     queue: tuple[tuple[float, int], ...]
     """Time in seconds, and how many requests wait on all replicas together."""
 

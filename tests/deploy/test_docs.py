@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from bench.load import load_command
+from bench.simulate import simulate_command
 from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
@@ -189,6 +190,9 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     if page.name == "bench.md":
         serve = next(each for each in load_command.build_parser()._actions if each.choices).choices["serve"]
         others |= {word.removeprefix("--") for word in serve._option_string_actions}
+    if page.name in ("simulate.md", "0042-leaps-and-cells.md"):
+        words = simulate_command.build_parser()._option_string_actions
+        others |= {word.removeprefix("--") for word in words}
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
