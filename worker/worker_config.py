@@ -92,6 +92,9 @@ class WorkerConfig:
     """auto computes with kernels of our own where they can be compiled; off leaves all to torch."""
     gpu_kernels: str = "auto"
     """auto computes with Triton kernels of our own on a GPU; off leaves all to torch, one step at a time."""
+    attention_backend: str = "triton"
+    """fa3 leaves layers to FlashAttention 3 where it is installed and a trial at load finds it right and
+    faster; triton to our own kernels. GPU kernels only."""
     enforce_eager: bool = False
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"

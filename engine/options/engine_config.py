@@ -218,6 +218,7 @@ def _worker_config(
         max_num_batched_tokens=limits.num_tokens,
         cpu_kernels=options.cpu_kernels,
         gpu_kernels=options.gpu_kernels,
+        attention_backend=options.attention_backend,
         enforce_eager=options.enforce_eager,
         quantization=options.quantization,
         speculation=speculation_config(options),

@@ -189,7 +189,7 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
     output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
     _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
-    norms = [None if name is None else _norm(children[name], taken) for name in norm_names]
+    norms = [None if name is None else read_norm(children[name], taken) for name in norm_names]
     mlp = _mlp(children[mlp_name], taken)
     merged_or_split = _MERGED_MLP if _MERGED_MLP[0] in _children(children[mlp_name]) else _SPLIT_MLP
     return LayerParts(
@@ -203,8 +203,8 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
         ),
         attention_norm=norms[0],
         query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
-        query_norm=_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
-        key_norm=_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
+        query_norm=read_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
+        key_norm=read_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
         attention_output=_linear(attention, output, taken),
         after_attention_norm=norms[1],
         mlp_norm=norms[2],
@@ -286,8 +286,8 @@ def _merged(linears: list[Linear]) -> Linear:
         raise Unrecognised(f"its projections of one input cannot be merged: {unequal}") from unequal
 
 
-def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
-    """Read a norm's weight from its outputs for some vectors."""
+def read_norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
+    """Read a norm's weight from its outputs for some vectors. Raises Unrecognised."""
     parameters = list(norm.parameters())
     epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
     shapes = {parameter.shape for parameter in parameters}

@@ -38,7 +38,11 @@ class KernelChoice(NamedTuple):
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
     return gpu_kernel_choice.reserve(
-        config, checkpoint_len=loaded.checkpoint_len, vocab_size=loaded.vocab_size, dtype=loaded.dtype
+        config,
+        loaded.model,
+        checkpoint_len=loaded.checkpoint_len,
+        vocab_size=loaded.vocab_size,
+        dtype=loaded.dtype,
     )
 
 
