@@ -36,6 +36,7 @@ class Deadlines:
         """A heap too: entries are taken from its end, and the living ones of them go to the other."""
         # Not in the heap: that keeps its entries until long after most sequences have ended.
         self._live: dict[int, Sequence] = {}
+        self._num_living_entries = 0
 
     @property
     def num_entries(self) -> int:
@@ -44,21 +45,18 @@ class Deadlines:
 
     def add(self, seq: Sequence) -> None:
         """Note the limits of a sequence, once, when it is added."""
-        limits = seq.time_limits
-        for limit, seconds in (
-            (TimeLimitKind.QUEUE, limits.queue_s),
-            (TimeLimitKind.FIRST_TOKEN, limits.first_token_s),
-            (TimeLimitKind.TOTAL, limits.total_s),
-        ):
+        for limit, seconds in _limits_of(seq):
             if not isinf(seconds):
                 # Three entries of one sequence may fall on one moment: the place in the heap decides then.
                 place = len(_ORDER) * seq.admission + _ORDER[limit]
                 heappush(self._heap, (seq.admitted_s + seconds, place, limit, seq.admission))
                 self._live[seq.admission] = seq
+                self._num_living_entries += 1
 
     def forget(self, seq: Sequence) -> None:
         """Drop a sequence that has ended; it need not have a limit."""
         if self._live.pop(seq.admission, None) is not None:
+            self._num_living_entries -= sum(not isinf(seconds) for _, seconds in _limits_of(seq))
             self._sweep()
 
     def expired(self, *, now_s: float) -> list[tuple[Sequence, TimeLimitKind]]:
@@ -87,11 +85,20 @@ class Deadlines:
                 entry = self._unswept.pop()
                 if entry[3] in self._live:
                     heappush(self._heap, entry)
-        elif len(self._heap) > 2 * len(_ORDER) * len(self._live) + _SWEEP_ABOVE:
+        elif len(self._heap) > 2 * self._num_living_entries + _SWEEP_ABOVE:
             self._heap, self._unswept = [], self._heap
 
 
 _ORDER = {limit: place for place, limit in enumerate(TimeLimitKind)}
+
+
+def _limits_of(seq: Sequence) -> tuple[tuple[TimeLimitKind, float], ...]:
+    limits = seq.time_limits
+    return (
+        (TimeLimitKind.QUEUE, limits.queue_s),
+        (TimeLimitKind.FIRST_TOKEN, limits.first_token_s),
+        (TimeLimitKind.TOTAL, limits.total_s),
+    )
 
 
 def _still_applies(limit: TimeLimitKind, seq: Sequence) -> bool:
