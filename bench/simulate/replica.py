@@ -21,8 +21,10 @@ from typing import NamedTuple
 
 from bench.simulate.arrivals import SimRequest
 from bench.simulate.fitted_step_time import LinearStepTime, StepVariation
+from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
+from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -54,6 +56,13 @@ class Stepping(StrEnum):
 
     LEAP = "leap"  # over steps in which nothing is decided
     EACH = "each"  # every step is planned
+
+
+class Pace(NamedTuple):
+    """Pace of one replica, and the seed by which its steps vary."""
+
+    stepping: Stepping = Stepping.EACH
+    seed: int = 0
 
 
 class _Leap(NamedTuple):
@@ -102,9 +111,8 @@ class Replica:
         step_time: LinearStepTime,
         tallies: Tallies,
         slo: Slo,
-        stepping: Stepping = Stepping.EACH,
-        *,
-        seed: int = 0,
+        drafts: DraftSource = NO_DRAFTS,
+        pace: Pace = Pace(),  # noqa: B008  (it is frozen)
     ) -> None:
         self.scheduler = Scheduler(config)
         self.event_s: float | None = None
@@ -117,7 +125,11 @@ class Replica:
         self.max_used_blocks = 0
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
-        self._variation = StepVariation(step_time.variation, seed)
+        self._variation = StepVariation(step_time.variation, pace.seed)
+        self._drafts: SimulatedDrafts | None = None
+        if drafts.rates:
+            self._drafts = SimulatedDrafts(drafts, config.draft_supply)
+        self._passes: DraftPasses = ()
         self._tallies = tallies
         self._slo = slo
         self._live: dict[SequenceId, _Live] = {}
@@ -127,7 +139,7 @@ class Replica:
         self._sampled_s = 0.0  # when it ended
         self._num_pauses = 0
         self._steady = self.scheduler.steady_decodes(token_id=_TOKEN_ID)
-        self._is_leaping = stepping is Stepping.LEAP
+        self._is_leaping = pace.stepping is Stepping.LEAP
         self._leap: _Leap | None = None
         self._max_leap = _FIRST_LEAP
         self._has_landed = False  # in a step of a leap that is cut short
@@ -193,23 +205,20 @@ class Replica:
         self.event_s = leap.ends_s[num_done]
 
     def end_step(self, now_s: float) -> None:
-        """Give one token to each sequence whose share reached the end of its known tokens."""
-        if self._leap is not None:
-            self._do_steps(self._leap, len(self._leap.ends_s))
-            self._leap, self._max_leap = None, min(2 * self._max_leap, _LONGEST_LEAP)
-            return
-        if self._has_landed:
-            self._has_landed = False
-            self._note_steady(now_s)
-            return
+        """Give a token to each sequence whose share reached the end of its known ones; with drafts more."""
         plan, self._plan = self._plan, None
-        if plan is None:  # it was a pause
+        if plan is None:
+            self._end_without_plan(now_s)
             return
         sampled = dict.fromkeys([share[0] for share in plan.scheduled if share[3]], _TOKEN)
-        self.scheduler.observe_step(plan, self._step_s)
+        if self._drafts is not None:
+            self._drafts.verify(plan, sampled)
+        self.scheduler.observe_step(plan, self._step_s, self._passes)
         outputs = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={})
         )
+        if self._drafts is not None:
+            self.scheduler.update_draft_token_ids(self._drafts.offers(plan, sampled))
         num_flowing = {index: len(news) for index, news in outputs.items()}
         self._note_stalled(self._sampled.keys() - sampled.keys())
         for sequence_id in sorted(sampled.keys() - self._sampled.keys()):
@@ -228,6 +237,15 @@ class Replica:
                 self._tallies.all[index].gaps.add(now_s - self._sampled_s, num)
         self._note_steady(now_s)
         self._sampled = sampled
+
+    def _end_without_plan(self, now_s: float) -> None:
+        """End a leap, the step of a leap that was cut short, or a pause."""
+        if self._leap is not None:
+            self._do_steps(self._leap, len(self._leap.ends_s))
+            self._leap, self._max_leap = None, min(2 * self._max_leap, _LONGEST_LEAP)
+        elif self._has_landed:
+            self._has_landed = False
+            self._note_steady(now_s)
 
     def _prepare(self) -> int:
         """Set steady decodes aside; return how many steps can be leapt over."""
@@ -276,7 +294,7 @@ class Replica:
     def _begin(self, plan: SchedulerOutput) -> float:
         """Return the seconds that the step takes."""
         scheduled, steady = plan.scheduled, self._steady
-        num_decodes = sum([share[2] == 1 for share in scheduled]) + steady.num
+        num_decodes = sum([share[2] == 1 for share in scheduled]) + len(plan.draft_token_ids) + steady.num
         num_context_tokens = 0
         if self._step_time.per_context_token_s:
             num_context_tokens = sum([share[1] + share[2] for share in scheduled]) + steady.num_context_tokens
@@ -286,6 +304,10 @@ class Replica:
         steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
+        self._plan, self._step_s = plan, seconds
+        if self._drafts is not None:
+            self._passes = self._drafts.passes(plan)
+            seconds += sum([each for _, each in self._passes])
         for preemption in plan.preemptions:
             mode = "swapped" if preemption.was_swapped else "recomputed"
             self.preemptions[f"{preemption.cause}, {mode}"] += 1
@@ -296,7 +318,6 @@ class Replica:
         self.max_used_blocks = max(self.max_used_blocks, num_used)
         self.busy_s += seconds
         self.num_tokens += num_tokens
-        self._plan, self._step_s = plan, seconds
         return seconds
 
     def _pause(self) -> float:

@@ -20,6 +20,7 @@ import orjson
 
 from bench.simulate.arrivals import (
     ArrivalsError,
+    LengthDistribution,
     SyntheticWorkload,
     Workload,
     read_requests,
@@ -27,7 +28,6 @@ from bench.simulate.arrivals import (
 )
 from bench.simulate.cells import STUCK_STATUS, simulate_cells, to_json
 from bench.simulate.fitted_step_time import FitError, LinearStepTime, fit
-from bench.simulate.lengths import LengthDistribution
 from bench.simulate.measured_run import Error, MeasuredRun, calibrated, read_measured_run
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stepping, Stuck
@@ -38,6 +38,7 @@ from bench.simulate.setup import (
     Setup,
     SetupError,
     count,
+    draft_rates,
     length,
     number,
     priority_mix,
@@ -45,6 +46,7 @@ from bench.simulate.setup import (
     setting,
     tenant_mix,
     variant,
+    with_drafts,
 )
 from bench.simulate.simulate_report import RunReport, render, report_of
 from bench.simulate.simulate_run import RunResult, simulate, simulate_cell
@@ -78,9 +80,10 @@ _SHOW_EVERY = 1000
 
 _EPILOG = """\
 Variants of --compare are words joined by +: a policy, or NAME=VALUE for any setting of the scheduler
-(aging is short for priority_aging_s), load, replicas, cells, router or stepping; base is what the other
-options say.
+(aging is short for priority_aging_s), load, replicas, cells, router, stepping, draft_rates or draft_pass_ms;
+base is what the other options say.
   tokenyard simulate --priority-mix 0:1,10:4 --request-rate 30 --compare fcfs,priority,priority+aging=2
+  tokenyard simulate --draft-rates 0.8:0.7:0.6 --compare base,draft_pass_ms=1,draft_admission=all
   tokenyard simulate --requests yesterday.jsonl --fit steps.jsonl --compare base,load=1.5,num_blocks=48000
 A request file holds JSON lines with arrival_s, prompt_len (or prompt) and max_tokens (or output_len), and
 where wanted priority, tenant, prefix_group and prefix_len.
@@ -193,6 +196,11 @@ def _base(
         cells=options.cells,
         stepping=options.stepping,
     )
+    if options.draft_rates:
+        base = with_drafts(base, options.draft_rates, options.draft_pass_ms / 1e3)
+        base = replace(base, config=replace(base.config, **given))
+    elif options.draft_pass_ms:
+        raise _Usage("--draft-pass-ms is the time of drafts, and --draft-rates are not given")
     return base, errors
 
 
@@ -301,6 +309,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_step_time(parser.add_argument_group("step time", "base + token * tokens + decode * decodes + ..."))
     _add_overhead(parser.add_argument_group("overhead", "HTTP and tokenization: time outside of steps"))
     _add_setup(parser.add_argument_group("what serves them"))
+    _add_drafts(parser.add_argument_group("drafts", "speculative decoding; accepted drafts come in one step"))
     _add_config(parser.add_argument_group("the scheduler, as in `tokenyard serve`"))
     _add_report(parser.add_argument_group("report"))
     return parser
@@ -387,6 +396,24 @@ def _add_setup(group: Any) -> None:
         metavar="NAME",
         help="which replica takes a request: least-waiting (default), round-robin, prefix-aware, "
         "one-line (as --data-parallel-size does)",
+    )
+
+
+def _add_drafts(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--draft-rates",
+        type=draft_rates,
+        default=(),
+        metavar="R:R:...",
+        help="how often a draft is right at its place, if those before it are; as many drafts as rates",
+    )
+    add(
+        "--draft-pass-ms",
+        type=number(0.0),
+        default=0.0,
+        metavar="MS",
+        help="what a draft model takes for one more draft of all sequences; by default 0: drafts are found",
     )
 
 

@@ -14,7 +14,7 @@ from math import inf
 
 from bench.simulate.arrivals import PromptMaker, SimRequest
 from bench.simulate.one_line import OneLine, Waiting
-from bench.simulate.replica import Replica, Stepping, Tallies
+from bench.simulate.replica import Pace, Replica, Stepping, Tallies
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
@@ -36,6 +36,9 @@ class RunResult:
     num_recomputed_tokens: int
     num_prefix_queries: int
     num_prefix_hits: int
+    num_draft_tokens: int
+    """Drafts that were verified."""
+    num_accepted_tokens: int
     preemptions: dict[str, int]
     """Preemptions by cause and mode."""
     num_blocks: int
@@ -84,8 +87,8 @@ class _Run:
         stepping = Stepping.EACH if setup.router is RouterKind.ONE_LINE else setup.stepping
         self.tallies = Tallies()
         self.replicas = [
-            Replica(setup.config, setup.step_time, self.tallies, slo, stepping, seed=first_replica + place)
-            for place in range(num_replicas)
+            Replica(setup.config, setup.step_time, self.tallies, slo, setup.drafts, Pace(stepping, seed))
+            for seed in range(first_replica, first_replica + num_replicas)
         ]
         self.queue = QueueLine()
         self.now_s = 0.0
@@ -215,6 +218,8 @@ def _result(run: _Run, setup: Setup) -> RunResult:
         num_recomputed_tokens=sum(each.num_recomputed_tokens for each in stats),
         num_prefix_queries=sum(each.num_prefix_queries for each in stats),
         num_prefix_hits=sum(each.num_prefix_hits for each in stats),
+        num_draft_tokens=sum(each.num_draft_tokens for each in stats),
+        num_accepted_tokens=sum(each.num_accepted_tokens for each in stats),
         preemptions={cause: sum(replica.preemptions[cause] for replica in replicas) for cause in causes},
         num_blocks=setup.config.num_blocks,
         busy_s=tuple(replica.busy_s for replica in replicas),
@@ -242,6 +247,8 @@ def merged(cells: Sequence[RunResult]) -> RunResult:
         num_recomputed_tokens=sum(cell.num_recomputed_tokens for cell in cells),
         num_prefix_queries=sum(cell.num_prefix_queries for cell in cells),
         num_prefix_hits=sum(cell.num_prefix_hits for cell in cells),
+        num_draft_tokens=sum(cell.num_draft_tokens for cell in cells),
+        num_accepted_tokens=sum(cell.num_accepted_tokens for cell in cells),
         preemptions=dict(sorted(preemptions.items())),
         num_blocks=cells[0].num_blocks,
         busy_s=tuple(each for cell in cells for each in cell.busy_s),

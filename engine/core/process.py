@@ -36,7 +36,7 @@ from engine.processes.child_process import (
 )
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
-from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, SchedulerOptions
+from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
 from worker.ranks.rank_places import make_places
@@ -168,6 +168,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
         max_drafts=facts.max_drafts,
+        draft_supply=DraftSupply.ASKED if facts.has_draft_model else DraftSupply.FREE,
         num_stages=facts.num_stages,
     )
 

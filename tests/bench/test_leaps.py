@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.simulate.arrivals import SimRequest, SyntheticWorkload
+from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload
 from bench.simulate.fitted_step_time import LinearStepTime
-from bench.simulate.lengths import LengthDistribution
 from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
 from bench.simulate.setup import Setup

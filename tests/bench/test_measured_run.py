@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import ArrivalsError
-from bench.simulate.lengths import LengthDistribution
+from bench.simulate.arrivals import ArrivalsError, LengthDistribution
 from bench.simulate.measured_run import calibrated, read_measured_run
 from bench.simulate.setup import Overhead, Setup
 from bench.simulate.simulate_command import main

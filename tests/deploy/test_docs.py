@@ -187,6 +187,8 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     )
     if page.name == "coming-from.md":
         others |= {*other_names._OURS, *other_names._NOT_NEEDED}
+    if page.name == "simulate.md":
+        others |= {word.removeprefix("--") for word in simulate_command.build_parser()._option_string_actions}
     if page.name == "bench.md":
         serve = next(each for each in load_command.build_parser()._actions if each.choices).choices["serve"]
         others |= {word.removeprefix("--") for word in serve._option_string_actions}

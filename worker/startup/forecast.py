@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
-from worker.attention.kv_cache import BlockLayout
+from worker.attention.kv_cache import BlockLayout, LayerShape, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
@@ -29,13 +29,15 @@ from worker.startup.loader import (
     context_window,
     describe_division,
     dtype_name,
+    find_kind,
     model_config_of,
     refuse_codes,
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
 from worker.startup.start_adapters import most_bytes, targets_of
-from worker.worker_config import WorkerConfig
+from worker.startup.start_drafting import check_vocabulary, draft_config, naming_draft
+from worker.worker_config import DraftMethod, WorkerConfig
 from worker.worker_errors import FamilyRefused
 
 
@@ -53,6 +55,15 @@ class Forecast:
     """Most memory of adapters, beside the cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftForecast:
+    """The memory that a draft model is expected to take."""
+
+    weight_bytes: int
+    shapes: dict[int, LayerShape]
+    """Its layers, which lie in each block behind those of the model."""
+
+
 class CannotForesee(Exception):
     """The model's code fails on tensors without content; loading it may still succeed."""
 
@@ -65,8 +76,23 @@ def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     return weights.total
 
 
-def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_bytes: int) -> Forecast:
-    """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee."""
+def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
+    """Forecast for the draft model, if there is one. Raises StartupError, and CannotForesee."""
+    if config.speculation.method is not DraftMethod.DRAFT_MODEL:
+        return None
+    own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    with naming_draft(config):
+        draft_kind = find_kind(own)
+        check_vocabulary(kind, draft_kind)
+        num_bytes = weight_bytes(own, draft_kind, device)
+        _, shapes, _ = _foresee_layers(own, draft_kind, device)
+        return DraftForecast(weight_bytes=num_bytes, shapes=shapes)
+
+
+def _foresee_layers(
+    config: WorkerConfig, kind: ModelKind, device: Device
+) -> tuple[Any, dict[int, LayerShape], Targets]:
+    """Build the model without content, and see what its layers keep. Raises as `forecast` does."""
     try:
         model = _build_without_content(kind)
         shapes, targets = _probe(model, config, device)
@@ -78,8 +104,23 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         raise CannotForesee(str(error)) from error
     if not shapes:
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
+    return model, dict(sorted(shapes.items())), targets
+
+
+def forecast(
+    config: WorkerConfig,
+    kind: ModelKind,
+    device: Device,
+    num_weight_bytes: int,
+    draft: DraftForecast | None = None,
+) -> Forecast:
+    """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee.
+
+    `num_weight_bytes` are those of the draft model too, if there is one.
+    """
+    model, shapes, targets = _foresee_layers(config, kind, device)
     whole = BlockLayout(
-        layers=dict(sorted(shapes.items())),
+        layers=with_layers_beside(shapes, {} if draft is None else draft.shapes),
         block_size=config.block_size or device.default_block_size,
         dtype=getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32"),
     )

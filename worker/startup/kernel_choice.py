@@ -34,6 +34,8 @@ class KernelChoice(NamedTuple):
     """Say why no adapters are computed; empty where they are."""
     stacks_adapters: bool
     """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
+    why_no_drafts: str | None = None
+    """The reason why steps verify no drafts; None if they do."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -61,6 +63,7 @@ _ON_GPU = KernelChoice(
     saturating_tokens=0,
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,
+    why_no_drafts="the steps of a GPU verify no drafts yet",
 )
 
 

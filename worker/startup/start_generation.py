@@ -22,6 +22,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_adapters import open_adapters
+from worker.startup.start_drafting import load_draft, naming_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
@@ -32,21 +33,17 @@ def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
+    if (reason := _why_no_drafts(device, ranks)) is not None:
+        refuse_speculation(config, reason)
     loaded = load_model(config, kind, device, stage, ranks)
+    draft = load_draft(config, kind, loaded, device)
+    if draft is not None:
+        loaded = replace(loaded, layers_beside=draft.shapes)
     ready = start_generator(config, loaded, device, stage)
     adapters, adapter_facts = _open_adapters(config, loaded, ready, device)
     facts = replace(ready.facts, adapters=adapter_facts)
-    grammars = Grammars(
-        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
-    )
-    grammars.open_ahead()
-    rows = RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
-    )
+    grammars = _open_grammars(config, facts)
+    rows = _open_rows(config, facts)
     steps: StepRunner
     sampler: RowSampler
     if ready.toolkit is not None and ready.toolkit.runs_ahead:
@@ -57,12 +54,9 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
-    if facts.runs_ahead or device.torch_device.type != "cpu":
-        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
-    elif is_divided(ranks):
-        refuse_speculation(config, "ranks verify no drafts yet")
-    else:
-        facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
+    if _why_no_drafts(device, ranks) is None:
+        max_drafts = config.speculation.num_speculative_tokens
+        facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
     generation = GenerationSteps(
         device=device,
         # The tokens of a stage's steps come with later plans, if it is not the last.
@@ -76,7 +70,33 @@ def start_generating(
         generation.adapt(adapters)
     if facts.max_drafts:
         generation.speculate(Drafter(config.speculation))
+    if draft is not None:
+        with naming_draft(config):
+            generation.speculate_with(open_draft(draft, ready, device, rows, sampler))
     return facts, generation
+
+
+def _open_grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars:
+    grammars = Grammars(
+        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+    )
+    grammars.open_ahead()
+    return grammars
+
+
+def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
+    return RowTable(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+        sliding_window=facts.sliding_window,
+    )
+
+
+def _why_no_drafts(device: Device, ranks: Ranks) -> str | None:
+    """Say why steps verify no drafts; None if they do."""
+    return "ranks verify no drafts yet" if is_divided(ranks) else kernels_of(device).why_no_drafts
 
 
 def _open_adapters(
