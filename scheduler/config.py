@@ -124,8 +124,9 @@ class SchedulerOptions:
     prefill_delay_factor: float = 0.0
     """Under SEPARATE: new prompts interrupt decoding only after they have waited for this many times the
     latest prefill step. 0: at once."""
-    target_itl_s: float = inf
-    """While sequences decode, prefill gets so few tokens of a step that it takes about this long."""
+    target_itl_s: float | None = inf
+    """While sequences decode, prefill gets so few tokens of a step that it takes about this long. None: what
+    costs the device little, which is known when the model is loaded."""
     least_prefill_share: float = 0.0
     """Part of the time of such a step that prefill gets all the same, where decodes alone take most of it."""
     max_prefill_tokens: int | None = 0
@@ -152,8 +153,9 @@ class SchedulerOptions:
         _check_least(self, 1, ("max_num_seqs", "max_num_batched_tokens", "max_plans_in_flight"))
         _check_least(self, 0, _AT_LEAST_ZERO)
         for name in ("priority_aging_s", "target_itl_s", "max_grammar_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, not {value}")
         if not 0 <= self.least_prefill_share < 1:
             raise ValueError(
                 f"least_prefill_share must be at least 0 and below 1, not {self.least_prefill_share}"
@@ -183,6 +185,8 @@ class SchedulerConfig(SchedulerOptions):
     """Prompt and generated tokens of one sequence together."""
     max_prefill_tokens: int = 0
     """Limit as in the options, decided; 0 is none."""
+    target_itl_s: float = inf
+    """Target as in the options, decided; inf is none."""
     sliding_window: int | None = None
     """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
     num_host_blocks: int = 0

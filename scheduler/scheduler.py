@@ -37,7 +37,8 @@ from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_in
 from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
-from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog
+from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog, stats_of
+from scheduler.step.steady_decodes import SteadyDecodes
 from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST
@@ -261,36 +262,15 @@ class Scheduler:
         return bool(self._sequences)
 
     def stats(self) -> SchedulerStats:
-        counts = self.get_request_counts()
-        return SchedulerStats(
-            num_running=counts.running,
-            num_waiting=counts.waiting,
-            wait_reason=self._planner.wait_reason,
-            num_swapped=counts.swapped,
-            num_used_blocks=self.kv.num_used_blocks,
-            num_blocks=self.kv.num_blocks,
-            num_used_host_blocks=self.swap_space.num_used,
-            num_host_blocks=self.swap_space.num_blocks,
-            num_steps=self._counters.num_steps,
-            num_scheduled_tokens=self._counters.num_scheduled_tokens,
-            num_stalls=self._counters.num_stalls,
-            num_out_of_memory=self._counters.num_out_of_memory,
-            preemptions=self._counters.preemptions(),
-            num_swap_space_full=self._counters.num_swap_space_full,
-            num_prefix_queries=self._counters.num_prefix_queries,
-            num_prefix_hits=self._counters.num_prefix_hits,
-            num_prefix_host_hits=self._counters.num_prefix_host_hits,
-            num_kept_host_blocks=self.kv.num_kept_blocks,
-            num_recomputed_tokens=self._counters.num_recomputed_tokens,
-            num_draft_tokens=self._counters.num_draft_tokens,
-            num_accepted_tokens=self._counters.num_accepted_tokens,
-            num_verified_shares=self._counters.num_verified_shares,
-            num_accepted_by_place=tuple(self._counters.num_accepted_by_place),
-        )
+        return stats_of(self._state, self._planner.wait_reason)
+
+    def steady_decodes(self, *, token_id: int) -> SteadyDecodes:
+        """Sequences to which nothing happens for a while, for a simulator: each token is `token_id`."""
+        return SteadyDecodes(self._state, token_id)
 
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
         self._released += plan.released
-        if plan.is_empty:
+        if plan.is_empty and not self._queues.num_steady:
             self._watch()
             return plan.finished(self._counters.num_steps, ())
         released, self._released = tuple(self._released), []
@@ -303,7 +283,7 @@ class Scheduler:
     def _counted(self, plan: SchedulerOutput) -> SchedulerOutput:
         self._watchdog.note_progress()
         self._counters.num_steps += 1
-        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens
+        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens + self._queues.num_steady
         self._in_flight.add(plan)
         return plan
 

@@ -5,11 +5,14 @@ Never: a clock.
 
 Context tokens are the keys that attention reads: for each share the position after its last token. The
 base is reading the weights and starting the step, `per_token` the arithmetic, `per_decode` what each
-sequence costs beside it (sampling, bookkeeping), `per_context_token` reading the KV cache.
+sequence costs beside it (sampling, bookkeeping), `per_context_token` reading the KV cache. Steps vary about
+that as those of the trace did, drawn from a seed: the slowest of them make the tails of latencies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,10 @@ Floats = NDArray[np.floating[Any]]
 # is an accident and not what the model is about.
 _ACCIDENT = 10.0
 _NUM_ROUNDS = 4
+# Longer than this is no pause between two steps: the engine waited, or did something else.
+_MOST_TIMES, _MOST_PAUSE_S = 1.5, 0.005
 _MIN_STEPS = 8
+_MOST_FACTORS, _STRETCH_STEPS = 20_000, 100
 
 
 class FitError(Exception):
@@ -38,6 +44,8 @@ class LinearStepTime:
     per_token_s: float
     per_decode_s: float
     per_context_token_s: float
+    variation: tuple[float, ...] = ()
+    """Factors by which steps took more or less than that, one after the other; none: they did not."""
 
     def seconds(self, num_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
         return (
@@ -47,12 +55,46 @@ class LinearStepTime:
             + self.per_context_token_s * num_context_tokens
         )
 
+    def decode_steps(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> Iterator[float]:
+        """Yield what `seconds` returns for steps of the same decodes, one token later each time."""
+        beside_context_s = self.base_s + self.per_token_s * num_decodes + self.per_decode_s * num_decodes
+        for step in range(num_steps):
+            yield beside_context_s + self.per_context_token_s * (num_context_tokens + step * num_decodes)
+
     def __str__(self) -> str:
         return (
             f"{self.base_s * 1e3:.4g} ms + {self.per_token_s * 1e6:.4g} us a token "
             f"+ {self.per_decode_s * 1e6:.4g} us a decode "
             f"+ {self.per_context_token_s * 1e9:.4g} ns a context token"
         )
+
+
+class StepVariation:
+    """Factors of one step after the other, given back where a leap was cut short.
+
+    Each stretch of the trace is as likely as any other, by a seed, and is played as it was: a machine that is
+    slow in one step is often slow in the next.
+    """
+
+    def __init__(self, factors: Sequence[float], seed: int) -> None:
+        self._factors = factors
+        self._random = Random(seed)
+        self._ahead: list[float] = []
+
+    def take(self, num_steps: int) -> list[float]:
+        """Return the factors of the next steps."""
+        if not self._factors:
+            return [1.0] * num_steps
+        while len(self._ahead) < num_steps:
+            start = self._random.randrange(len(self._factors))
+            self._ahead += self._factors[start : start + _STRETCH_STEPS]
+        taken, self._ahead = self._ahead[:num_steps], self._ahead[num_steps:]
+        return taken
+
+    def give_back(self, factors: list[float]) -> None:
+        """Take back the last of those that were taken; the next steps have them."""
+        if self._factors:
+            self._ahead = factors + self._ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +122,8 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     Steps that copied blocks from or to the host are left out: what a copy costs is told elsewhere.
     """
     rows = [
-        (1.0, step.num_tokens, step.num_decodes, step.num_context_tokens, step.duration_s)
-        for step in steps
+        (1.0, step.num_tokens, step.num_decodes, step.num_context_tokens, seconds)
+        for step, seconds in _with_pauses(steps)
         if step.duration_s > 0 and step.num_tokens > 0 and not step.num_swapped_blocks
     ]
     if len(rows) < _MIN_STEPS:
@@ -95,16 +137,34 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
         predicted_s: Floats = sizes @ found
         is_kept = (measured_s < _ACCIDENT * predicted_s) & (predicted_s < _ACCIDENT * measured_s)
         found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
-    errors = np.abs(sizes[is_kept] @ found / measured_s[is_kept] - 1)
+    predicted_s = sizes[is_kept] @ found
+    errors = np.abs(predicted_s / measured_s[is_kept] - 1)
+    variation: Floats = (measured_s[is_kept] / predicted_s)[-_MOST_FACTORS:]
     base, token, decode, context = (float(each) for each in found)
     return FittedStepTime(
         model=LinearStepTime(
-            base_s=base, per_token_s=token, per_decode_s=decode, per_context_token_s=context
+            base_s=base,
+            per_token_s=token,
+            per_decode_s=decode,
+            per_context_token_s=context,
+            variation=tuple(variation.tolist()),
         ),
         num_steps=int(is_kept.sum()),
         num_accidents=int((~is_kept).sum()),
         median_error=float(np.median(errors)),
     )
+
+
+def _with_pauses(steps: Iterable[TracedStep]) -> Iterator[tuple[TracedStep, float]]:
+    """Steps with what they took, and what the engine did until it planned the next, while it had work."""
+    for step, following in pairwise(chain(steps, [None])):
+        assert step is not None
+        seconds = step.duration_s
+        if following is not None and step.num_running + step.num_waiting:
+            period_s = following.time_s - step.time_s
+            if seconds < period_s < _MOST_TIMES * seconds + _MOST_PAUSE_S:
+                seconds = period_s
+        yield step, seconds
 
 
 def _non_negative(sizes: Floats, measured_s: Floats, unit_s: Floats) -> Floats:

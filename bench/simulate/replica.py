@@ -1,19 +1,26 @@
 """One scheduler with a model whose only property is how long its steps take.
 
-Owns: a step under way, and when each live request got its tokens.
+Owns: a step under way or a leap over several, and when each live request got its tokens.
 Never: decides anything about scheduling: every plan is the scheduler's own.
 
 The driver must cost little beside the scheduler, so nothing is done for each token of each step that the
 interpreter cannot do in one call. The times between tokens are counted by step: whoever got a token in
 this step and in the one before has waited from the end of that one to the end of this one, and those
 are nearly all.
+
+A leap is planned ahead, up to the next step in which something is decided. A request that comes meanwhile
+lands in the step that is then under way: so leaping and stepping give the same history.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from enum import StrEnum
+from itertools import accumulate
+from typing import NamedTuple
 
 from bench.simulate.arrivals import SimRequest
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitted_step_time import LinearStepTime, StepVariation
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
@@ -30,7 +37,10 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.sequence import Sequence
 
-_TOKEN: tuple[int, ...] = (1,)
+_TOKEN_ID = 1
+_TOKEN: tuple[int, ...] = (_TOKEN_ID,)
+# The first leap is short, since a request may land; each that none ends makes the next twice as long.
+_FIRST_LEAP, _LONGEST_LEAP = 8, 512
 # A scheduler with work that plans nothing may wait for the clock (to delay prefills, say), but not for
 # ever. So it is asked again every millisecond of a second, then every second of an hour.
 _NUM_SHORT_PAUSES, _SHORT_PAUSE_S = 1000, 0.001
@@ -39,6 +49,28 @@ _NUM_LONG_PAUSES, _LONG_PAUSE_S = 3600, 1.0
 
 class Stuck(Exception):
     """The scheduler has work and plans none of it: a fault of the scheduler."""
+
+
+class Stepping(StrEnum):
+    """Pace of a replica. Both give the same history."""
+
+    LEAP = "leap"  # over steps in which nothing is decided
+    EACH = "each"  # every step is planned
+
+
+class Pace(NamedTuple):
+    """Pace of one replica, and the seed by which its steps vary."""
+
+    stepping: Stepping = Stepping.EACH
+    seed: int = 0
+
+
+class _Leap(NamedTuple):
+    """Steps that nothing but a new request can change."""
+
+    factors: list[float]
+    durations_s: list[float]
+    ends_s: list[float]
 
 
 class _Live:
@@ -80,10 +112,11 @@ class Replica:
         tallies: Tallies,
         slo: Slo,
         drafts: DraftSource = NO_DRAFTS,
+        pace: Pace = Pace(),  # noqa: B008  (it is frozen)
     ) -> None:
         self.scheduler = Scheduler(config)
-        self.is_awake = False
-        """Whether an event is ahead: the end of a step, or a moment to begin one."""
+        self.event_s: float | None = None
+        """The event ahead: the end of a step or of a leap, or a moment to begin one."""
         self.busy_s = 0.0
         self.num_tokens = 0
         self.preemptions: Counter[str] = Counter()
@@ -92,6 +125,7 @@ class Replica:
         self.max_used_blocks = 0
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
+        self._variation = StepVariation(step_time.variation, pace.seed)
         self._drafts: SimulatedDrafts | None = None
         if drafts.rates:
             self._drafts = SimulatedDrafts(drafts, config.draft_supply)
@@ -104,6 +138,11 @@ class Replica:
         self._sampled: dict[SequenceId, tuple[int, ...]] = {}  # of the last step that ended
         self._sampled_s = 0.0  # when it ended
         self._num_pauses = 0
+        self._steady = self.scheduler.steady_decodes(token_id=_TOKEN_ID)
+        self._is_leaping = pace.stepping is Stepping.LEAP
+        self._leap: _Leap | None = None
+        self._max_leap = _FIRST_LEAP
+        self._has_landed = False  # in a step of a leap that is cut short
         self._params: dict[int, SamplingParams] = {}
         self._terms: dict[int, ServiceTerms] = {}
         self.num_waiting = 0
@@ -137,11 +176,13 @@ class Replica:
         self.num_waiting += 1
 
     def begin_step(self, now_s: float) -> float | None:
-        """Begin a step; return when to call `end_step`, None if there is no work. Raises Stuck."""
+        """Begin a step or a leap; return when to call `end_step`, None if there is no work. Raises Stuck."""
         scheduler = self.scheduler
         while scheduler.has_unfinished_requests:
+            if self._is_leaping and (num_steps := self._prepare()):
+                return self._plan_leap(now_s, min(num_steps, self._max_leap))
             plan = scheduler.schedule(now_s=now_s)
-            if not plan.is_empty:
+            if not plan.is_empty or self._steady.num:
                 self._num_pauses = 0
                 return now_s + self._begin(plan)
             if not (outputs := scheduler.take_outputs()):
@@ -151,10 +192,23 @@ class Replica:
         self.num_waiting = self.num_running = 0
         return None
 
+    def land(self, now_s: float) -> None:
+        """Take the step that is under way out of a leap, for a request that comes now."""
+        if (leap := self._leap) is None:
+            return
+        # A step that ends now ends after the request has come.
+        num_done = bisect_left(leap.ends_s, now_s)
+        self._do_steps(leap, num_done)
+        self._begin_steady(leap.durations_s[num_done])
+        self._variation.give_back(leap.factors[num_done + 1 :])
+        self._leap, self._has_landed, self._max_leap = None, True, _FIRST_LEAP
+        self.event_s = leap.ends_s[num_done]
+
     def end_step(self, now_s: float) -> None:
         """Give a token to each sequence whose share reached the end of its known ones; with drafts more."""
         plan, self._plan = self._plan, None
-        if plan is None:  # it was a pause
+        if plan is None:
+            self._end_without_plan(now_s)
             return
         sampled = dict.fromkeys([share[0] for share in plan.scheduled if share[3]], _TOKEN)
         if self._drafts is not None:
@@ -167,28 +221,87 @@ class Replica:
             self.scheduler.update_draft_token_ids(self._drafts.offers(plan, sampled))
         num_flowing = {index: len(news) for index, news in outputs.items()}
         self._note_stalled(self._sampled.keys() - sampled.keys())
-        for sequence_id in sampled.keys() - self._sampled.keys():
+        for sequence_id in sorted(sampled.keys() - self._sampled.keys()):
             live = self._live[sequence_id]
             num_flowing[live.seq.client_index] -= 1
             if live.first_s < 0:
                 live.first_s = now_s
                 live.tally.ttft_s.append(now_s - live.arrival_s)
+                live.tally.first_tokens.append(sequence_id)
             else:
                 live.tally.gaps.add(now_s - live.last_s)
         for index, news in outputs.items():
             num_flowing[index] -= self._settle(news, now_s)
-            if num_flowing[index]:
-                self._tallies.all[index].gaps.add(now_s - self._sampled_s, num_flowing[index])
-        self._sampled, self._sampled_s = sampled, now_s
+        for index, num in num_flowing.items():
+            if num:
+                self._tallies.all[index].gaps.add(now_s - self._sampled_s, num)
+        self._note_steady(now_s)
+        self._sampled = sampled
+
+    def _end_without_plan(self, now_s: float) -> None:
+        """End a leap, the step of a leap that was cut short, or a pause."""
+        if self._leap is not None:
+            self._do_steps(self._leap, len(self._leap.ends_s))
+            self._leap, self._max_leap = None, min(2 * self._max_leap, _LONGEST_LEAP)
+        elif self._has_landed:
+            self._has_landed = False
+            self._note_steady(now_s)
+
+    def _prepare(self) -> int:
+        """Set steady decodes aside; return how many steps can be leapt over."""
+        steady, sampled = self._steady, self._sampled
+        steady.prepare(sampled)
+        for sequence_id in steady.left:
+            sampled[sequence_id] = _TOKEN
+        for sequence_id in steady.entered:
+            del sampled[sequence_id]
+        return steady.most_steps()
+
+    def _plan_leap(self, now_s: float, num_steps: int) -> float:
+        """Return when the last of so many steps ends."""
+        self._num_pauses = 0
+        steady = self._steady
+        steps = self._step_time.decode_steps(steady.num, steady.num_context_tokens, num_steps)
+        factors = self._variation.take(num_steps)
+        durations_s = [seconds * factor for seconds, factor in zip(steps, factors, strict=True)]
+        ends_s = list(accumulate(durations_s, initial=now_s))[1:]
+        self._leap = _Leap(factors, durations_s, ends_s)
+        self.num_running, self.num_waiting = steady.num, 0
+        return ends_s[-1]
+
+    def _do_steps(self, leap: _Leap, num_steps: int) -> None:
+        """Do the first steps of a leap."""
+        for seconds, end_s in zip(leap.durations_s[:num_steps], leap.ends_s, strict=False):
+            self._begin_steady(seconds)
+            self._note_steady(end_s)
+
+    def _begin_steady(self, seconds: float) -> None:
+        """Begin a step in which nothing is decided."""
+        self._steady.leap(seconds)
+        num_used = self.scheduler.kv.pool.num_used
+        self.kv_block_s += num_used * seconds
+        self.max_used_blocks = max(self.max_used_blocks, num_used)
+        self.busy_s += seconds
+        self.num_tokens += self._steady.num
+
+    def _note_steady(self, now_s: float) -> None:
+        """Count the times between tokens of the steady decodes, at the end of a step."""
+        for index, num in self._steady.num_by_client.items():
+            if num:
+                self._tallies.all[index].gaps.add(now_s - self._sampled_s, num)
+        self._sampled_s = now_s
 
     def _begin(self, plan: SchedulerOutput) -> float:
         """Return the seconds that the step takes."""
-        scheduled = plan.scheduled
-        num_decodes = sum([share[2] == 1 for share in scheduled]) + len(plan.draft_token_ids)
+        scheduled, steady = plan.scheduled, self._steady
+        num_decodes = sum([share[2] == 1 for share in scheduled]) + len(plan.draft_token_ids) + steady.num
         num_context_tokens = 0
         if self._step_time.per_context_token_s:
-            num_context_tokens = sum([share[1] + share[2] for share in scheduled])
-        seconds = self._step_time.seconds(plan.num_scheduled_tokens, num_decodes, num_context_tokens)
+            num_context_tokens = sum([share[1] + share[2] for share in scheduled]) + steady.num_context_tokens
+        num_tokens = plan.num_scheduled_tokens + steady.num
+        seconds = self._step_time.seconds(num_tokens, num_decodes, num_context_tokens)
+        seconds *= self._variation.take(1)[0]
+        steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
         self._plan, self._step_s = plan, seconds
@@ -204,7 +317,7 @@ class Replica:
         self.kv_block_s += num_used * seconds
         self.max_used_blocks = max(self.max_used_blocks, num_used)
         self.busy_s += seconds
-        self.num_tokens += plan.num_scheduled_tokens
+        self.num_tokens += num_tokens
         return seconds
 
     def _pause(self) -> float:

@@ -1,24 +1,47 @@
 """Setup of a simulation: the scheduler's configuration, the duration of steps, replicas, load.
 
 Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
-field of SchedulerConfig may stand there under its own name, and load, replicas, router, draft_rates and
-draft_pass_ms.
+field of SchedulerConfig may stand there under its own name, and load, replicas, cells, router, stepping,
+draft_rates and draft_pass_ms.
 """
 
+import argparse
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from bench.simulate.arrivals import LengthDistribution
 from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource
 from scheduler.config import DraftAdmission, DraftSupply, SchedulerConfig, SchedulingPolicy
 
+_PLAIN_WORDS: dict[str, type[Any]] = {"cells": int, "router": RouterKind, "stepping": Stepping}
 _SHORT_NAMES = {"aging": "priority_aging_s", "blocks": "num_blocks", "seqs": "max_num_seqs"}
 
 
 class SetupError(Exception):
     """There is no such variant; the text says what there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Time of a request outside of steps: HTTP, tokenization, and the way of its tokens back, in seconds."""
+
+    base_s: float
+    per_prompt_token_s: float
+
+    def seconds(self, num_prompt_tokens: int) -> float:
+        return self.base_s + self.per_prompt_token_s * num_prompt_tokens
+
+    def __str__(self) -> str:
+        return f"{self.base_s * 1e3:.4g} ms + {self.per_prompt_token_s * 1e6:.4g} us a prompt token"
+
+
+NO_OVERHEAD = Overhead(base_s=0.0, per_prompt_token_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +55,16 @@ class Setup:
     router: RouterKind = RouterKind.LEAST_WAITING
     load: float = 1.0
     """Factor by which requests come faster."""
+    stepping: Stepping = Stepping.LEAP
+    cells: int = 1
+    """Groups of replicas with a router each. Requests go to them in turn, and they know nothing of each
+    other; so they can run in processes of their own."""
+
+    overhead: Overhead = NO_OVERHEAD
     drafts: DraftSource = NO_DRAFTS
+
+    def num_replicas_of(self, cell: int) -> int:
+        return self.num_replicas // self.cells + (cell < self.num_replicas % self.cells)
 
 
 def with_drafts(setup: Setup, rates: tuple[float, ...], pass_s: float) -> Setup:
@@ -90,6 +122,13 @@ def variant(base: Setup, text: str) -> Setup:
                 raise ValueError(f"expected base, {', '.join(SchedulingPolicy)} or NAME=VALUE")
         except ValueError as error:
             raise SetupError(f"{word!r} in the variant {text!r}: {error}") from None
+    return checked(setup)
+
+
+def checked(setup: Setup) -> Setup:
+    """Return the setup. Raises SetupError where cells and replicas do not go together."""
+    if not 1 <= setup.cells <= setup.num_replicas:
+        raise SetupError(f"{setup.name}: of {setup.num_replicas} replicas no {setup.cells} cells can be made")
     return setup
 
 
@@ -104,14 +143,85 @@ def _with(setup: Setup, name: str, value: str) -> Setup:
         if num_replicas < 1:
             raise ValueError("there must be at least 1 replica")
         return replace(setup, num_replicas=num_replicas)
-    if name == "router":
-        return replace(setup, router=parse_value(value, RouterKind))
+    if name in _PLAIN_WORDS:
+        return replace(setup, **{name: parse_value(value, _PLAIN_WORDS[name])})
     if name == "draft_rates":
         return with_drafts(setup, parse_rates(value), setup.drafts.pass_s)
     if name == "draft_pass_ms":
         return with_drafts(setup, setup.drafts.rates, float(parse_value(value, float)) / 1e3)
     kinds = settable_fields()
     if name not in kinds:
-        others = ("load", "replicas", "router", "draft_rates", "draft_pass_ms", *kinds)
+        others = ("load", "replicas", "cells", "router", "stepping", "draft_rates", "draft_pass_ms", *kinds)
         raise ValueError(f"there is no such setting; there are {', '.join(others)}")
     return replace(setup, config=replace(setup.config, **{name: parse_value(value, kinds[name])}))
+
+
+# Words of the command line to values, each with an error that says what was expected.
+
+
+def count(least: int, most: int = 2**31 - 2) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def number(least: float, *, most: float = 1e300) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a number of at least {least:g}, got {text!r}")
+        return value
+
+    return parse
+
+
+def length(text: str) -> LengthDistribution:
+    try:
+        return LengthDistribution.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def setting(kind: type[Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return parse_value(text, kind)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def draft_rates(text: str) -> tuple[float, ...]:
+    try:
+        return parse_rates(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def priority_mix(text: str) -> tuple[tuple[int, float], ...]:
+    """Read a mix: `0:1,10:4` is one of priority 0 for each four of priority 10."""
+    try:
+        return tuple((int(name), weight) for name, weight in tenant_mix(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected PRIORITY:WEIGHT,..., got {text!r}") from None
+
+
+def tenant_mix(text: str) -> tuple[tuple[str, float], ...]:
+    """Read a mix: `acme:1,other:4` is one of acme for each four of other."""
+    pairs = []
+    for entry in text.split(","):
+        name, _, weight = entry.partition(":")
+        try:
+            pairs.append((name, float(weight or 1)))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected NAME:WEIGHT, got {entry!r}") from None
+    if not all(math.isfinite(weight) and weight > 0 for _, weight in pairs):
+        raise argparse.ArgumentTypeError("weights must be positive")
+    return tuple(pairs)

@@ -20,21 +20,37 @@ import orjson
 
 from bench.simulate.arrivals import (
     ArrivalsError,
+    LengthDistribution,
     SyntheticWorkload,
     Workload,
     read_requests,
     write_requests,
 )
+from bench.simulate.cells import STUCK_STATUS, simulate_cells, to_json
 from bench.simulate.fitted_step_time import FitError, LinearStepTime, fit
-from bench.simulate.lengths import LengthDistribution
+from bench.simulate.measured_run import Error, MeasuredRun, calibrated, read_measured_run
 from bench.simulate.plots import draw_queue, draw_ttft
-from bench.simulate.replica import Stuck
+from bench.simulate.replica import Stepping, Stuck
 from bench.simulate.router import RouterKind
-from bench.simulate.setup import Setup, SetupError, settable_fields, variant, with_drafts
+from bench.simulate.setup import (
+    NO_OVERHEAD,
+    Overhead,
+    Setup,
+    SetupError,
+    count,
+    draft_rates,
+    length,
+    number,
+    priority_mix,
+    settable_fields,
+    setting,
+    tenant_mix,
+    variant,
+    with_drafts,
+)
 from bench.simulate.simulate_report import RunReport, render, report_of
-from bench.simulate.simulate_run import RunResult, simulate
+from bench.simulate.simulate_run import RunResult, simulate, simulate_cell
 from bench.simulate.tally import Slo
-from bench.simulate.words import count, draft_rates, length, number, priority_mix, setting, tenant_mix
 from bench.trace.trace_reading import TraceError, read_trace
 from scheduler.config import SchedulerConfig
 
@@ -64,8 +80,8 @@ _SHOW_EVERY = 1000
 
 _EPILOG = """\
 Variants of --compare are words joined by +: a policy, or NAME=VALUE for any setting of the scheduler
-(aging is short for priority_aging_s), load, replicas, router, draft_rates or draft_pass_ms; base is what the
-other options say.
+(aging is short for priority_aging_s), load, replicas, cells, router, stepping, draft_rates or draft_pass_ms;
+base is what the other options say.
   tokenyard simulate --priority-mix 0:1,10:4 --request-rate 30 --compare fcfs,priority,priority+aging=2
   tokenyard simulate --draft-rates 0.8:0.7:0.6 --compare base,draft_pass_ms=1,draft_admission=all
   tokenyard simulate --requests yesterday.jsonl --fit steps.jsonl --compare base,load=1.5,num_blocks=48000
@@ -85,27 +101,33 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as parsed:  # argparse has said all there is to say
         return int(parsed.code or 0)
     try:
-        return _run(options)
+        return _run(options, argv) if options.cell is None else _run_cell(options)
     except (_Usage, ArrivalsError, FitError, SetupError, Stuck, TraceError) as error:
         print(f"tokenyard simulate: {error}", file=sys.stderr)
-        return 1 if isinstance(error, Stuck) else 2
+        return STUCK_STATUS if isinstance(error, Stuck) else 2
     except KeyboardInterrupt:
         return 130
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     step_time, step_time_text = _step_time(options)
-    setups = _setups(options, step_time)
-    workload = _workload(options)
+    measured = read_measured_run(options.measured) if options.measured else None
+    base, errors = _base(options, step_time, measured)
+    setups = _variants(options, base)
+    workload = _workload(options, measured)
     _check_writable(options)
     if options.save_requests:
         write_requests(options.save_requests, workload)
-    slo = Slo(ttft_s=options.slo_ttft_ms / 1e3, itl_s=options.slo_itl_ms / 1e3)
+    slo = _slo(options)
     print(f"Requests   {_describe(options, workload)}")
     print(f"Step time  {step_time_text}")
+    if base.overhead != NO_OVERHEAD:
+        print(f"Overhead   {base.overhead}")
+    for error in errors:
+        print(f"Fit        {error}")
     print(f"SLO        {slo}\n" if slo.binds else "")
     started_s = time.perf_counter()
-    results = [_simulate(workload, setup, slo) for setup in setups]
+    results = [_simulate(workload, setup, slo, words) for setup in setups]
     wall_s = time.perf_counter() - started_s
     reports = [report_of(result) for result in results]
     print(render(reports, slo))
@@ -113,6 +135,19 @@ def _run(options: argparse.Namespace) -> int:
     print(f"\nSimulated {num_requests} requests in {wall_s:.1f} s, {num_requests / wall_s:.0f} a second")
     _write(options, results, reports)
     return 0
+
+
+def _run_cell(options: argparse.Namespace) -> int:
+    """Simulate one cell of one variant, and write what was counted."""
+    measured = read_measured_run(options.measured) if options.measured else None
+    (setup,) = _variants(options, _base(options, _step_time(options)[0], measured)[0])
+    result = simulate_cell(_workload(options, measured), setup, _slo(options), options.cell)
+    sys.stdout.buffer.write(to_json(result))
+    return 0
+
+
+def _slo(options: argparse.Namespace) -> Slo:
+    return Slo(ttft_s=options.slo_ttft_ms / 1e3, itl_s=options.slo_itl_ms / 1e3)
 
 
 def _step_time(options: argparse.Namespace) -> tuple[LinearStepTime, str]:
@@ -134,34 +169,53 @@ def _step_time(options: argparse.Namespace) -> tuple[LinearStepTime, str]:
     return model, str(model)
 
 
-def _setups(options: argparse.Namespace, step_time: LinearStepTime) -> list[Setup]:
+def _base(
+    options: argparse.Namespace, step_time: LinearStepTime, measured: MeasuredRun | None
+) -> tuple[Setup, list[Error]]:
+    """Return the setup that the options describe, and how far off a measured run it is."""
     given = {name: getattr(options, name) for name in settable_fields() if getattr(options, name) is not None}
     try:
         config = SchedulerConfig(**(_CONFIG | given))
     except ValueError as error:
         raise SetupError(str(error)) from None
-    base = Setup(
-        name="base",
-        config=config,
-        step_time=step_time,
+    alone = Setup(name="base", config=config, step_time=step_time)
+    errors: list[Error] = []
+    given_overhead = (options.request_ms, options.request_token_us)
+    if measured is not None:
+        if any(value is not None for value in given_overhead):
+            raise _Usage("--measured finds the overhead, so it cannot be given with it")
+        alone, errors = calibrated(alone, measured)
+    else:
+        base_ms, token_us = (value or 0.0 for value in given_overhead)
+        alone = replace(alone, overhead=Overhead(base_s=base_ms / 1e3, per_prompt_token_s=token_us / 1e6))
+    base = replace(
+        alone,
         num_replicas=options.replicas,
         router=options.router,
         load=options.load,
+        cells=options.cells,
+        stepping=options.stepping,
     )
     if options.draft_rates:
         base = with_drafts(base, options.draft_rates, options.draft_pass_ms / 1e3)
         base = replace(base, config=replace(base.config, **given))
     elif options.draft_pass_ms:
         raise _Usage("--draft-pass-ms is the time of drafts, and --draft-rates are not given")
-    return [variant(base, text) for text in options.compare.split(",")] if options.compare else [base]
+    return base, errors
 
 
-def _workload(options: argparse.Namespace) -> Workload:
+def _variants(options: argparse.Namespace, base: Setup) -> list[Setup]:
+    return [variant(base, text) for text in (options.compare or "base").split(",")]
+
+
+def _workload(options: argparse.Namespace, measured: MeasuredRun | None) -> Workload:
     given = {name: getattr(options, name) for name in _SYNTHETIC}
     if options.requests:
         if wrong := [name for name, value in given.items() if value is not None]:
             raise _Usage(f"--{wrong[0].replace('_', '-')} is for drawn requests, --requests reads a file")
         return read_requests(options.requests)
+    if measured is not None and all(value is None for value in given.values()):
+        return measured.requests
     values = {name: _SYNTHETIC[name] if value is None else value for name, value in given.items()}
     return SyntheticWorkload(
         num_requests=values["num_requests"],
@@ -185,10 +239,12 @@ def _describe(options: argparse.Namespace, workload: Workload) -> str:
             f"prompt {workload.prompt_lens.text}, output {workload.output_lens.text}"
             f"{prefix if workload.num_prefix_groups else ''}, seed {workload.seed}"
         )
-    return f"from {options.requests}"
+    return f"from {options.requests or options.measured}"
 
 
-def _simulate(workload: Workload, setup: Setup, slo: Slo) -> RunResult:
+def _simulate(workload: Workload, setup: Setup, slo: Slo, words: Sequence[str]) -> RunResult:
+    if setup.cells > 1:
+        return simulate_cells(words, setup.name, setup.cells)
     with _progress(setup.name) as show:
         return simulate(workload, setup, slo, show)
 
@@ -251,6 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_requests(parser.add_argument_group("requests"))
     _add_step_time(parser.add_argument_group("step time", "base + token * tokens + decode * decodes + ..."))
+    _add_overhead(parser.add_argument_group("overhead", "HTTP and tokenization: time outside of steps"))
     _add_setup(parser.add_argument_group("what serves them"))
     _add_drafts(parser.add_argument_group("drafts", "speculative decoding; accepted drafts come in one step"))
     _add_config(parser.add_argument_group("the scheduler, as in `tokenyard serve`"))
@@ -298,10 +355,40 @@ def _add_step_time(group: Any) -> None:
         )
 
 
+def _add_overhead(group: Any) -> None:
+    add = group.add_argument
+    add("--request-ms", type=number(0.0), metavar="MS", help="each request (default 0)")
+    add("--request-token-us", type=number(0.0), metavar="US", help="each token of its prompt (default 0)")
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="a run of `tokenyard bench serve --json`: find the overhead in it, print how far off the "
+        "simulation of it is, and simulate its requests if no others are given; the other options must "
+        "describe its server",
+    )
+
+
 def _add_setup(group: Any) -> None:
     add = group.add_argument
     add("--load", type=number(1e-9), default=1.0, metavar="FACTOR", help="the same requests, so much faster")
     add("--replicas", type=count(1, 4096), default=1, metavar="N", help="default %(default)s")
+    add(
+        "--cells",
+        type=count(1, 4096),
+        default=1,
+        metavar="N",
+        help="groups of replicas with a router each, to which requests go in turn; each runs in a process of "
+        "its own, so that many replicas take less time (default %(default)s)",
+    )
+    add("--cell", type=count(0), metavar="N", help="simulate this cell alone and print its counts as JSON")
+    add(
+        "--stepping",
+        type=setting(Stepping),
+        default=Stepping.LEAP,
+        metavar="NAME",
+        help="leap over steps in which nothing is decided (default), or plan each; the result is the same",
+    )
     add(
         "--router",
         type=setting(RouterKind),
@@ -360,3 +447,7 @@ def _add_report(group: Any) -> None:
     )
     add("--json", type=Path, metavar="FILE", help="write the numbers, machine readable")
     add("--plots", type=Path, metavar="DIR", help="draw ttft.svg and queue.svg there")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

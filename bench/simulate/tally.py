@@ -6,6 +6,7 @@ Never: virtual time; it is told.
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -23,12 +24,21 @@ class GapCounts:
     def add(self, gap_s: float, count: int = 1) -> None:
         self._counts[round(gap_s * 1e6)] += count
 
+    def items(self) -> list[tuple[int, int]]:
+        """Gaps in microseconds with their counts, in order."""
+        return sorted(self._counts.items())
+
+    def include(self, gaps: Iterable[tuple[int, int]]) -> None:
+        """Add what `items` returned."""
+        for gap_us, count in gaps:
+            self._counts[gap_us] += count
+
     def distribution_ms(self) -> Distribution | None:
         """Return percentiles that occurred: the smallest value that so many percent do not exceed."""
         total = self._counts.total()
         if not total:
             return None
-        ordered = sorted(self._counts.items())
+        ordered = self.items()
         return Distribution(
             count=total,
             mean=sum(gap * count for gap, count in ordered) / total / 1e3,
@@ -84,12 +94,23 @@ class ClassTally:
     """Completed requests that kept to the SLO."""
     num_output_tokens: int = 0
     ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
+    first_tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    """Numbers of the requests, in the order of `ttft_s`."""
     e2e_s: "array[float]" = field(default_factory=lambda: array("d"))
     gaps: GapCounts = field(default_factory=GapCounts)
 
     @property
     def name(self) -> str:
         return class_name(self.priority, self.tenant)
+
+    def add(self, other: "ClassTally") -> None:
+        """Add the same class of another cell."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.ttft_s += other.ttft_s
+        self.first_tokens += other.first_tokens
+        self.e2e_s += other.e2e_s
+        self.gaps.include(other.gaps.items())
 
     def ttft_ms(self) -> Distribution | None:
         return distribution_ms(self.ttft_s)
@@ -98,19 +119,31 @@ class ClassTally:
         return distribution_ms(self.e2e_s)
 
 
+_COUNTS = (
+    *("num_arrived", "num_rejected", "num_completed", "num_cut_short", "num_good", "num_output_tokens"),
+)
+
+
 def class_name(priority: int, tenant: str) -> str:
     return f"priority {priority}, tenant {tenant}" if tenant else f"priority {priority}"
 
 
 class QueueLine:
-    """Length of the queue over time: at most some thousand points, each the most of its stretch."""
+    """Length of the queue over time: at most some thousand points, each the most of its stretch.
+
+    Only changes count, so that steps that change nothing may be left out.
+    """
 
     def __init__(self) -> None:
         self.points: list[tuple[float, int]] = []
+        self._last = -1
         self._stride = 1
         self._num_in_last = 0
 
     def add(self, now_s: float, num_waiting: int) -> None:
+        if num_waiting == self._last:
+            return
+        self._last = num_waiting
         if self.points and self._num_in_last < self._stride:
             start_s, most = self.points[-1]
             self.points[-1] = (start_s, max(most, num_waiting))

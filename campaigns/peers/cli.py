@@ -7,6 +7,7 @@ Never: the rounds (rounds.py) or the statistics (results.py).
 import argparse
 import platform
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -41,12 +42,16 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"memory is read at {setting.bandwidth / 1e9:.1f} GB/s", file=sys.stderr)
     events: list[Event] = []
+    # A limit on the time ends a run as Ctrl-C does: with what was measured, and no server left behind.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for event in compare(comparison):
             events.append(event)
             print(_told(event), file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: the report has what was measured so far", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return _report(options, comparison, setting, events)
 
 

@@ -57,9 +57,8 @@ _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
 
-# Without a target of the operator's: a pause that a reader hardly minds. Where decodes alone take half of it,
-# prompts get as much time as they, or else first tokens would come late.
-_DEFAULT_TARGET_ITL_S = 0.2
+# Without a target of the operator's: where decodes alone take half of ours, prompts get as much time as they,
+# or else first tokens would come late.
 _DEFAULT_PREFILL_SHARE = 0.5
 
 # Ten levels of priority have grown old within half of the default time limit of a request.
@@ -284,7 +283,7 @@ def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions
         max_bypasses=options.max_bypasses,
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
-        target_itl_s=_DEFAULT_TARGET_ITL_S if options.target_itl is None else options.target_itl or inf,
+        target_itl_s=None if options.target_itl is None else options.target_itl or inf,
         least_prefill_share=_DEFAULT_PREFILL_SHARE if options.target_itl is None else 0.0,
         max_prefill_tokens=options.max_prefill_tokens,
         max_chunk_tokens=options.long_prefill_token_threshold,

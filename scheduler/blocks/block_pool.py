@@ -1,6 +1,6 @@
 """Pool of physical blocks: which are free, and which of the free ones is reused next.
 
-Owns: block ids, reference counts, the free list in eviction order. Every operation is O(1).
+Owns: block ids, reference counts, the free list in eviction order. Every operation is O(1) for a block.
 Never: sequences (kv_cache_manager.py), contents (prefix_cache.py) or tensors (worker/attention/kv_cache.py).
 Source: PagedAttention, arXiv:2309.06180, section 4.
 
@@ -12,7 +12,8 @@ from the middle. Block 0, which is never handed out, is its sentinel:
     next to be reused               last to be reused
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from functools import lru_cache
 from typing import cast
 
 from scheduler.messages import BlockId
@@ -27,8 +28,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._references = [0] * (num_blocks + 1)
-        self._after = cast("list[BlockId]", [*range(1, num_blocks + 1), 0])
-        self._before = cast("list[BlockId]", [num_blocks, *range(num_blocks)])
+        numbers = _numbers(num_blocks + 1)
+        self._after = cast("list[BlockId]", [*numbers[1:], 0])
+        self._before = cast("list[BlockId]", [num_blocks, *numbers[:-1]])
 
     @property
     def num_used(self) -> int:
@@ -45,13 +47,19 @@ class BlockPool:
     def num_references(self, block: BlockId) -> int:
         return self._references[block]
 
-    def pop(self) -> BlockId:
-        """Take the block that is reused next. The caller makes sure that one is free."""
-        assert self.num_free, "the caller counts free blocks before it takes any"
-        block = self._after[_SENTINEL]
-        self._unlink(block)
-        self._references[block] = 1
-        return block
+    def take(self, num_blocks: int) -> list[BlockId]:
+        """Take the blocks that are reused next. The caller makes sure that as many are free."""
+        assert self.num_free >= num_blocks, "the caller counts free blocks before it takes any"
+        after, references = self._after, self._references
+        taken: list[BlockId] = []
+        block = after[_SENTINEL]
+        for _ in range(num_blocks):
+            references[block] = 1
+            taken.append(block)
+            block = after[block]
+        after[_SENTINEL], self._before[block] = block, _SENTINEL
+        self.num_free -= num_blocks
+        return taken
 
     def share(self, block: BlockId) -> None:
         """Add a reference; a free block leaves the free list."""
@@ -59,22 +67,21 @@ class BlockPool:
             self._unlink(block)
         self._references[block] += 1
 
-    def drop(self, block: BlockId) -> bool:
-        """Drop a reference. True if it was the last.
+    def release(self, blocks: Iterable[BlockId], kept: Container[BlockId]) -> None:
+        """Drop a reference to each in turn; after the last one the block is free.
 
-        The caller then puts the block back into the free list.
+        It becomes the next to be reused, or the last if it is in `kept`: its content may be asked for again.
         """
-        assert self._references[block] > 0, f"block {block} is free already"
-        self._references[block] -= 1
-        return self._references[block] == 0
-
-    def put_first(self, block: BlockId) -> None:
-        """Make the block the next to be reused: its content is worth nothing."""
-        self._link(block, _SENTINEL, self._after[_SENTINEL])
-
-    def put_last(self, block: BlockId) -> None:
-        """Make the block the last to be reused: its content may be asked for again."""
-        self._link(block, self._before[_SENTINEL], _SENTINEL)
+        after, before, references = self._after, self._before, self._references
+        for block in blocks:
+            assert references[block] > 0, f"block {block} is free already"
+            references[block] -= 1
+            if references[block]:
+                continue
+            left, right = (before[_SENTINEL], _SENTINEL) if block in kept else (_SENTINEL, after[_SENTINEL])
+            before[block], after[block] = left, right
+            after[left] = before[right] = block
+            self.num_free += 1
 
     def free_blocks(self) -> list[BlockId]:
         """Free blocks in the order in which they would be reused. O(free); for tests and invariants."""
@@ -85,15 +92,14 @@ class BlockPool:
             block = self._after[block]
         return blocks
 
-    def _link(self, block: BlockId, before: BlockId, after: BlockId) -> None:
-        assert self._references[block] == 0
-        self._before[block], self._after[block] = before, after
-        self._after[before] = block
-        self._before[after] = block
-        self.num_free += 1
-
     def _unlink(self, block: BlockId) -> None:
         before, after = self._before[block], self._after[block]
         self._after[before] = after
         self._before[after] = before
         self.num_free -= 1
+
+
+@lru_cache(maxsize=1)
+def _numbers(end: int) -> list[int]:
+    """Numbers below `end`, the same objects for all pools: there may be a thousand, in a simulation."""
+    return list(range(end))

@@ -162,8 +162,12 @@ class KVCacheManager:
         tail = self._hold_for_copy(hit.tail)
         seq.num_passed_blocks = demand.first
         seq.block_ids = [_PASSED] * demand.first
-        for place in range(demand.first, demand.end):
-            seq.block_ids.append(hit.device[place] if place in hit.device else self._pop())
+        fresh = self._take(demand.num_fresh)
+        if hit.device:
+            rest = iter(fresh)
+            places = range(demand.first, demand.end)
+            fresh = [hit.device[place] if place in hit.device else next(rest) for place in places]
+        seq.block_ids += fresh
         seq.num_slots = demand.end * self.block_size
         seq.num_computed_tokens = hit.num_tokens
         self._index.publish_hit(seq, hit)
@@ -190,7 +194,7 @@ class KVCacheManager:
         num_missing = self.num_missing(seq, num_lookahead=num_lookahead)
         if num_missing > self.pool.num_free:
             return None
-        fresh = tuple(self._pop() for _ in range(num_missing))
+        fresh = tuple(self._take(num_missing))
         seq.block_ids.extend(fresh)
         seq.num_slots = len(seq.block_ids) * self.block_size
         return fresh
@@ -216,9 +220,7 @@ class KVCacheManager:
 
     def free(self, seq: Sequence) -> None:
         """Give all blocks back. The tail is reused first: it is shared least likely."""
-        for block in reversed(seq.block_ids):
-            if block != _PASSED:
-                self._drop(block)
+        self.pool.release(reversed(seq.block_ids[seq.num_passed_blocks :]), self.prefix_cache.blocks)
         seq.block_ids = []
         seq.num_passed_blocks = 0
         seq.num_slots = 0
@@ -304,17 +306,14 @@ class KVCacheManager:
         self._held_for_copies.append(tail)
         return tail
 
-    def _pop(self) -> BlockId:
-        block = self.pool.pop()
-        key = self._index.reuse(block)
-        if key is not None and self._index.keeps_on_host:
-            self._evicted.append((key, block))
-        return block
+    def _take(self, num_blocks: int) -> list[BlockId]:
+        taken = self.pool.take(num_blocks)
+        for block in taken:
+            key = self._index.reuse(block)
+            if key is not None and self._index.keeps_on_host:
+                self._evicted.append((key, block))
+        return taken
 
     def _drop(self, block: BlockId) -> None:
         """Drop a reference; without any left the block waits for reuse, the longer if it can be found."""
-        if self.pool.drop(block):
-            if block in self.prefix_cache:
-                self.pool.put_last(block)
-            else:
-                self.pool.put_first(block)
+        self.pool.release((block,), self.prefix_cache.blocks)

@@ -5,6 +5,7 @@ Never: reference counts or the order of eviction (block_pool.py).
 Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the same salt.
 """
 
+from collections.abc import KeysView
 from itertools import takewhile
 
 from scheduler.messages import BlockId
@@ -26,6 +27,11 @@ class PrefixCache:
 
     def __contains__(self, block: BlockId) -> bool:
         return block in self._key_by_block
+
+    @property
+    def blocks(self) -> KeysView[BlockId]:
+        """Blocks that can be found."""
+        return self._key_by_block.keys()
 
     def get(self, key: bytes) -> BlockId | None:
         return self._block_by_key.get(key)

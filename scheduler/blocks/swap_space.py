@@ -111,13 +111,9 @@ class SwapSpace:
         return self._kept.published()
 
     def _pop(self) -> BlockId:
-        block = self._pool.pop()
+        (block,) = self._pool.take(1)
         self._kept.forget(block)
         return block
 
     def _drop(self, block: BlockId) -> None:
-        if self._pool.drop(block):
-            if block in self._kept:
-                self._pool.put_last(block)
-            else:
-                self._pool.put_first(block)
+        self._pool.release((block,), self._kept.blocks)

@@ -38,6 +38,8 @@ class RequestQueues:
         self.waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
         self._ledger: TenantLedger | None = None
         self._num_swapped = 0
+        self.num_steady = 0
+        """Running sequences that are not in `running`: set aside (steady_decodes.py)."""
         self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
             self._ledger = TenantLedger(dict(config.tenant_weights))
@@ -48,10 +50,14 @@ class RequestQueues:
 
     def counts(self) -> RequestCounts:
         return RequestCounts(
-            running=len(self.running),
+            running=self.num_running,
             waiting=len(self.waiting) - self._num_swapped,
             swapped=self._num_swapped,
         )
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running) + self.num_steady
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -89,6 +95,16 @@ class RequestQueues:
             self._num_swapped -= before is Status.SWAPPED
         if self._ledger is not None:
             self._ledger.leave(seq.tenant)
+
+    def set_aside(self, seq: Sequence) -> None:
+        """Count a running sequence beside the queue."""
+        self._leave_running(seq)
+        self.num_steady += 1
+
+    def bring_back(self, seq: Sequence) -> None:
+        """Put a sequence that was set aside back into the running queue."""
+        insort(self.running, seq, key=_running_rank_of)
+        self.num_steady -= 1
 
     def most_urgent(self) -> Sequence:
         """First waiting sequence, whatever the age of others. There must be one."""

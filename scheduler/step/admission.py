@@ -258,7 +258,7 @@ class Admission:
         return WaitReason.ENCODER if self._lacks_encoder(seq, demand) else None
 
     def _allocation_status(self, demand: BlockDemand) -> AllocationStatus:
-        return self._kv.can_allocate(demand, num_running=len(self._queues.running))
+        return self._kv.can_allocate(demand, num_running=self._queues.num_running)
 
     def _lacks_encoder(self, seq: Sequence, demand: BlockDemand) -> bool:
         """Whether its first share would not come past an input that cannot be encoded in this step."""
@@ -282,7 +282,7 @@ class Admission:
         return (
             self._kv.pool.num_free,
             self._kv.num_changes,
-            len(self._queues.running),
+            self._queues.num_running,
             len(waiting),
             self._state.counters.num_added,  # one may have left and another come
             head,

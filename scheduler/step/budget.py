@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from scheduler.config import SchedulerConfig
+from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence
 from scheduler.step.step_time import StepTimeModel
 
@@ -164,11 +165,12 @@ class SchedulingBudget:
 
 
 def budget_for_step(
-    config: SchedulerConfig, running: list[Sequence], step_time: StepTimeModel, limits: StepLimits
+    config: SchedulerConfig, queues: RequestQueues, step_time: StepTimeModel, limits: StepLimits
 ) -> SchedulingBudget:
     """Budget within `limits`, with fewer tokens where decodes would else miss their target."""
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
-    num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in running])
+    num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in queues.running])
+    num_decodes += queues.num_steady
     if num_decodes and config.target_itl_s != inf:
         decodes_s = step_time.seconds(num_decodes)
         target_s = max(config.target_itl_s, decodes_s / (1 - config.least_prefill_share))
@@ -177,8 +179,8 @@ def budget_for_step(
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
     return SchedulingBudget(
-        limits,
-        free_seqs=config.max_num_seqs - len(running),
+        limits._replace(max_tokens=limits.max_tokens - queues.num_steady) if queues.num_steady else limits,
+        free_seqs=config.max_num_seqs - queues.num_running,
         max_grammar_s=config.max_grammar_s,
-        num_decodes=num_decodes,
+        num_decodes=num_decodes - queues.num_steady,
     )

@@ -100,7 +100,7 @@ class Planner:
         if self._config.max_encoder_tokens:
             self._shares.encoder_cache.next_plan()
         running = self._queues.running
-        budget = budget_for_step(self._config, running, self._step_time, self._limits())
+        budget = budget_for_step(self._config, self._queues, self._step_time, self._limits())
         if self._config.max_chunk_tokens:
             budget.num_prefills_ahead = len(running) - budget.num_decodes_ahead + self._num_admissible(budget)
         plan = PlanDraft(budget, now_s)
@@ -140,7 +140,8 @@ class Planner:
         self._shares.observe_draft_passes(passes)
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
-        self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill)
+        num_tokens = plan.num_scheduled_tokens + self._queues.num_steady
+        self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill)
         if not has_prefill:
             self._shares.observe_step(plan, seconds)
 
@@ -158,7 +159,7 @@ class Planner:
         More for a prompt that is to be computed at once and alone.
         """
         most, max_tokens = self._config.max_num_batched_tokens, self._step_limit.max_tokens
-        if max_tokens < most and not self._queues.running and len(self._queues.waiting):
+        if max_tokens < most and not self._queues.num_running and len(self._queues.waiting):
             head = self._queues.waiting.peek()
             if head.is_indivisible:
                 max_tokens = max(max_tokens, head.num_tokens)

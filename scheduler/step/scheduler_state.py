@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Preemption, PreemptionCause, PreemptionCount, SchedulerOutput, SequenceId
+from scheduler.messages import (
+    Preemption,
+    PreemptionCause,
+    PreemptionCount,
+    SchedulerOutput,
+    SchedulerStats,
+    SequenceId,
+    WaitReason,
+)
 from scheduler.policy import OrderOfService
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.step.step_time import StepTimeModel
@@ -131,3 +139,33 @@ class SchedulerState:
     in_flight: PlansInFlight
     counters: Counters
     step_time: StepTimeModel
+
+
+def stats_of(state: SchedulerState, wait_reason: WaitReason) -> SchedulerStats:
+    """Gauges of this moment and counters since the start."""
+    counts, kv, counters = state.queues.counts(), state.kv, state.counters
+    return SchedulerStats(
+        num_running=counts.running,
+        num_waiting=counts.waiting,
+        wait_reason=wait_reason,
+        num_swapped=counts.swapped,
+        num_used_blocks=kv.num_used_blocks,
+        num_blocks=kv.num_blocks,
+        num_used_host_blocks=kv.swap_space.num_used,
+        num_host_blocks=kv.swap_space.num_blocks,
+        num_steps=counters.num_steps,
+        num_scheduled_tokens=counters.num_scheduled_tokens,
+        num_stalls=counters.num_stalls,
+        num_out_of_memory=counters.num_out_of_memory,
+        preemptions=counters.preemptions(),
+        num_swap_space_full=counters.num_swap_space_full,
+        num_prefix_queries=counters.num_prefix_queries,
+        num_prefix_hits=counters.num_prefix_hits,
+        num_prefix_host_hits=counters.num_prefix_host_hits,
+        num_kept_host_blocks=kv.num_kept_blocks,
+        num_recomputed_tokens=counters.num_recomputed_tokens,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_tokens=counters.num_accepted_tokens,
+        num_verified_shares=counters.num_verified_shares,
+        num_accepted_by_place=tuple(counters.num_accepted_by_place),
+    )

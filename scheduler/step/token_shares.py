@@ -119,7 +119,7 @@ class TokenShares:
     def _num_within(self, seq: Sequence, limit: int) -> int:
         wanted = seq.num_uncomputed_tokens
         queues = self._state.queues
-        if limit and not seq.is_indivisible and len(queues.running) + len(queues.waiting) > 1:
+        if limit and not seq.is_indivisible and queues.num_running + len(queues.waiting) > 1:
             wanted = min(wanted, limit)
         if seq.encoder_inputs:
             return self.encoder_cache.computable_tokens(seq, seq.num_computed_tokens, wanted)

@@ -7,6 +7,7 @@ import pytest
 
 from bench.simulate.arrivals import SimRequest
 from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
 from bench.simulate.setup import Setup
 from bench.simulate.simulate_run import _Run
@@ -21,21 +22,27 @@ SLO = Slo(ttft_s=inf, itl_s=inf)
 def setup_of(num_replicas: int, router: RouterKind = RouterKind.ONE_LINE, **changes: object) -> Setup:
     facts = {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "num_blocks": 8000, "block_size": 16}
     config = SchedulerConfig(max_model_len=32768, **(facts | changes))
-    return Setup(name="a", config=config, step_time=STEP, num_replicas=num_replicas, router=router)
+    return Setup(
+        name="a",
+        config=config,
+        step_time=STEP,
+        num_replicas=num_replicas,
+        router=router,
+        stepping=Stepping.EACH,  # sequences are looked at between steps
+    )
 
 
 class Replay:
     """A run whose engines are looked at after each event: context tokens on the busiest and the mean one."""
 
     def __init__(self, setup: Setup) -> None:
-        self.run = _Run(setup, SLO)
+        self.run = _Run(setup, SLO, cell=0)
         self._busiest_s = self._mean_s = 0.0
         self._numbers = count()
 
     def ask(self, request: SimRequest) -> None:
-        self.run.arrive(
-            request._replace(arrival_s=max(request.arrival_s, self.run.now_s)), next(self._numbers)
-        )
+        now_s = max(request.arrival_s, self.run.now_s)
+        self.run.arrive(request._replace(arrival_s=now_s), next(self._numbers), now_s)
 
     def forget(self) -> None:
         """Measure from now on."""

@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import SimRequest, SyntheticWorkload
+from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload
 from bench.simulate.fitted_step_time import LinearStepTime
-from bench.simulate.lengths import LengthDistribution
 from bench.simulate.replica import Replica, Stuck, Tallies
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup, variant, with_drafts

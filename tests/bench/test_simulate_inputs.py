@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulate.arrivals import ArrivalsError, PromptMaker, SimRequest, read_requests, write_requests
-from bench.simulate.lengths import LengthDistribution
+from bench.simulate.arrivals import (
+    ArrivalsError,
+    LengthDistribution,
+    PromptMaker,
+    SimRequest,
+    read_requests,
+    write_requests,
+)
 from bench.simulate.router import RouterKind
 from bench.simulate.setup import SetupError, settable_fields, variant
 from scheduler.config import SchedulerConfig, SchedulingPolicy

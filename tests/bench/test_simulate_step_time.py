@@ -6,9 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulate.fitted_step_time import FitError, LinearStepTime, fit
+from bench.simulate.fitted_step_time import FitError, LinearStepTime, StepVariation, fit
 from bench.trace.trace_reading import TracedStep, read_trace
 from tests.bench.traces import MODEL, traced
+
+COEFFICIENTS = ("base_s", "per_token_s", "per_decode_s", "per_context_token_s")
 
 
 def step(seconds: float, *, num_tokens: int, num_decodes: int, num_context_tokens: int) -> TracedStep:
@@ -44,7 +46,7 @@ def drawn(model: LinearStepTime, *, num_steps: int, noise: float = 0.0) -> list[
 
 
 def assert_close(found: LinearStepTime, wanted: LinearStepTime, rel: float) -> None:
-    for name in LinearStepTime.__slots__:
+    for name in COEFFICIENTS:
         assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=rel, abs=1e-12), name
 
 
@@ -80,9 +82,43 @@ def test_no_coefficient_is_below_zero() -> None:
         step(0.01 - 1e-5 * n, num_tokens=100, num_decodes=n, num_context_tokens=1000 + n) for n in range(100)
     ]
     model = fit(shrinking).model
-    assert min(getattr(model, name) for name in LinearStepTime.__slots__) >= 0
+    assert min(getattr(model, name) for name in COEFFICIENTS) >= 0
 
 
 def test_too_few_steps_are_no_fit() -> None:
     with pytest.raises(FitError, match="at least 8 steps"):
         fit(drawn(MODEL, num_steps=7))
+
+
+def test_steps_vary_as_those_of_the_trace_did() -> None:
+    steps = drawn(MODEL, num_steps=3000, noise=0.1)
+    found = fit(steps).model
+    ratios = [
+        each.duration_s / MODEL.seconds(each.num_tokens, each.num_decodes, each.num_context_tokens)
+        for each in steps
+    ]
+    assert found.variation == pytest.approx(ratios, rel=0.02)
+    played = StepVariation(found.variation, seed=1).take(90)
+    start = found.variation.index(played[0])
+    assert played == list(found.variation[start : start + 90])
+
+
+def test_factors_that_were_given_back_come_first() -> None:
+    straight, cut = (StepVariation((0.5, 1.0, 2.0, 3.0), seed=4) for _ in range(2))
+    wanted = straight.take(20)
+    got = cut.take(3)
+    ahead = cut.take(9)
+    got += ahead[:2]
+    cut.give_back(ahead[2:])
+    got += cut.take(4)
+    got += cut.take(11)
+    assert got == wanted
+
+
+def test_what_the_engine_does_between_two_steps_belongs_to_the_first() -> None:
+    steps = drawn(MODEL, num_steps=200)
+    at_s, timed = 0.0, []
+    for each in steps:
+        timed.append(msgspec.structs.replace(each, time_s=at_s))
+        at_s += each.duration_s + 0.002
+    assert fit(timed).model.base_s == pytest.approx(MODEL.base_s + 0.002, rel=0.01)

@@ -192,6 +192,9 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     if page.name == "bench.md":
         serve = next(each for each in load_command.build_parser()._actions if each.choices).choices["serve"]
         others |= {word.removeprefix("--") for word in serve._option_string_actions}
+    if page.name in ("simulate.md", "0042-leaps-and-cells.md"):
+        words = simulate_command.build_parser()._option_string_actions
+        others |= {word.removeprefix("--") for word in words}
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 

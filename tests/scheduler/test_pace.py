@@ -10,7 +10,9 @@ from scheduler.messages import ModelRunnerOutput
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 
-BY_DEFAULT = {"target_itl_s": 0.2, "least_prefill_share": 0.5}
+BY_DEFAULT = {"target_itl_s": 0.075, "least_prefill_share": 0.5}
+"""On a CPU."""
+ELSEWHERE = {"target_itl_s": 0.2, "least_prefill_share": 0.5}
 
 
 class Machine(NamedTuple):
@@ -78,6 +80,15 @@ def test_no_stream_pauses_for_seconds_while_prompts_come_and_first_tokens_come_i
     assert paced.duration_s < 1.1 * unpaced.duration_s
 
 
+def test_short_pauses_cost_a_small_model_next_to_nothing() -> None:
+    small = Machine(0.0145, 0.00093)
+    short, long = lockstep(small, **BY_DEFAULT), lockstep(small, **ELSEWHERE)
+    assert max(long.gaps_s) > 0.19
+    assert max(short.gaps_s) < 0.09
+    assert short.duration_s < 1.03 * long.duration_s
+    assert median(short.first_s[:8]) < 1.05 * median(long.first_s[:8])
+
+
 @pytest.mark.parametrize("base_s", [0.15, 1.0])
 def test_a_large_model_gives_prompts_as_much_time_as_decodes(base_s: float) -> None:
     machine = Machine(base_s, 0.002)
@@ -88,5 +99,5 @@ def test_a_large_model_gives_prompts_as_much_time_as_decodes(base_s: float) -> N
 
 def test_a_fast_device_computes_whole_prompts() -> None:
     machine = Machine(0.005, 0.00002)
-    paced, unpaced = lockstep(machine, **BY_DEFAULT), lockstep(machine)
+    paced, unpaced = lockstep(machine, **ELSEWHERE), lockstep(machine)
     assert paced == unpaced

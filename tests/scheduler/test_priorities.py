@@ -258,8 +258,22 @@ def test_deadlines_of_ended_sequences_do_not_pile_up() -> None:
     for i in range(2000):
         world.add(make_sequence(i, [1], max_tokens=1, time_limits=TimeLimits(total_s=1e9)))
         world.step()
-    assert len(world.scheduler._deadlines._heap) < 600
+    assert world.scheduler._deadlines.num_entries < 100
     assert not world.scheduler._deadlines._live, "their prompts would stay in memory"
+
+
+def test_no_end_pays_for_the_deadlines_of_all_who_ended_before() -> None:
+    world = World(small_config())
+    deadlines = world.scheduler._deadlines
+    for i in range(1000):
+        world.add(make_sequence(i, [1], max_tokens=1, time_limits=TimeLimits(total_s=1e9 + i % 7)))
+    most = 0
+    for i in range(1000):
+        before = deadlines.num_entries
+        world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
+        most = max(most, before - deadlines.num_entries)
+    assert most <= 4
+    assert deadlines.num_entries < 100
 
 
 def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:

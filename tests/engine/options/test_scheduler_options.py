@@ -56,10 +56,14 @@ def test_priorities_age_unless_the_operator_says_otherwise(
     assert config.scheduler.priority_aging_s == aging_s
 
 
-@pytest.mark.parametrize(("given", "pace"), [(None, (0.2, 0.5)), ("0", (inf, 0.0)), ("50ms", (0.05, 0.0))])
+@pytest.mark.parametrize(
+    ("given", "saturating_tokens", "pace"),
+    [(None, 256, (0.075, 0.5)), (None, 0, (0.2, 0.5)), ("0", 256, (inf, 0.0)), ("50ms", 256, (0.05, 0.0))],
+)
 def test_running_requests_keep_a_pace_unless_the_operator_says_otherwise(
-    tiny_model: Path, given: str | None, pace: tuple[float, float]
+    tiny_model: Path, given: str | None, saturating_tokens: int, pace: tuple[float, float]
 ) -> None:
     asked = {} if given is None else {"target_itl": given}
     config, _ = resolve(read_options({"model": str(tiny_model)} | asked, {}), environment={})
-    assert (config.scheduler.target_itl_s, config.scheduler.least_prefill_share) == pace
+    found = scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens))
+    assert (found.target_itl_s, found.least_prefill_share) == pace

@@ -1,0 +1,167 @@
+"""A measured run beside the same run simulated: the time of requests outside of steps, and the error.
+
+Owns: the fit of the overhead, and the error of the whole model, relative to what was measured.
+Never: the step times (fitted_step_time.py).
+Source: a measured run is what `tokenyard bench serve --json` writes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from bench.load.load_report import Distribution, distribution_ms
+from bench.load.request_record import COMPLETED
+from bench.simulate.arrivals import ArrivalsError, SimRequest
+from bench.simulate.setup import Overhead, Setup
+from bench.simulate.simulate_run import RunResult, simulate
+from bench.simulate.tally import GapCounts
+
+_PERCENTILES = ("p50", "p99")
+_LEAST_SPREAD = 0.5  # of the lengths of prompts, between their halves and relative to the middle
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    outcome: str
+    start_s: float
+    ttft_s: float | None
+    e2e_s: float
+    chunk_gaps_s: tuple[float, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    priority: int
+
+
+class _Run(msgspec.Struct, frozen=True, kw_only=True):
+    requests: tuple[_Record, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error:
+    """One percentile of one latency, in milliseconds."""
+
+    name: str
+    percentile: str
+    measured: float
+    simulated: float
+
+    @property
+    def share(self) -> float:
+        return self.simulated / self.measured - 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {self.percentile} {self.measured:.1f} measured, "
+            f"{self.simulated:.1f} simulated ({self.share:+.1%})"
+        )
+
+
+class MeasuredRun:
+    """The completed requests of a run, in the order in which they were sent."""
+
+    def __init__(self, records: Sequence[_Record]) -> None:
+        self._records = sorted(records, key=lambda each: each.start_s)
+        start_s = self._records[0].start_s
+        self.requests = [
+            SimRequest(
+                arrival_s=each.start_s - start_s,
+                prompt_len=each.num_prompt_tokens,
+                max_tokens=each.num_output_tokens,
+                priority=each.priority,
+                prefix_group="shared" if each.num_cached_tokens else "",
+                prefix_len=each.num_cached_tokens,
+            )
+            for each in self._records
+        ]
+
+    def overhead(self, setup: Setup) -> Overhead:
+        """Fit the time outside of steps to the first tokens, which come sooner in a simulation without it."""
+        result = simulate(self.requests, setup)
+        first_s = {
+            number: seconds
+            for tally in result.classes
+            for number, seconds in zip(tally.first_tokens, tally.ttft_s, strict=True)
+        }
+        pairs = [
+            (each.num_prompt_tokens, each.ttft_s - first_s[number])
+            for number, each in enumerate(self._records)
+            if each.ttft_s is not None and number in first_s
+        ]
+        return _line_through(pairs)
+
+    def errors(self, result: RunResult) -> list[Error]:
+        """Compare with the same requests simulated."""
+        gaps = GapCounts()
+        for tally in result.classes:
+            gaps.include(tally.gaps.items())
+        measured_ttft_s = [each.ttft_s for each in self._records if each.ttft_s is not None]
+        pairs: list[tuple[str, Distribution | None, Distribution | None]] = [
+            ("TTFT", distribution_ms(measured_ttft_s), _all_ms(each.ttft_s for each in result.classes)),
+            (
+                "ITL",
+                distribution_ms(gap for each in self._records for gap in each.chunk_gaps_s),
+                gaps.distribution_ms(),
+            ),
+            (
+                "End to end",
+                distribution_ms(each.e2e_s for each in self._records),
+                _all_ms(each.e2e_s for each in result.classes),
+            ),
+        ]
+        return [
+            Error(
+                name=name,
+                percentile=percentile,
+                measured=getattr(measured, percentile),
+                simulated=getattr(simulated, percentile),
+            )
+            for name, measured, simulated in pairs
+            if measured is not None and simulated is not None
+            for percentile in _PERCENTILES
+        ]
+
+
+def calibrated(setup: Setup, run: MeasuredRun) -> tuple[Setup, list[Error]]:
+    """Return the setup with the overhead of a measured run, and how far off that run it then is."""
+    setup = replace(setup, overhead=run.overhead(setup))
+    return setup, run.errors(simulate(run.requests, setup))
+
+
+def read_measured_run(path: Path) -> MeasuredRun:
+    """Read a run. Raises ArrivalsError."""
+    try:
+        run = msgspec.json.decode(path.read_bytes(), type=_Run)
+    except OSError as error:
+        raise ArrivalsError(f"cannot read {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ArrivalsError(f"{path}: not what `tokenyard bench serve --json` writes: {error}") from None
+    usable = [each for each in run.requests if each.outcome == COMPLETED and each.num_output_tokens]
+    if not usable:
+        raise ArrivalsError(f"{path} holds no completed requests")
+    return MeasuredRun(usable)
+
+
+def _all_ms(parts: Iterable[Iterable[float]]) -> Distribution | None:
+    return distribution_ms(value for part in parts for value in part)
+
+
+def _line_through(pairs: Sequence[tuple[int, float]]) -> Overhead:
+    """Fit a line with no coefficient below 0, by medians, so that some late requests do not bend it.
+
+    The slope is that between the middles of the shorter and of the longer half; prompts of like length tell
+    of none.
+    """
+    ordered = sorted(pairs)
+    half = len(ordered) // 2
+    slope_s = 0.0
+    if half:
+        shorter, longer = ordered[:half], ordered[-half:]
+        run = median(size for size, _ in longer) - median(size for size, _ in shorter)
+        rise_s = median(late for _, late in longer) - median(late for _, late in shorter)
+        middle = median(size for size, _ in ordered)
+        slope_s = max(rise_s / run, 0.0) if run > _LEAST_SPREAD * middle else 0.0
+    base_s = median(late - slope_s * size for size, late in ordered) if ordered else 0.0
+    return Overhead(base_s=max(base_s, 0.0), per_prompt_token_s=slope_s)

@@ -1,0 +1,108 @@
+"""Leaps over steps in which nothing is decided: the same history as with every step planned, to the bit."""
+
+from dataclasses import asdict, replace
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+
+from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload
+from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.replica import Stepping
+from bench.simulate.router import RouterKind
+from bench.simulate.setup import Setup
+from bench.simulate.simulate_run import RunResult, simulate
+from bench.simulate.tally import Slo
+from scheduler.config import Batching, Fairness, PrefixCaching, SchedulerConfig, SchedulingPolicy
+from scheduler.scheduler import Scheduler
+
+_NUM_HISTORIES = 24
+
+
+def drawn_setup(random: Random) -> Setup:
+    draw = random.choice
+    config = SchedulerConfig(
+        num_blocks=draw([30, 40, 60, 500]),
+        block_size=draw([1, 4, 8, 8]),
+        max_num_seqs=draw([4, 16, 32]),
+        max_num_batched_tokens=draw([64, 256]),
+        max_model_len=draw([80, 4096]),
+        policy=draw(list(SchedulingPolicy)),
+        priority_aging_s=draw([inf, 2.0]),
+        watermark=draw([0.0, 0.1]),
+        max_bypasses=draw([0, 4]),
+        prefix_caching=draw(list(PrefixCaching)),
+        target_itl_s=draw([inf, 0.03]),
+        max_prefill_tokens=draw([0, 64]),
+        max_chunk_tokens=draw([0, 32]),
+        batching=draw([*[Batching.MIXED] * 5, Batching.SEPARATE]),
+        fairness=draw([*[Fairness.NONE] * 5, Fairness.TENANT]),
+    )
+    context_s = draw([0.0, 1e-6])
+    model = LinearStepTime(
+        base_s=0.01,
+        per_token_s=0.0003,
+        per_decode_s=0.0001,
+        per_context_token_s=context_s,
+        variation=draw([(), (0.9, 1.0, 1.1, 2.0)]),
+    )
+    return Setup(
+        name="drawn",
+        config=config,
+        step_time=model,
+        num_replicas=draw([1, 3]),
+        router=draw([RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN]),
+    )
+
+
+def drawn_workload(random: Random) -> SyntheticWorkload:
+    draw = random.choice
+    return SyntheticWorkload(
+        num_requests=60,
+        rate_per_s=draw([0.3, 2, 5, 20, inf]),
+        burstiness=draw([0.2, 1.0]),
+        prompt_lens=LengthDistribution.parse(draw(["20", "uniform:1:80"])),
+        output_lens=LengthDistribution.parse(draw(["3", "uniform:1:80", "lognormal:60:1:300"])),
+        priority_mix=draw([((0, 1.0), (2, 1.0)), ((0, 1.0), (5, 3.0))]),
+        tenant_mix=draw([(("", 1.0),), (("a", 1.0), ("b", 2.0))]),
+        num_prefix_groups=draw([0, 3]),
+        prefix_len=32,
+        seed=random.randrange(1000),
+    )
+
+
+def history(result: RunResult) -> dict[str, Any]:
+    """Everything that was counted; times between tokens by how often each occurred."""
+    facts = asdict(result)
+    facts["classes"] = [
+        {**asdict(tally), "gaps": sorted(tally.gaps._counts.items())} for tally in result.classes
+    ]
+    return facts
+
+
+@pytest.mark.parametrize("seed", range(_NUM_HISTORIES))
+def test_leaping_and_stepping_give_the_same_history(seed: int) -> None:
+    random = Random(seed)
+    setup, workload = drawn_setup(random), drawn_workload(random)
+    slo = Slo(ttft_s=0.3, itl_s=0.02)
+    leapt = simulate(workload, setup, slo)
+    stepped = simulate(workload, replace(setup, stepping=Stepping.EACH), slo)
+    assert history(leapt) == history(stepped)
+
+
+def test_a_long_answer_alone_is_leapt_over_with_a_handful_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_plans, schedule = 0, Scheduler.schedule
+
+    def counted(self: Scheduler, *, now_s: float) -> Any:
+        nonlocal num_plans
+        num_plans += 1
+        return schedule(self, now_s=now_s)
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    setup = drawn_setup(Random(0))
+    config = replace(setup.config, num_blocks=2000, max_model_len=4096, batching=Batching.MIXED)
+    setup = replace(setup, config=replace(config, fairness=Fairness.NONE), num_replicas=1)
+    result = simulate([SimRequest(arrival_s=0.0, prompt_len=20, max_tokens=3000)], setup)
+    assert result.num_steps == 3000
+    assert num_plans < 10

@@ -1,0 +1,107 @@
+"""A measured run beside its simulation: the overhead is found, and the error is told."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.simulate.arrivals import ArrivalsError, LengthDistribution
+from bench.simulate.measured_run import calibrated, read_measured_run
+from bench.simulate.setup import Overhead, Setup
+from bench.simulate.simulate_command import main
+from bench.simulate.simulate_run import simulate
+from scheduler.config import Batching, Fairness, SchedulingPolicy
+from tests.bench.test_leaps import drawn_setup, drawn_workload
+
+OVERHEAD = Overhead(base_s=0.007, per_prompt_token_s=0.0002)
+
+
+@pytest.fixture(scope="module")
+def setup() -> Setup:
+    """One roomy replica."""
+    drawn = drawn_setup(Random(1))
+    config = replace(
+        drawn.config,
+        num_blocks=2000,
+        policy=SchedulingPolicy.FCFS,
+        batching=Batching.MIXED,
+        fairness=Fairness.NONE,
+    )
+    return replace(drawn, config=config, num_replicas=1, step_time=replace(drawn.step_time, variation=()))
+
+
+@pytest.fixture(scope="module")
+def measured(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File of a run that was as the model with OVERHEAD says."""
+    workload = replace(
+        drawn_workload(Random(1)),
+        rate_per_s=0.5,
+        num_requests=120,
+        prompt_lens=LengthDistribution.parse("uniform:1:80"),
+        output_lens=LengthDistribution.parse("uniform:2:20"),
+        priority_mix=((0, 1.0),),
+        tenant_mix=(("", 1.0),),
+        num_prefix_groups=0,
+    )
+    requests = list(workload)
+    result = simulate(requests, replace(setup, overhead=OVERHEAD))
+    (tally,) = result.classes
+    first_s = dict(zip(tally.first_tokens, tally.ttft_s, strict=True))
+    gaps = [gap_us / 1e6 for gap_us, count in tally.gaps.items() for _ in range(count)]
+    records = [
+        {
+            "outcome": "completed",
+            "start_s": 5.0 + request.arrival_s,
+            "ttft_s": first_s[number],
+            "e2e_s": tally.e2e_s[number],  # of another: only their distribution is compared
+            "chunk_gaps_s": gaps if number == 0 else [],
+            "num_prompt_tokens": request.prompt_len,
+            "num_cached_tokens": 0,
+            "num_output_tokens": request.max_tokens,
+            "priority": 0,
+        }
+        for number, request in enumerate(requests)
+    ]
+    path = tmp_path_factory.mktemp("measured") / "run.json"
+    path.write_text(json.dumps({"requests": records}))
+    return path
+
+
+def test_the_overhead_is_found_and_nothing_is_off_then(setup: Setup, measured: Path) -> None:
+    found, errors = calibrated(setup, read_measured_run(measured))
+    assert found.overhead.base_s == pytest.approx(OVERHEAD.base_s, abs=0.002)
+    assert found.overhead.per_prompt_token_s == pytest.approx(OVERHEAD.per_prompt_token_s, abs=0.00005)
+    assert [(error.name, error.percentile) for error in errors] == [
+        (name, percentile) for name in ("TTFT", "ITL", "End to end") for percentile in ("p50", "p99")
+    ]
+    assert all(abs(error.share) < 0.05 for error in errors)
+
+
+def test_a_slower_run_than_the_model_is_told_as_an_error(setup: Setup, measured: Path) -> None:
+    faster = replace(setup, step_time=replace(setup.step_time, base_s=setup.step_time.base_s / 2))
+    errors = {
+        (each.name, each.percentile): each.share
+        for each in calibrated(faster, read_measured_run(measured))[1]
+    }
+    assert errors["ITL", "p50"] < -0.3
+
+
+def test_the_command_prints_the_error_above_the_numbers(measured: Path, capsys) -> None:
+    assert main(["--measured", str(measured), "--num-blocks", "2000"]) == 0
+    out = capsys.readouterr().out
+    assert "Requests   from" in out
+    assert "Overhead " in out
+    assert out.count("\nFit ") == 6
+    assert main(["--measured", str(measured), "--request-ms", "1"]) == 2
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"requests": []}')
+    with pytest.raises(ArrivalsError, match="no completed"):
+        read_measured_run(path)
+    path.write_text('{"request": 1}')
+    with pytest.raises(ArrivalsError, match="bench serve --json"):
+        read_measured_run(path)
