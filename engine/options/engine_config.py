@@ -17,10 +17,12 @@ from engine.logs.log_lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import (
+    ClusterConfig,
     KVEventsConfig,
     check_device,
     check_engines,
     check_ranks,
+    cluster_config,
     device_of,
     kv_events_config,
     prefix_journal,
@@ -94,6 +96,8 @@ class EngineConfig:
     """Content of the reports on cached prefixes; None: nothing reads them."""
     kv_events: KVEventsConfig | None = None
     """Sockets on which these reports are published; None: they are not."""
+    cluster: ClusterConfig | None = None
+    """Machines that compute the model together; None: this one is alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,8 @@ def resolve(
     _check_checkpoint(folder)
     _check_checksums(options.checksums, folder)
     speculation = speculation_config(options, lambda draft: _find_draft_model(draft, environment))
-    return _engine_config(options, folder, name, speculation), ServerConfig(
+    cluster = cluster_config(options, environment)
+    return _engine_config(options, folder, name, speculation, cluster), ServerConfig(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
@@ -177,7 +182,9 @@ def _find_draft_model(model: str, environment: Mapping[str, str]) -> Path:
     return folder
 
 
-def _engine_config(options: Options, folder: Path, name: str, speculation: SpeculationConfig) -> EngineConfig:
+def _engine_config(
+    options: Options, folder: Path, name: str, speculation: SpeculationConfig, cluster: ClusterConfig | None
+) -> EngineConfig:
     limits = _step_limits(options)
     served_names = options.served_model_name or (name,)
     adapters = adapter_config(options, served_names)
@@ -197,7 +204,12 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
-        worker=replace(_worker_config(options, folder, limits, adapters), speculation=speculation),
+        worker=replace(
+            _worker_config(options, folder, limits, adapters),
+            num_nodes=1 if cluster is None else cluster.num_nodes,
+            speculation=speculation,
+        ),
+        cluster=cluster,
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
         kv_events=kv_events_config(options, served_names[0]),
