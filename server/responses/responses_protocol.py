@@ -22,7 +22,7 @@ from server.generate.protocol import (
     Stop,
 )
 from server.generate.structured_output import StructuredOutputsField
-from server.wire_model import WireModel
+from server.wire_model import WireModel, shown_as
 
 MAX_TOOLS = 128
 MAX_INCLUDES = 16
@@ -185,6 +185,8 @@ ToolChoice = Annotated[
 
 class ResponsesRequest(SamplingFields):
     """The body of POST /v1/responses. Its metadata is returned with the response."""
+
+    model_config = shown_as(input="Count from 3 to 8.", max_output_tokens=60)
 
     input: Input
     """A text, or the items of a conversation."""

@@ -217,6 +217,26 @@ def test_the_server_tab_names_options_with_their_origin(page: Any) -> None:
     assert KEY not in page.content()
 
 
+def test_the_api_is_read_and_tried_without_another_server(page: Any, server: RunningServer) -> None:
+    page.goto(f"{server.url}/docs")
+    page.get_by_text("Anthropic's API").wait_for()
+    page.fill("#filter", "logprob_token_ids")
+    assert page.locator(".operation:visible").count() == 2, "those that have the field"
+    chat = page.locator("[id='post/v1/chat/completions']")
+    chat.locator("summary").click()
+    assert "The newer name of max_tokens" in chat.inner_text()
+    chat.get_by_role("button", name="Send").click()
+    page.wait_for_function(
+        "() => document.querySelector('.operation[open] pre').textContent.includes('usage')"
+    )
+    assert "Paris" in chat.locator("pre").inner_text()
+    for scheme, width in (("light", 1280), ("dark", 1280), ("light", 360)):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 860})
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        picture(page, f"docs-{scheme}-{width}.png")
+
+
 def test_the_text_of_a_model_stays_text(page: Any) -> None:
     made = page.evaluate(
         """async () => {
