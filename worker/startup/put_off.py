@@ -1,0 +1,88 @@
+"""Imports that a CPU worker never uses, put off until something of them is asked for.
+
+torch's compiler, exporter and distributed tensors are half of the time that `import transformers` takes: its
+model classes import them for the sake of a decorator or a type. A module that is put off stands in its place,
+and becomes the real one at the first use of any other name of it.
+
+Owns: which modules those are, and the order of the imports.
+Never: changes what a model computes, or runs where there is a GPU.
+Source: docs/decisions/0075-imports-at-start.md.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+_PUT_OFF = (_COMPILER, "torch.export")
+_MARKS = frozenset({"allow_in_graph", "assume_constant_result"})
+"""Decorators of the compiler that only leave a mark for it: no reason to load it."""
+_loading = threading.RLock()
+
+
+class _PutOff(ModuleType):
+    """Module that is loaded at the first use of a name in it. Its submodules can be imported before."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self.__name__ == _COMPILER and name in _MARKS:
+            return _unmarked
+        with _loading:
+            if isinstance(self, _PutOff):
+                # First: the module's own code asks for names of it, which are not there yet.
+                self.__class__ = ModuleType
+                assert self.__spec__ is not None
+                assert self.__spec__.loader is not None
+                self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def import_torch() -> None:
+    """Import torch and transformers' model classes without what a CPU worker does not use."""
+    if "torch" in sys.modules:  # too late, as in tests: then everything is there already
+        return
+    stand_ins = {name: _stand_in(name) for name in _PUT_OFF}
+    sys.modules.update(stand_ins)
+    import torch
+    import torch.distributed
+
+    for name, module in stand_ins.items():
+        setattr(torch, name.removeprefix("torch."), module)
+    # transformers knows builds of torch without it, and asks. Ranks have shared memory of their own.
+    torch.distributed.is_available = _never
+    disable = torch.compiler.disable
+    torch.compiler.disable = _unmarked  # it would load the compiler, to be left out by it
+    try:
+        import transformers.modeling_utils  # noqa: F401 - loaded for those that follow
+    finally:
+        torch.compiler.disable = disable
+
+
+def _stand_in(name: str) -> ModuleType:
+    module = _PutOff(name)
+    spec = _spec_of(name)
+    assert spec is not None
+    module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
+    module.__package__ = name
+    module.__path__ = spec.submodule_search_locations or []
+    return module
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Find a submodule without importing the package that it is in."""
+    package = find_spec(name.partition(".")[0])
+    return PathFinder.find_spec(name, package.submodule_search_locations if package else None)
+
+
+def _never() -> bool:
+    return False
+
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **_options: Any) -> Any:
+    """Decorate with nothing, with or without arguments."""
+    return _unmarked if function is None else function
