@@ -200,13 +200,13 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 ALONE_FAMILIES = ("lfm2", "bloom", "qwen3_next", "mamba", "recurrent_gemma")
-"""Those whose sequences have caches of their own."""
+"""Families whose sequences have caches of their own."""
 
 FAMILIES = (
     *("llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"),
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2", "llama4_text"),
 )
-"""Those that the worker serves; the rest of what make_checkpoint builds is for tests of one case each."""
+"""Families that the worker serves; the rest of what make_checkpoint builds is for tests of one case each."""
 
 
 def make_checkpoint(family: str, folder: Path, **overrides: Any) -> Path:

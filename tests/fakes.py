@@ -31,7 +31,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def continuation(prompt: list[int], num_tokens: int) -> list[int]:
-    """What the fake model generates for a prompt that is alone in the world."""
+    """Tokens that the fake model generates for a prompt that is alone in the world."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
@@ -39,7 +39,7 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def pooled(prompt: list[int]) -> bytes:
-    """What the fake model makes of a prompt of which nothing is generated."""
+    """Result of the fake model for a prompt of which no token is generated."""
     return f"pooled {next_token(prompt)}".encode()
 
 
@@ -61,7 +61,7 @@ class OutOfMemory(Enum):
 
 
 class FakeStep:
-    """What came of a plan, told when it is asked for."""
+    """Result of a plan, handed out when it is asked for."""
 
     def __init__(self, worker: "FakeWorker", outcome: ModelRunnerOutput | Exception) -> None:
         self._worker, self._outcome = worker, outcome
@@ -93,7 +93,7 @@ class _Result:
 
 
 Slot = tuple[int, int, str]
-"""What a slot holds: a token, its position, and with which adapter and input it was computed."""
+"""Contents of a slot: a token, its position, and with which adapter and input it was computed."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class FakeWorker:
     silent: set[SequenceId] = field(default_factory=set)
     """Sequences for which the worker forgets to answer."""
     inputs: dict[SequenceId, tuple[EncoderInput, ...]] = field(default_factory=dict)
-    """What an encoder has to make, by sequence: the test says it, plans only name what is due."""
+    """Encoder outputs to make, by sequence: the test says it, plans only name what is due."""
     encoded: dict[SequenceId, list[EncoderInput]] = field(default_factory=dict)
     lost: set[SequenceId] = field(default_factory=set)
     """Sequences that cannot go on: a plan that was to compute for them failed, and later plans were made
@@ -126,12 +126,12 @@ class FakeWorker:
     """A plan failed, and the scheduler does not know yet."""
     num_untold_failures: int = 0
     out_of_memory: OutOfMemory | None = None
-    """Of the next plan that is launched."""
+    """Fault of the next plan that is launched."""
     most_tokens: int | None = None
     """There is memory for no more in one plan."""
 
     def launch(self, plan: SchedulerOutput) -> FakeStep:
-        """As a device that carries plans out by itself: what went wrong is seen when the result is due."""
+        """Launch as on a device that carries plans out by itself: a fault is seen when the result is due."""
         memory, self.out_of_memory = self.out_of_memory, None
         if self.most_tokens is not None and plan.num_scheduled_tokens > self.most_tokens:
             memory = OutOfMemory.AFTER_RELEASE
@@ -264,7 +264,7 @@ def _content(row: _Row, position: int) -> Slot:
 
 
 def _verified(known: list[int], drafts: tuple[int, ...]) -> list[int]:
-    """What is known, the drafts as far as the model agrees, and one token more."""
+    """Known tokens, the drafts as far as the model agrees, and one token more."""
     token_ids = list(known)
     for draft in drafts:
         if draft != next_token(token_ids):

@@ -47,16 +47,16 @@ OTHER_PARTS: dict[str, Any] = {
     },
     "audio_config": None,
 }
-"""Of models that see and hear; their text is all that is served."""
+"""Families of models that see and hear; their text is all that is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     model_type: str
     variant: str = ""
-    """What is set otherwise than in the family's first row, for a person."""
+    """Difference from the family's first row, in words for a person."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What differs from TINY. None: transformers' default, or what the family derives by itself."""
+    """Differences from TINY. None: transformers' default, or what the family derives by itself."""
     text_part: str = ""
     """The model_type of the part that these settings are for, where there are others for images or sound."""
 

@@ -25,7 +25,7 @@ class LateStream:
     def __init__(self) -> None:
         self._queue: deque[Callable[[], object] | LateEvent | _Wait] = deque()
         self.num_waits = 0
-        """How many events it was asked to wait for."""
+        """Number of events it was asked to wait for."""
 
     def ask(self, work: Callable[[], object]) -> None:
         self._queue.append(work)

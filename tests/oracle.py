@@ -29,7 +29,7 @@ class Oracle:
     num_preemptions: int = 0
 
     def step(self) -> dict[int, int]:
-        """Who gets how many tokens; everyone who reaches the end of what is known gains a token."""
+        """Tokens of each sequence in a step; one that reaches the end of what is known gains a token."""
         self.running.sort(key=self._rank)
         num_tokens = self.config.max_num_batched_tokens
         num_prefill = self.config.max_prefill_tokens or num_tokens

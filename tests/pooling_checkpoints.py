@@ -116,7 +116,7 @@ def _make(family: str, folder: Path, auto_class: Any, overrides: dict[str, Any])
 
 
 def write_pair_tokenizer(folder: Path) -> int:
-    """As BERT's: [CLS] text [SEP], and [CLS] one [SEP] other [SEP] with types 0 and 1; returns its size."""
+    """Tokenizer like BERT's: [CLS] text [SEP], [CLS] one [SEP] other [SEP] (types 0, 1); returns its size."""
     vocab_size = write_tokenizer(folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from tests.checkpoints import make_checkpoint
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _SIZE = 0.3
-"""Of a typical weight, as tests/checkpoints.py has it."""
+"""Size of a typical weight, as tests/checkpoints.py has it."""
 PLAIN_MODULES = ("lm_head", "model.layers.1.mlp.down_proj")
 """Linear layers that stay as they are in every format."""
 _LINEAR = re.compile(r".*(_proj|\.w[123])\.weight$|lm_head\.weight$")

@@ -105,7 +105,7 @@ class World:
         check_invariants(self.scheduler)
 
     def _launch(self, plan: SchedulerOutput) -> None:
-        """Nothing is planned behind one that could not even begin."""
+        """Launch a plan; none is planned behind one that could not even begin."""
         try:
             self._late.append((plan, self.worker.launch(plan)))
         except StepOutOfMemory:
@@ -161,7 +161,7 @@ class World:
 
 
 def shares(plan: SchedulerOutput) -> dict[int, int]:
-    """Who got how many tokens."""
+    """Tokens of each sequence in a plan."""
     return {share.sequence_id: share.num_tokens for share in plan.scheduled}
 
 

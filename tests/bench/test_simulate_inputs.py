@@ -1,4 +1,4 @@
-"""What goes into a simulation: lengths, arrivals, request files, variants."""
+"""Inputs of a simulation: lengths, arrivals, request files, variants."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""What one API process can stream: a real server with a stand-in for its engine process."""
+"""Streams of one API process: a real server with a stand-in for its engine process."""
 
 import pytest
 

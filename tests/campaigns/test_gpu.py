@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class ClosableWorker(FakeWorker):
     def close(self) -> None:
-        """Nothing is held."""
+        """Hold no resource: closing does nothing."""
 
 
 def facts(**changes: Any) -> ModelFacts:

@@ -1,4 +1,4 @@
-"""What the kernels' machine code promises for an H100, and the reading of it."""
+"""Promises of the kernels' machine code for an H100, and the reading of it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a step costs the host: it can be measured without a GPU, and what it asks of one is counted."""
+"""Cost of a step for the host: measured without a GPU, with a count of the calls to one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the reader of streams must notice, by streams in which it is planted."""
+"""Faults that the reader of streams must notice, each planted in a stream."""
 
 import orjson
 import pytest

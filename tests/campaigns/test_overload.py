@@ -1,4 +1,4 @@
-"""What the measurement of an overload calls a fault, by rounds in which it is planted."""
+"""Faults that the measurement of an overload reports, each planted in a round."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a soak calls kept, by lives of processes in which it is planted."""
+"""Promises that a soak checks, by lives of processes in which a breach is planted."""
 
 import pytest
 

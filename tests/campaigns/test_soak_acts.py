@@ -1,4 +1,4 @@
-"""Which ends of an act are right, by ends that are planted."""
+"""Right ends of an act, by ends that are planted."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What serving costs beside the model, measured on a real server."""
+"""Cost of serving beside the model, measured on a real server."""
 
 from bench.load.load_client import Endpoint
 from campaigns.servers.running import ROOT

@@ -1,4 +1,4 @@
-"""What a viewer costs, measured on a real server."""
+"""Cost of a viewer, measured on a real server."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Where the other clients are, and the server that they call."""
+"""Paths of the other clients, and the server that they call."""
 
 import json
 import os

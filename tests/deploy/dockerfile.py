@@ -13,7 +13,7 @@ class Instruction:
     word: str
     """In capitals: FROM, RUN, HEALTHCHECK."""
     text: str
-    """All that follows, on one line."""
+    """Arguments of an instruction, on one line."""
 
 
 def read_stages(path: Path) -> list[list[Instruction]]:

@@ -31,7 +31,7 @@ FROM_PROMETHEUS = frozenset({"up"})
 
 
 def series() -> dict[str, dict[str, set[str]]]:
-    """By name, and by label, the values seen."""
+    """Values seen, by name and by label."""
     metrics = EngineMetrics("model", num_engines=2)
     HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200").inc()
     for engine in range(2):
@@ -46,7 +46,7 @@ def series() -> dict[str, dict[str, set[str]]]:
 
 
 def faults(reads: Reads, recorded: frozenset[str] = frozenset()) -> list[str]:
-    """What an expression reads that nobody exports."""
+    """Faults of an expression: metrics and labels in it that are not exported."""
     known = series()
     wrong = []
     labels: set[str] = set(TARGET_LABELS)

@@ -47,7 +47,7 @@ def _build(folder: Path) -> str:
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """What kustomize makes of an overlay."""
+    """Render an overlay as kustomize does."""
     return read_objects(_build(folder))
 
 

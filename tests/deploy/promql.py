@@ -1,4 +1,4 @@
-"""Which metrics and labels a PromQL expression reads: enough of the language for ours, and strict about it.
+"""Metrics and labels that a PromQL expression reads: enough of the language for ours, and strict about it.
 
 Owns: tokens, selectors, label lists. A word that is neither a known function or operator nor a label counts
 as a metric, so that a misspelt function is noticed too.
@@ -36,7 +36,7 @@ class Selector:
 class Reads:
     selectors: list[Selector] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
-    """Those that the expression groups or joins by."""
+    """Labels that the expression groups or joins by."""
 
 
 def read(expression: str) -> Reads:

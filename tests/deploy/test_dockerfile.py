@@ -1,4 +1,4 @@
-"""What the image promises, read from the Dockerfile: no Docker engine is needed."""
+"""Promises of the image, read from the Dockerfile: no Docker engine is needed."""
 
 import fnmatch
 import json
@@ -189,7 +189,7 @@ def test_the_image_for_cuda_has_its_own_lock_and_another_device_is_refused(tmp_p
 
 
 def ignore_rules() -> tuple[list[str], list[str]]:
-    """What is let in, and what is kept out, in the order of .dockerignore."""
+    """Paths let in and kept out, in the order of .dockerignore."""
     lines = [line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines()]
     rules = [line for line in lines if line and not line.startswith("#")]
     return [rule[1:] for rule in rules if rule.startswith("!")], [rule for rule in rules if rule[0] != "!"]

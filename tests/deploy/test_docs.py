@@ -1,4 +1,4 @@
-"""What the documents say is so: commands, links, options, metrics, fields, error codes, families."""
+"""Truth of the documents: commands, links, options, metrics, fields, error codes, families."""
 
 import ast
 import re
@@ -202,7 +202,7 @@ def test_every_option_is_in_the_table_once() -> None:
 
 
 def exported() -> dict[str, Metric]:
-    """By the name on the page."""
+    """Exported metrics by the name on the page."""
     metrics = EngineMetrics("model", num_engines=2)
     metrics.model_is_ready(0, INFO)
     HttpMetrics(metrics.registry)
@@ -219,7 +219,7 @@ def page_name(metric: Metric) -> str:
 
 
 def documented() -> dict[str, list[str]]:
-    """By name, the cells of its row."""
+    """Cells of each metric's row, by name."""
     rows = re.findall(
         r"^\| `((?:tokenyard|vllm):\w+)` \|(.*)\|$", read("docs/operations.md"), flags=re.MULTILINE
     )
@@ -275,7 +275,7 @@ def test_every_refused_field_is_documented() -> None:
 
 
 def codes_in_source() -> set[str]:
-    """Those that errors bring themselves."""
+    """Codes that errors bring themselves."""
     found = set()
     for folder in ("server", "engine"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -24,7 +24,7 @@ NUM_BLOCKS, BLOCK_SIZE = 24, 8
 
 
 def specifications() -> dict[str, dict[str, str]]:
-    """By engine: ours as we configure it, and the one that a picker assumes where nobody told it."""
+    """Metric names by engine: ours as we configure it, and the one that a picker assumes by default."""
     plugins = yaml.safe_load(CONFIG.read_text())["plugins"]
     (extractor,) = [plugin for plugin in plugins if plugin["type"] == "core-metrics-extractor"]
     (ours,) = extractor["parameters"]["engineConfigs"]
@@ -34,7 +34,7 @@ def specifications() -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a picker learns from one scrape."""
+    """Facts that a picker learns from one scrape."""
 
     queued: float
     running: float
@@ -44,7 +44,7 @@ class Load:
 
 
 def extract(page: str, specification: dict[str, str]) -> Load:
-    """As a picker does: one gauge for each, cache facts from labels."""
+    """Read as a picker does: one gauge for each, cache facts from labels."""
     families = {family.name: family for family in text_string_to_metric_families(page)}
 
     def gauge(key: str) -> float:
@@ -82,7 +82,7 @@ def server(deep_model: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @contextlib.asynccontextmanager
 async def crowd(server: RunningServer, num: int) -> AsyncIterator[None]:
-    """So many requests are in flight inside; at its end their clients hang up."""
+    """Keep `num` requests in flight inside the `with`; at its end their clients hang up."""
     body = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(num)]

@@ -34,7 +34,7 @@ NOT_OBJECTS = {"kustomization.yaml", "tokenyard.yaml", "endpoint-picker-config.y
 OBJECT_FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name not in NOT_OBJECTS)
 DEPLOYMENT = KUBERNETES / "base" / "deployment.yaml"
 GOODBYE_S = 5
-"""What the server takes, at most, to carry out the last replies once the drain is over."""
+"""Most seconds that the server takes to send the last replies once the drain is over."""
 
 needs_kustomize = pytest.mark.skipif(KUSTOMIZE is None, reason="neither kustomize nor kubectl is installed")
 

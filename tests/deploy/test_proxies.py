@@ -18,13 +18,13 @@ UNITS = {"ms": 0.001, "s": 1, "m": 60}
 
 
 def directive(text: str, name: str) -> str:
-    """What follows a directive that is there once, comments aside."""
+    """Text that follows a directive which is there once, comments aside."""
     (value,) = re.findall(rf"^\s*{re.escape(name)}\s+(.*?);?$", text, flags=re.MULTILINE)
     return value
 
 
 def seconds(value: str) -> float:
-    """As both programs write times."""
+    """Seconds of a time as both programs write it."""
     number, unit = re.fullmatch(r"(\d+)(ms|s|m)", value).groups()  # type: ignore[union-attr]
     return int(number) * UNITS[unit]
 

@@ -28,7 +28,7 @@ def build(site: Path, *, config: Path = ROOT / "mkdocs.yml") -> subprocess.Compl
 
 @dataclass
 class Read(HTMLParser):
-    """What one page fetches by itself, where its links lead, and what can be linked to in it."""
+    """Addresses that one page fetches by itself, destinations of its links, and its anchors."""
 
     fetched: list[str] = field(default_factory=list)
     links: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What is installed: one top-level name, and a command that no file of another project can take over."""
+"""Installed names: one at the top level, and a command that no file of another project can take over."""
 
 import os
 import re
@@ -105,7 +105,7 @@ def test_a_wheel_serves_its_own_model_among_foreign_modules_of_our_names(
 
 
 def test_the_kernels_are_built_from_a_wheel(commands: Path, poisoned: Path) -> None:
-    """As the Dockerfile does, but for the compiler: which one it asks for shows that the module was found."""
+    """Built as in the Dockerfile, but for the compiler: asking for it shows that the module was found."""
     done = subprocess.run(
         [str(commands / "python"), "-P", "-m", "tokenyard.inside.worker.cpu.kernel_build", "--in-place"],
         cwd=ROOT,

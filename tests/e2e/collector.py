@@ -51,7 +51,7 @@ class Collector:
         return span and {each.key: plain(each.value) for each in span.attributes}
 
     def span_of(self, request_id: str) -> Any:
-        """None until it is there."""
+        """Span of a request; None until it is there."""
         for span in list(self.spans):
             for attribute in span.attributes:
                 if attribute.key == "tokenyard.request_id" and attribute.value.string_value == request_id:

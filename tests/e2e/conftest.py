@@ -19,7 +19,7 @@ def crowded_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def swapping_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """As crowded, but whoever is preempted goes to the swap space, which is too small for all."""
+    """Server like the crowded one; preempted requests go to the swap space, which is too small for all."""
     options = (*CROWDED, "--preemption-mode", "swap", "--swap-space", "48KiB")
     with running_server(tmp_path_factory.mktemp("swapping"), str(tiny_model), *options) as server:
         yield server

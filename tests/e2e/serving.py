@@ -28,12 +28,12 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int | None:
-        """None while there is no engine process."""
+        """Process id of the engine; None while there is no engine process."""
         return self._child_running("engine.core.process")
 
     @property
     def grammar_pid(self) -> int | None:
-        """Of the process that tries grammars; None while there is none."""
+        """Process id of the one that tries grammars; None while there is none."""
         return self._child_running("engine.grammars.grammar_process")
 
     def _child_running(self, module: str) -> int | None:
@@ -47,7 +47,7 @@ class RunningServer:
         return self.log.read_text(errors="replace")
 
     def metrics(self) -> dict[str, float]:
-        """By name and labels, as they stand on the page."""
+        """Samples by name and labels, as they stand on the page."""
         page = httpx.get(f"{self.url}/metrics").text
         lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         return {name.replace(',model_name="tiny"', ""): float(value) for name, value in lines}
@@ -57,13 +57,13 @@ class RunningServer:
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
 
     async def until_in_flight(self, num: int, *tasks: "asyncio.Task[object]") -> None:
-        """So many sequences run or wait. Raises AssertionError if a task ends before."""
+        """Wait until `num` sequences run or wait. Raises AssertionError if a task ends before."""
         while sum(self.metric(f"tokenyard:num_requests_{state}") for state in ("running", "waiting")) < num:
             assert not any(task.done() for task in tasks), "they end too soon"
             await asyncio.sleep(0.02)
 
     def wait_until_idle(self, within_s: float) -> None:
-        """Nothing runs, nothing waits, no block is in use. Raises AssertionError."""
+        """Wait until no request runs or waits and no block is in use. Raises AssertionError."""
         gauges = (
             "num_requests_running",
             "num_requests_waiting",

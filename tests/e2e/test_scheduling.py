@@ -1,4 +1,4 @@
-"""What the scheduler promises, seen from outside: priorities, tenants, time limits, explanations."""
+"""Promises of the scheduler, seen from outside: priorities, tenants, time limits, explanations."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ async def complete(
 
 
 async def until(server: RunningServer, state: str, num: int, *tasks: "asyncio.Task[httpx.Response]") -> None:
-    """So many sequences are in that state. Raises AssertionError if a task ends before."""
+    """Wait until `num` sequences are in that state. Raises AssertionError if a task ends before."""
     while server.metric(f"tokenyard:num_requests_{state}") < num:
         assert not any(task.done() for task in tasks), "they end too soon"
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What became of a request: one line of the log and one span, told by both processes in the same words."""
+"""Record of a request: one line of the log and one span, in the same words from both processes."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def server(collector, tiny_model, tmp_path_factory) -> Iterator[RunningServer]:
 
 
 def line_of(server: RunningServer, request_id: str) -> dict[str, Any]:
-    """What the log says of a request, once it is over."""
+    """Line of the log on a request, once it is over."""
 
     def found() -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in server.text().splitlines() if f'"{request_id}"' in line]

@@ -1,4 +1,4 @@
-"""What a worker would say of a tiny model."""
+"""Facts that a worker reports of a tiny model."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ def byte_level_backend(vocab_size: int = 420) -> tokenizers.Tokenizer:
 
 
 def sentencepiece_backend(decoder: decoders.Decoder | None = None) -> tokenizers.Tokenizer:
-    """As Llama 2 has it: a mark for the space, <0xNN> for what is not in the vocabulary."""
+    """Tokenizer as Llama 2 has it: a mark for the space, <0xNN> for what is not in the vocabulary."""
     words = sorted({word for line in SAMPLE[:2] for word in line.split()})
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += sorted({char for word in words for char in word}) + [f"▁{word}" for word in words]
@@ -60,7 +60,7 @@ def sentencepiece_backend(decoder: decoders.Decoder | None = None) -> tokenizers
 
 
 def byte_fallback_bpe_backend() -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral have it in fact: BPE with merges, a mark for the space, bytes for the rest."""
+    """Tokenizer of Llama 2 and Mistral in fact: BPE with merges, a mark for the space, bytes for the rest."""
     plain = sorted({char for line in SAMPLE[:2] for char in line.replace(" ", "▁")})
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *plain]
     merges = []
@@ -108,7 +108,7 @@ def sentencepiece() -> Tokenizer:
 
 @functools.cache
 def sentencepiece_without_strip() -> Tokenizer:
-    """As Gemma has it."""
+    """Tokenizer as Gemma has it."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return _wrap(sentencepiece_backend(decoders.Sequence(steps)))
 

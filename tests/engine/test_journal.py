@@ -1,4 +1,4 @@
-"""What became of a request is written down once, and stays small."""
+"""A request's record is written once, and stays small."""
 
 from engine.journal import Journal, JournalStage
 from scheduler.messages import FinishReason, SequenceId

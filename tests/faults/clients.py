@@ -1,10 +1,10 @@
-"""What clients of the fault tests ask for, and what they count in the answer."""
+"""Requests of the fault tests' clients, and counts of the answers."""
 
 from openai import AsyncOpenAI
 
 
 async def num_tokens_whole(client: AsyncOpenAI, max_tokens: int) -> int:
-    """Of an answer that comes at once."""
+    """Tokens of an answer that comes at once."""
     answer = await client.completions.create(
         model="tiny", prompt="Once", max_tokens=max_tokens, extra_body={"ignore_eos": True}
     )
@@ -13,7 +13,7 @@ async def num_tokens_whole(client: AsyncOpenAI, max_tokens: int) -> int:
 
 
 async def num_tokens_streamed(client: AsyncOpenAI, max_tokens: int, *, model: str = "tiny") -> int:
-    """Of a stream that is read to its end; 0 if its usage is missing."""
+    """Tokens of a stream that is read to its end; 0 if its usage is missing."""
     num_tokens = 0
     chunks = await client.completions.create(
         model=model,

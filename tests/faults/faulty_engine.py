@@ -23,7 +23,7 @@ from worker.steps.step_protocol import ComputedStep
 from worker.worker import Worker
 
 LONG_LAYER_S = 1.6
-"""Of three layers."""
+"""Seconds of one layer, of which there are three."""
 
 
 class Fault(IntEnum):

@@ -85,7 +85,7 @@ async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 async def _is_ready(replica: str) -> bool:
-    """As a probe: a status line, soon, or no."""
+    """Ask as a probe does: a status line, soon, or no."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(1):
             reader, writer = await asyncio.open_connection(*_address(replica))

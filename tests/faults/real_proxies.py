@@ -45,7 +45,7 @@ class RealProxy:
 
 
 def program(name: str) -> str | None:
-    """Where it is installed; the folders of administrators are not in everybody's path."""
+    """Path of a program where it is installed; the folders of administrators are not in everybody's path."""
     return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin")
 
 

@@ -1,4 +1,4 @@
-"""How a server leaves: accepted requests are finished, unless somebody insists."""
+"""Drain of a server: accepted requests are finished, unless a second signal insists."""
 
 import asyncio
 import re
@@ -66,7 +66,7 @@ def is_clean(refusal: APIStatusError) -> bool:
 
 
 async def ask_on(server: RunningServer, until: asyncio.Event) -> Counter[str]:
-    """How requests end, one after the other, until there is no server any more."""
+    """Ends of requests, one after the other, until there is no server any more."""
     ends = Counter[str]()
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         while not until.is_set():

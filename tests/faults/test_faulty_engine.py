@@ -1,4 +1,4 @@
-"""What becomes of requests, and of those beside them, when the engine process meets a fault."""
+"""Fate of requests, and of those beside them, when the engine process meets a fault."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ SEATS = 2
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the processes say on stderr."""
+    """Lines of the processes on stderr."""
     return tmp_path_factory.mktemp("log") / "engine.log"
 
 
@@ -113,7 +113,7 @@ def counted(engine: AsyncEngine) -> dict[str, float]:
 
 
 def since(engine: AsyncEngine, before: dict[str, float]) -> dict[str, float]:
-    """What was counted meanwhile, without zeros."""
+    """Counts since `before`, without zeros."""
     return {name: now - before[name] for name, now in counted(engine).items() if now != before[name]}
 
 

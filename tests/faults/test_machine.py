@@ -1,4 +1,4 @@
-"""What the machine does to a server: kills it, sets its clock, takes its disk, descriptors and log reader."""
+"""Faults of the machine: it kills a server, sets its clock, takes its disk, descriptors and log reader."""
 
 import contextlib
 import fcntl

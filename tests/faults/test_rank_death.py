@@ -19,7 +19,7 @@ WAITS_IN = {
     "--tensor-parallel-size": ("run_layer", "reduce", "_gather"),
     "--pipeline-parallel-size": ("has_any", "receive", "send"),
 }
-"""By option, functions in which rank 0 may wait for a rank that stands still."""
+"""Functions, by option, in which rank 0 may wait for a rank that stands still."""
 
 
 @pytest.fixture(scope="module", params=WAITS_IN)

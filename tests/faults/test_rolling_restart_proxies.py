@@ -49,7 +49,7 @@ class Load:
         await self._client.close()
 
     async def until_more(self, num: int) -> None:
-        """So many answers or errors."""
+        """Wait for `num` more answers or errors."""
         wanted = self.num_answers.total() + len(self.errors) + num
         while self.num_answers.total() + len(self.errors) < wanted:
             assert not any(task.done() for task in self._tasks)
@@ -69,13 +69,13 @@ class Load:
 
 @dataclass(frozen=True)
 class RolledOut:
-    """What is there when the first replica was replaced at its address and the second has left for good."""
+    """State when the first replica was replaced at its address and the second has left for good."""
 
     replica: RunningServer
     urls: dict[str, str]
-    """Of each proxy."""
+    """Address of each proxy."""
     loads: dict[str, Load]
-    """Which are over."""
+    """Loads of each proxy, which are over."""
 
 
 class RollOut:
@@ -130,7 +130,7 @@ def rolled_out(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """Of a proxy that is installed."""
+    """Name of a proxy that is installed."""
     name: str = request.param
     if program(name) is None:
         pytest.skip(f"{name} is not installed")
@@ -201,7 +201,7 @@ def test_metrics_of_one_replica_are_not_shown_as_those_of_all(rolled_out: Rolled
 
 
 class Witness:
-    """What one proxy's clients see while a replica is killed: half stream, half wait for all of it."""
+    """Clients of one proxy while a replica is killed: half stream, half wait for the whole answer."""
 
     NUM_EACH = 4
     NUM_TOKENS = 480
@@ -213,7 +213,7 @@ class Witness:
         self._wholes = [asyncio.create_task(self._whole()) for _ in range(self.NUM_EACH)]
 
     async def ends(self) -> Counter[str]:
-        """How streams ended: finish reasons, None where there was none, and names of errors."""
+        """Ends of streams: finish reasons, None where there was none, and names of errors."""
         ends = await asyncio.gather(*self._streams, return_exceptions=True)
         await self._client.close()
         return Counter(type(end).__name__ if isinstance(end, Exception) else str(end) for end in ends)

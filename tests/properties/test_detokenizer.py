@@ -147,7 +147,7 @@ def stop_strings(whole: str) -> st.SearchStrategy[str]:
 def num_tokens_until(
     tokenizer: Tokenizer, token_ids: tuple[int, ...], special: SpecialTokens, end: int
 ) -> int:
-    """How many tokens, one by one and without stop strings, bring at least `end` characters."""
+    """Number of tokens that, one by one and without stop strings, bring at least `end` characters."""
     detokenizer = IncrementalDetokenizer(tokenizer, special=special)
     length = 0
     for place, token_id in enumerate(token_ids):

@@ -56,12 +56,12 @@ class Abort:
 
 @dataclass(frozen=True)
 class Reset:
-    """Nothing that was cached so far may be found."""
+    """Forget every prefix that was cached so far."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """So often the mailbox is empty when the loop looks."""
+    """Pause of the mailbox: it is empty for so many looks of the loop."""
 
     times: int
 

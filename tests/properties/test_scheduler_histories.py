@@ -48,7 +48,7 @@ HISTORIES = settings(
 
 
 class Kind(Enum):
-    """What is asked for, beside tokens after a prompt."""
+    """Kind of a request, beside tokens after a prompt."""
 
     PLAIN = "plain"
     STOPS = "may stop"
@@ -98,7 +98,7 @@ class Arrive:
         }[self.kind]
 
     def expected(self) -> list[int]:
-        """What is generated if nothing comes between."""
+        """Tokens that are generated if nothing comes between."""
         if self.kind in (Kind.POOLING, Kind.AT_ONCE):
             return []
         token_ids = continuation(self.prompt(), self.max_tokens)
@@ -144,7 +144,7 @@ class Poison:
 
 @dataclass(frozen=True)
 class Reset:
-    """Nothing that was cached so far may be found."""
+    """Forget every prefix that was cached so far."""
 
 
 Event = Arrive | Step | Abort | Learn | Explode | RunOut | Poison | Reset

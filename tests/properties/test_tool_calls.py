@@ -65,7 +65,7 @@ def parser_of(dialect: str) -> ToolCallParser:
 
 
 def message(reading: Reading, parts: list[str]) -> dict:
-    """What a client has after joining the deltas."""
+    """Message that a client has after joining the deltas."""
     reader, whole = MessageReader(reading), Message()
     for part in parts:
         whole.add(reader.feed(part, ()))
@@ -105,7 +105,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=
 
 
 def written(dialect: str, calls: list[tuple[str, dict]]) -> str:
-    """As the models write them."""
+    """Text of the calls as the models write them."""
     key = "parameters" if dialect == "llama3_json" else "arguments"
     objects = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
     return {

@@ -24,7 +24,7 @@ def decoding(*lengths: int, max_tokens: int = 20, **changes: object) -> World:
 
 
 def right(world: World, sequence_id: int, num_tokens: int) -> tuple[int, ...]:
-    """What the model will draw next."""
+    """Tokens that the model samples next."""
     seq = next(s for s in world.scheduler.running_sequences() if s.sequence_id == sequence_id)
     return tuple(continuation(seq.token_ids, num_tokens))
 

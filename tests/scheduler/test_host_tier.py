@@ -29,7 +29,7 @@ def evict(world: World, *, number: int) -> None:
 
 
 def start_of(world: World, number: int, tokens: list[int], **terms: object) -> int:
-    """Where the first share of a new sequence begins."""
+    """Position at which the first share of a new sequence begins."""
     world.add(make_sequence(number, tokens, max_tokens=3, **terms))
     return next(share.start for share in world.step().scheduled if share.sequence_id == number)
 

@@ -1,4 +1,4 @@
-"""What stands beside the tokens: encoder outputs in a bounded cache, and adapters in few places."""
+"""Inputs beside the tokens: encoder outputs in a bounded cache, and adapters in few places."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def seeing(max_encoder_tokens: int = 4, encoder_cache_tokens: int = 8, **changes
 
 
 def encoded(world: World) -> list[dict[int, list[int]]]:
-    """By plan: the offsets of what is encoded, by sequence."""
+    """Offsets of what is encoded, by plan and by sequence."""
     return [
         {i: [item.offset for item in inputs] for i, inputs in plan.encoder_inputs.items()}
         for plan in world.worker.plans

@@ -18,7 +18,7 @@ def deep(depth: int = 2, **changes: object) -> World:
 
 
 def positions(world: World, sequence_id: int) -> list[int]:
-    """Where its shares began."""
+    """Positions at which its shares began."""
     return [s.start for plan in world.worker.plans for s in plan.scheduled if s.sequence_id == sequence_id]
 
 
@@ -115,7 +115,7 @@ def test_a_token_that_was_on_its_way_when_its_sequence_was_preempted_counts(mode
 
 
 def drawn(*token_ids: int) -> ModelRunnerOutput:
-    """By sequences 1, 2, ..."""
+    """Output in which sequences 1, 2, ... sampled these tokens."""
     tokens = {SequenceId(i): (token,) for i, token in enumerate(token_ids, 1)}
     return ModelRunnerOutput(token_ids=tokens, logprobs={}, failures={})
 

@@ -1,4 +1,4 @@
-"""What prompts may have of a step: the first of a crowd do not wait for the last."""
+"""Share of prompts in a step: the first of a crowd do not wait for the last."""
 
 import pytest
 

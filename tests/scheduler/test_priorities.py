@@ -141,7 +141,7 @@ def test_displacement_can_be_switched_off() -> None:
 
 
 def steps_until_served(aging_s: float, priority: int, max_steps: int) -> int | None:
-    """How long one of `priority` waits under a steady load of priority 0 that fills the only place."""
+    """Steps that one of `priority` waits under a steady load of priority 0 that fills the only place."""
     world = priority_world(max_num_seqs=1, num_blocks=64, priority_aging_s=aging_s)
     world.add(make_sequence(10_000, prompt(2, 1), max_tokens=1, priority=priority))
     for step in range(max_steps):
@@ -174,7 +174,7 @@ def test_a_head_that_does_not_fit_is_passed_by_at_most_so_many() -> None:
 
 
 def test_a_newcomer_that_fits_is_seen_although_as_many_wait_as_before() -> None:
-    """That nobody fitted is remembered, until something changes that decides it."""
+    """A line in which none fits is remembered as such until a deciding fact changes."""
     world = World(small_config(num_blocks=8, block_size=8, max_bypasses=5))
     world.add(make_sequence(1, prompt(41, 1), max_tokens=9))
     world.step()

@@ -18,7 +18,7 @@ def pooling(computation: PromptComputation = PromptComputation.EVERY_POSITION) -
 
 
 def starts(world: World, sequence_id: int) -> list[int]:
-    """Where its shares began, in order."""
+    """Positions at which its shares began, in order."""
     return [s.start for plan in world.worker.plans for s in plan.scheduled if s.sequence_id == sequence_id]
 
 

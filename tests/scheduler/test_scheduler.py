@@ -1,4 +1,4 @@
-"""What a step gives to whom."""
+"""Division of a step among the sequences."""
 
 import pytest
 

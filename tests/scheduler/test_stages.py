@@ -32,7 +32,7 @@ class Pipeline:
         )
         self.now_s = 0.0
         self.busy_s = 0.0
-        """Of the first stage."""
+        """Busy seconds of the first stage."""
         self.num_empty = 0
         """Empty plans while some sequence could have had a share."""
         self._free_s = [0.0] * num_stages
@@ -50,7 +50,7 @@ class Pipeline:
             share.sequence_id for plan, _ in self._under_way for share in plan.scheduled if share.samples
         }
         can_run = any(
-            seq.num_uncomputed_tokens > 0 and seq.sequence_id not in in_flight
+            seq.num_uncomputed_tokens > 0 and seq.sequence_id not in in_flight and self._has_room(seq)
             for seq in self.scheduler.running_sequences()
         )
         plan = self.scheduler.schedule(now_s=self.now_s)
@@ -65,6 +65,14 @@ class Pipeline:
             tokens = {share.sequence_id: (5,) for share in oldest.scheduled if share.samples}
             result = ModelRunnerOutput(token_ids=tokens, logprobs={}, failures={})
             self.scheduler.update_from_output(oldest, result)
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """Whether its next token has a slot: else the last in rank gives way, perhaps the sequence itself."""
+        pool = self.scheduler.kv.pool
+        return (
+            pool.num_free > 0
+            or seq.num_computed_tokens < len(seq.block_ids) * self.scheduler.config.block_size
+        )
 
     def _compute(self, plan: SchedulerOutput) -> float:
         """Return when the last stage is done. The first one computes in the loop itself."""

@@ -54,7 +54,7 @@ def test_one_slow_step_does_not_spoil_the_slope_for_good() -> None:
 
 def test_with_a_target_decodes_keep_their_pace_while_a_long_prompt_goes_on() -> None:
     def longest_step(target_itl_s: float) -> tuple[float, int]:
-        """Of the steps with a decode in them, after the model had time to learn; and when all was done."""
+        """Longest step with a decode in it, after the model had time to learn; and when all was done."""
         world = World(
             small_config(
                 num_blocks=800,
@@ -145,7 +145,7 @@ def test_the_reason_for_waiting_is_told(changes: dict[str, int], reason: WaitRea
 
 
 def kinds(world: World) -> list[str]:
-    """What each step was made of."""
+    """Contents of each step."""
     names = {(True, False): "decode", (False, True): "prefill", (True, True): "mixed"}
     return [
         names[any(s.num_tokens == 1 for s in plan.scheduled), any(s.num_tokens > 1 for s in plan.scheduled)]

@@ -65,7 +65,7 @@ class FakeMetrics:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def look(self) -> None:
-        """Nothing runs or waits."""
+        """A look finds that the engine is idle."""
 
 
 @dataclass
@@ -88,15 +88,15 @@ class FakeEngine:
     stall_after: int | None = None
     """Never goes on after so many outputs."""
     end_as: FinishReason | None = None
-    """How choices end; None: as they really do."""
+    """End of every choice; None: as it really ends."""
     stop_reason: int | str | None = None
-    """What choices ended at."""
+    """Stop string or token that choices ended at."""
     is_without_end: bool = False
     can_infill: bool = False
     choice_logprobs: tuple[float, ...] = (-0.5,)
-    """Of every token of a choice; choices beyond the last take turns."""
+    """Log-probability of every token of a choice; choices beyond the last take turns."""
     texts: tuple[str, ...] | None = None
-    """What a choice says, one token each; None: the prompt in capitals."""
+    """Text of a choice, one token each; None: the prompt in capitals."""
     requests: list[GenerationRequest] = field(default_factory=list)
     chats: list[tuple[list[dict[str, Any]], ChatOptions]] = field(default_factory=list)
     pooled: list[PoolingRequest] = field(default_factory=list)
@@ -109,7 +109,7 @@ class FakeEngine:
         return live[page.first :][: page.most], len(live)
 
     views: tuple[bytes, ...] = ()
-    """What a viewer sees, before the stream ends."""
+    """Views for a viewer, before the stream ends."""
     viewers_error: Exception | None = None
 
     async def watch(self) -> AsyncGenerator[bytes, None]:

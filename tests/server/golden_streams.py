@@ -66,7 +66,7 @@ _VARIES = (
 
 
 async def stream_of(golden: Golden) -> str:
-    """What goes over the wire, with what varies replaced. Calls are numbered in order of appearance."""
+    """Events as on the wire, with what varies replaced. Calls are numbered in order of appearance."""
     engine = FakeEngine(end_as=FinishReason.STOP, **golden.engine)
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": len(engine.texts)}
     async with connect(build_app(engine, Settings())) as client:

@@ -58,7 +58,7 @@ def mutated(dice: random.Random) -> bytes:
 
 
 async def sent(url: str, data: bytes, dice: random.Random) -> bytes:
-    """What comes back until the server hangs up, which our end of file makes it do."""
+    """Bytes that come back until the server hangs up, which our end of file makes it do."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
@@ -80,7 +80,7 @@ async def sent(url: str, data: bytes, dice: random.Random) -> bytes:
 
 
 def statuses(answer: bytes) -> list[int]:
-    """Of all the replies in it; a text of ours in a body would not begin a line so."""
+    """Statuses of all the replies; a text of ours in a body would not begin a line so."""
     lines = answer.split(b"\r\n")
     return [int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1 ")]
 

@@ -1,4 +1,4 @@
-"""What a model asks of attention, seen from one call, and of what its layers are made.
+"""Demands of a model on attention, seen from one call, and the kinds of its layers.
 
 Owns: the words for it.
 Never: the model's configuration: a key may be there and mean nothing.

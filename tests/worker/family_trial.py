@@ -68,19 +68,19 @@ class UnknownFamily(Exception):
 
 @dataclass(kw_only=True)
 class Found:
-    """What came of one family."""
+    """Result of one family."""
 
     family: Family
     refused: str | None = None
-    """Why it is not served, or not through the paged cache; None if it is."""
+    """Reason for not being served, or not through the paged cache; None if it is."""
     way: Way | None = None
-    """How it is computed with caches of its own, if it is refused otherwise."""
+    """Computation with caches of its own, if it is refused otherwise."""
     traits: tuple[str, ...] = ()
-    """What the tiny model asks of attention and of its layers."""
+    """Demands of the tiny model on attention and on its layers."""
     error: float = 0.0
     """The largest error of a logit over the size of the largest logit."""
     surgery: Surgery | None = None
-    """None: there were no kernels."""
+    """Report of the kernels; None: there were none."""
 
 
 def try_family(family: Family) -> Found:

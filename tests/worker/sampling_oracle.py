@@ -17,7 +17,7 @@ class Choice:
     tokens: list[int]
     probabilities: list[float]
     margin: float
-    """How far the nearest truncation was from falling otherwise; rounding decides below about 1e-6."""
+    """Distance of the nearest truncation from falling otherwise; rounding decides below about 1e-6."""
 
     def permits(self, token_id: int, uniform: float) -> bool:
         """Whether `uniform` falls into the share of `token_id`, but for rounding."""
@@ -46,7 +46,7 @@ def edited(logits: list[float], params: SamplingParams, prompt: list[int], outpu
 
 
 def banned(params: SamplingParams, output: list[int], *, num_tokens: int) -> set[int]:
-    """What must not be drawn after `output`."""
+    """Tokens that must not be sampled after `output`."""
     found = set(params.stop_token_ids) if len(output) < params.min_tokens else set()
     for *before, last in params.bad_words:
         if len(before) <= len(output) and output[len(output) - len(before) :] == before:
@@ -57,7 +57,7 @@ def banned(params: SamplingParams, output: list[int], *, num_tokens: int) -> set
 
 
 def choose(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> Choice:
-    """What may be drawn after `output`."""
+    """Tokens that may be sampled after `output`."""
     values = edited(logits, params, prompt, output)
     best = max(values)
     if params.temperature == 0:

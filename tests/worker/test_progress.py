@@ -1,4 +1,4 @@
-"""Whoever waits for a load hears of it, in its own thread."""
+"""A caller that waits for a load hears of it, in its own thread."""
 
 import threading
 import time

@@ -62,7 +62,7 @@ class Served:
             self.step()
 
     def generate(self, number: int, prompt: list[int]) -> list[int]:
-        """What comes of a prompt that is alone."""
+        """Tokens of a prompt that is alone."""
         self.add(number, prompt)
         self.run()
         return self.tokens[SequenceId(number)]

@@ -1,4 +1,4 @@
-"""What the worker promises about a step beside its tokens: who fails, who goes on, what is remembered."""
+"""Promises of the worker about a step beside its tokens: who fails, who goes on, what is remembered."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What transformers' own generate makes of a checkpoint: the tokens that ours are held against."""
+"""Tokens that transformers' own generate makes of a checkpoint: ours are held against them."""
 
 from functools import cache
 from pathlib import Path

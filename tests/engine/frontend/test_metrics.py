@@ -94,7 +94,7 @@ def test_dropped_lines_are_counted_across_engine_processes(metrics) -> None:
 
 
 def busy_page() -> bytes:
-    """As after a day: each route of the API with many statuses, and several errors."""
+    """Page as after a day: each route of the API with many statuses, and several errors."""
     metrics = EngineMetrics("model")
     http = HttpMetrics(metrics.registry)
     for route in ("/v1/chat/completions", "/v1/completions"):

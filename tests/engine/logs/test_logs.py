@@ -21,13 +21,13 @@ log = logging.getLogger("server.something")
 
 
 class Pipe:
-    """What is written to it, read only when asked for."""
+    """Pipe whose text is read only when asked for."""
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()
 
     def read(self) -> str:
-        """All that is there."""
+        """Read as much as is there."""
         data = b""
         while select.select([self.reading], [], [], 0.05)[0]:
             chunk = os.read(self.reading, 1 << 20)

@@ -1,4 +1,4 @@
-"""What the collector of cycles may skip, and what it must still find."""
+"""Objects that the collector of cycles may skip, and those it must still find."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What each key may do, over HTTP; and that the file of keys is followed."""
+"""Rights of each key, over HTTP; and that the file of keys is followed."""
 
 import asyncio
 import hashlib

@@ -69,7 +69,7 @@ async def ask(client, engine, **fields) -> dict:
 
 
 def schema_of(engine) -> dict:
-    """What the grammar of the last request makes of the tools."""
+    """Schema that the grammar of the last request has for the tools."""
     grammar = engine.requests[-1].params.grammar
     assert grammar.kind is GrammarKind.LARK
     schema = json.loads(grammar.text.removeprefix("start: %json "))

@@ -42,7 +42,7 @@ def examine(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict
 
 @pytest.fixture
 def no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the other process has nothing to do with it: starting torch takes seconds."""
+    """Leave out the other process where it does not matter: starting torch takes seconds."""
     monkeypatch.setattr(diagnosis, "_survey", lambda config: iter(()))
 
 

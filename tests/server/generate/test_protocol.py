@@ -89,7 +89,7 @@ def test_every_field_that_openai_documents_is_supported_or_refused_by_name(model
 
 
 def unbounded(schema: dict, where: str) -> list[str]:
-    """Where in a schema a string has no length, a number no range, an array or an object no size."""
+    """Places in a schema where a string has no length, a number no range, an array or an object no size."""
     options = schema.get("anyOf", ())
     found = [place for option in options for place in unbounded(option, where)]
     bound = {

@@ -1,4 +1,4 @@
-"""What vLLM's clients, balancers and platforms send and expect, beyond OpenAI's API."""
+"""Requests of vLLM's clients, balancers and platforms beyond OpenAI's API, and the replies they expect."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How much may be sent. Over real sockets, since Content-Length may lie there."""
+"""Limit of a body's size. Over real sockets, since Content-Length may lie there."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a connection may do before and after its requests. Over real sockets, with little patience."""
+"""Limits of a connection before and after its requests. Over real sockets, with little patience."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ async def all_of(reader: asyncio.StreamReader) -> bytes:
 
 
 async def said(url: str, *words: bytes, pause_s: float = 0.0) -> bytes:
-    """All that the server answers until it hangs up, which it must do within a second."""
+    """Reply of the server until it hangs up, which it must do within a second."""
     reader, writer = await connected(url)
     answer = asyncio.create_task(all_of(reader))
     try:
@@ -108,7 +108,7 @@ async def test_a_kept_connection_and_a_slow_reply_outlive_the_time_for_a_head(en
 
 
 def unchunked(body: bytes) -> bytes:
-    """What the pieces say, each of the length that it claims; the last is empty."""
+    """Body without its chunks, each of the length that it claims; the last is empty."""
     pieces = []
     while body != b"0\r\n\r\n":
         size, _, rest = body.partition(b"\r\n")

@@ -18,7 +18,7 @@ def asking(path: str, body: dict, version: str) -> bytes:
 
 
 async def answer_to(url: str, words: bytes, *, pause_s: float = 0.0) -> bytes:
-    """All that is answered to `words` and an end after them."""
+    """Reply to `words` and an end after them."""
     reader, writer = await connected(url)
     writer.write(words)
     await asyncio.sleep(pause_s)

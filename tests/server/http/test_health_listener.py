@@ -101,7 +101,7 @@ class Prober(threading.Thread):
 
 
 def block_loop(seconds: float) -> None:
-    """What a handler must never do: compute, and not give way."""
+    """Compute without giving way, as a handler never may."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         sum(range(1000))

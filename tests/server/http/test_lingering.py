@@ -1,4 +1,4 @@
-"""How a connection ends: the last reply arrives, whatever the client says meanwhile."""
+"""End of a connection: the last reply arrives, whatever the client says meanwhile."""
 
 import asyncio
 import socket

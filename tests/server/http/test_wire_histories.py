@@ -142,7 +142,7 @@ def url(engine: FakeEngine) -> Iterator[str]:
 
 
 def talk(url: str, pieces: list[bytes], num_answers: int) -> bytes:
-    """All that comes back until the server hangs up: by itself, or after so many answers at our end of file.
+    """Replies until the server hangs up: by itself, or after so many answers at our end of file.
 
     Not before: who closes one half of a connection is taken for gone.
     """

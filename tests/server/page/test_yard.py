@@ -1,4 +1,4 @@
-"""What the yard reads: a stream of views for keys that may administer, and facts without a secret."""
+"""Data of the yard: a stream of views for keys that may administer, and facts without a secret."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the store keeps, for how long, and how much of it."""
+"""Contents of the store: for how long, and how much."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""What a stored response was asked with, page by page; and what agents send to /v1/responses unasked."""
+"""Request of a stored response, page by page; and the extra fields that agents send to /v1/responses."""
 
 import openai
 import pytest

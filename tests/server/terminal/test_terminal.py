@@ -39,7 +39,7 @@ class Terminal:
         os.write(self._descriptor, text.encode())
 
     async def until(self, text: str) -> str:
-        """What was shown up to and with `text`; it is then taken as read."""
+        """Output up to and with `text`; it is then taken as read."""
         async with asyncio.timeout(WAIT_S):
             while text not in self._seen:
                 await self._news.wait()

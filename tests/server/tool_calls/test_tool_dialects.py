@@ -206,7 +206,7 @@ def test_a_familys_calls_are_read_however_the_text_is_cut(dialect, text, content
 
 @pytest.mark.parametrize(("dialect", "text", "content"), GOLDEN)
 def test_a_familys_calls_are_read_from_tokens_that_end_at_any_byte(dialect, text, content) -> None:
-    """As the detokenizer hands tokens on: a character that is not whole waits for its last byte."""
+    """Cut as the detokenizer hands tokens on: a character that is not whole waits for its last byte."""
     data, whole = text.encode(), read(dialect, text)
     for cuts in (range(1, len(data)), *((cut,) for cut in range(1, len(data)))):
         decoder = codecs.getincrementaldecoder("utf-8")()

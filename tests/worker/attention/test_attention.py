@@ -77,7 +77,7 @@ def test_one_index_called_twice_is_an_error() -> None:
 
 
 def window_and_chunk(config: dict[str, object], **kwargs: object) -> tuple[int | None, int | None]:
-    """What a module with this configuration, called this way, lets its tokens see."""
+    """Window and chunk of a module with this configuration, called this way."""
     module, noting = AttentionModule(), NotingAttention()
     module.config = SimpleNamespace(**config)
     with active(noting):

@@ -27,7 +27,7 @@ def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
 
 
 def write_list(folder: Path) -> Path:
-    """As `sha256sum` writes it."""
+    """Write the list as `sha256sum` does."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in READ)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}" for path in files]
     list_file = list_of(folder)

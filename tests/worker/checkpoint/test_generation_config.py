@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about generating, and what of it is refused at load."""
+"""Defaults of a checkpoint's files for generating, and what of them is refused at load."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an operator may set in the place of a checkpoint's own values, and what not."""
+"""Values that an operator may set in the place of a checkpoint's own, and those that are refused."""
 
 import json
 

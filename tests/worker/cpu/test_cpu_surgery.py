@@ -121,7 +121,7 @@ def test_weights_that_were_packed_are_not_kept_twice(toolkit, device, checkpoint
 
 
 def test_queries_weighed_by_position_are_noticed_where_they_are(toolkit, device):
-    """As in Ministral 3, from the 65th token on: a trial of the first tokens would not see it."""
+    """Weighed as in Ministral 3, from the 65th token on: a trial of the first tokens would not see it."""
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,

@@ -59,7 +59,7 @@ CASES = {
         2.5,
     ),
 }
-"""What a weight has, and bytes of all of it for each group."""
+"""Stored numbers of a weight, and the bytes of all of it for each group."""
 
 
 def weight(name: str, *, is_byte: bool = False) -> GroupedWeight:

@@ -18,7 +18,7 @@ _VARIABLE = "TOKENYARD_TEST_DEVICE"
 
 @pytest.fixture(scope="session")
 def gpu_device() -> torch.device:
-    """Where kernels run. Tensors of a test may stay on the CPU all the same."""
+    """Device on which kernels run. Tensors of a test may stay on the CPU all the same."""
     return torch.device(os.environ.get(_VARIABLE, "cpu"))
 
 

@@ -23,7 +23,7 @@ import triton
 ROOT = Path(__file__).resolve().parents[3]
 HOPPER = 90
 SHARED_BYTES_LIMIT = 227 * 1024
-"""What one program may have of a Hopper GPU's shared memory."""
+"""Bytes of a Hopper GPU's shared memory that one program may have."""
 _SECONDS_FOR_ALL = 200
 _SPILLED_BY_3_6_BYTES = 24
 
@@ -47,14 +47,14 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the GPU would get."""
+    """Machine code of one kernel, as the GPU would get it."""
 
     ptx: str
     shared_bytes: int
     num_registers: int
-    """Of one thread; 255 is the most there is."""
+    """Registers of one thread; 255 is the most there is."""
     local_bytes: int
-    """Of one thread, in memory, where registers do not suffice: 0 where nothing is spilled."""
+    """Bytes of one thread, in memory, where registers do not suffice: 0 where nothing is spilled."""
 
     @property
     def is_spilled(self) -> bool:
@@ -72,7 +72,7 @@ class Compiled:
 
     @property
     def widest_load_bytes(self) -> int:
-        """Of one thread from global memory, be it to registers or, asynchronously, to shared memory."""
+        """Bytes of a thread's widest load from global memory, to registers or to shared memory."""
         loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)", self.ptx)
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x[0-9a-f]+|\d+)[,;]", self.ptx)
         widths = [int(count or 1) * int(bits) // 8 for count, bits in loads]

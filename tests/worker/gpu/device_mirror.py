@@ -33,7 +33,7 @@ class DeviceMirror:
         return view.set_(memory, argument.storage_offset(), argument.shape, argument.stride())
 
     def bring_back(self) -> None:
-        """What the launch wrote."""
+        """Copy back the values that the launch wrote."""
         for storage, memory in self._memory.values():
             storage.copy_(memory)
 

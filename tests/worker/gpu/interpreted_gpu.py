@@ -43,7 +43,7 @@ WITHOUT_CONTENT = {"empty", "empty_like", "new_empty", "empty_strided", "new_emp
 
 
 class WaitsForDevice(RuntimeError):
-    """What a real GPU says in other words: operation not permitted when stream is capturing."""
+    """Refusal that a real GPU words so: operation not permitted when stream is capturing."""
 
 
 class InterpretedGpu(CpuDevice):

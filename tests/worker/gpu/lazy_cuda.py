@@ -117,7 +117,7 @@ class LazyCuda:
 
     @property
     def target(self) -> torch.device | None:
-        """Where the function that this thread is in was told to make its result."""
+        """Device on which the function that this thread is in makes its result."""
         return getattr(self._thread, "target", None)
 
     @contextmanager
@@ -159,7 +159,7 @@ class LazyCuda:
         return memory.view(like.dtype).view(like.shape)
 
     def shadow(self, value: Any) -> Any:
-        """What the device's work takes: a tensor of the same memory that nobody is held by."""
+        """Shadow of a tensor for the device's work: the same memory, without keeping the tensor alive."""
         if not isinstance(value, Tensor):
             return value
         if self.holds(value):
@@ -317,7 +317,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """What of a tensor's life is not an operation: where it is, where it goes, what the host reads of it."""
+    """Calls of a tensor that are no operation: where it is, where it goes, what the host reads of it."""
 
     def __init__(self, cuda: LazyCuda) -> None:
         super().__init__()
@@ -441,7 +441,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation returns that writes into its arguments."""
+    """Result of an operation that writes into its arguments."""
     arguments = {
         next(iter(argument.alias_info.before_set)): kwargs.get(
             argument.name, args[place] if place < len(args) else None

@@ -1,4 +1,4 @@
-"""What torch.cuda finds below it on a machine without CUDA: functions and base classes of torch's C layer.
+"""Stand-in for what torch.cuda finds below it: functions and base classes of torch's C layer.
 
 Owns: which stream and device a thread is on, streams, events, captures, the memory of tensors, its figures.
 Never: what an operation computes (lazy_cuda.py).
@@ -36,7 +36,7 @@ class LazyDriver:
         self.num_streams = 1
         self.num_pools = 0
         self.captures: dict[int, Capture] = {}
-        """By the stream that is captured."""
+        """Captures by the stream that is captured."""
         self._thread = threading.local()
 
     @property
@@ -108,7 +108,7 @@ class LazyDriver:
         )
 
     def wait_for_stream(self, what: str) -> None:
-        """What an operation does that needs its result on the host."""
+        """Wait as an operation does that needs its result on the host."""
         self.refuse_in_capture(what)
         if self.sync_mode == _ERROR_MODE:
             raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
@@ -176,7 +176,7 @@ class LazyDriver:
             self.queues.ask(stream_id, work)
 
     def _clear_abandoned(self) -> None:
-        """What nobody holds any more is written over on its own stream, whoever else may read it."""
+        """Overwrite, on its own stream, memory that is not held any more."""
         while self.memory.abandoned:
             piece = self.memory.abandoned.popleft()
             if isinstance(piece.home, int):
@@ -198,7 +198,7 @@ def _poisoning(content: Bytes) -> Work:
 
 
 class Capture:
-    """What a thread asks of one stream while it is recorded."""
+    """Capture of a thread's calls on one stream while it is recorded."""
 
     def __init__(self, free: list[Bytes], pool: Hashable) -> None:
         self.pool = pool
@@ -319,7 +319,7 @@ class _GraphBase:
 
 
 def base_classes(driver: LazyDriver) -> dict[str, Any]:
-    """What torch.cuda.Stream, Event and CUDAGraph are derived from, and where a graph's pool comes from."""
+    """Base classes of torch.cuda.Stream, Event and CUDAGraph, and the source of a graph's pool."""
     bases = {"_CudaStreamBase": _StreamBase, "_CudaEventBase": _EventBase, "_CUDAGraph": _GraphBase}
     found: dict[str, Any] = {name: type(name, (base,), {"driver": driver}) for name, base in bases.items()}
     return {**found, "_graph_pool_handle": driver.new_pool}
@@ -344,7 +344,7 @@ def c_functions(driver: LazyDriver) -> dict[str, Callable[..., Any]]:
 
 
 def runtime(driver: LazyDriver) -> SimpleNamespace:
-    """What torch.cuda.cudart() gives."""
+    """Result of torch.cuda.cudart()."""
 
     def register(address: int, num_bytes: int, _flags: int) -> int:
         driver.registered[address] = num_bytes

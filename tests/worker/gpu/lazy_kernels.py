@@ -1,4 +1,4 @@
-"""What interpreted kernels may touch: the memory of the tensors that they were given, and nothing beside it.
+"""Memory that interpreted kernels may touch: that of the tensors that they were given, and no other.
 
 Owns: the bounds of the launch that is carried out.
 Never: when it is (lazy_queues.py).

@@ -34,7 +34,7 @@ class Piece:
         self.start = start
         self.content = content
         self.home = home
-        """Where it goes back to: a stream, or the pool of graphs."""
+        """Home to which it goes back: a stream, or the pool of graphs."""
         self.users: set[int] = set()
         """Other streams that were told with record_stream."""
         self._seen: dict[torch.dtype, Tensor] = {}
@@ -55,13 +55,13 @@ class Arena:
         self._free: dict[Hashable, list[tuple[int, int]]] = {_NOBODY: [(0, num_bytes)]}
         self._pieces: dict[int, Piece] = {}
         self.abandoned: deque[Piece] = deque()
-        """What nobody holds any more, and is not given back yet. Filled by any thread, at any time."""
+        """Pieces that are not held any more and not given back yet. Filled by any thread, at any time."""
         self.total_bytes = self.limit_bytes = num_bytes
         self.held_bytes = self.peak_bytes = 0
 
     @property
     def free_bytes(self) -> int:
-        """What no stream and no graph has taken."""
+        """Bytes that no stream and no graph has taken."""
         return sum(size for _, size in self._free[_NOBODY]) - (self.total_bytes - self.limit_bytes)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Arena:
         return self._pieces[tensor.untyped_storage().data_ptr() - self._start]
 
     def take(self, num_bytes: int, home: Hashable) -> tuple[Tensor, Piece]:
-        """So many bytes, good as long as somebody holds the tensor or a view of it. Nobody cleared them."""
+        """Take `num_bytes`, good as long as the tensor or a view of it is held. They are not cleared."""
         size = max(-(-num_bytes // _ALIGNMENT), 1) * _ALIGNMENT
         start = self._find(size, home)
         self.held_bytes += size
@@ -88,7 +88,7 @@ class Arena:
         _insert(self._free.setdefault(piece.home, []), piece.start, size)
 
     def release(self, homes: Iterable[Hashable]) -> None:
-        """What is free there goes to whoever asks next."""
+        """Give homes up: their free pieces go to the next that asks."""
         for home in homes:
             for start, size in self._free.pop(home, ()):
                 _insert(self._free.setdefault(_NOBODY, []), start, size)
@@ -97,7 +97,7 @@ class Arena:
         return [home for home in self._free if home != _NOBODY]
 
     def free_in(self, home: Hashable) -> list[Bytes]:
-        """What is free there at present."""
+        """Pieces that are free there at present."""
         return [self._bytes[start : start + size] for start, size in self._free.get(home, ())]
 
     def _find(self, size: int, home: Hashable) -> int:

@@ -17,7 +17,7 @@ from threading import RLock
 Work = Callable[[], object]
 
 _HASTES = (0.2, 0.6, 1.0)
-"""How likely one more thing is done before the host goes on. With the last, all is done at once."""
+"""Probability of one more piece of work before the host goes on. With the last, all is done at once."""
 
 
 class Mark:
@@ -29,7 +29,7 @@ class Mark:
 
 
 class Queues:
-    """What was asked and is not done yet."""
+    """Work that was asked for and is not done yet."""
 
     def __init__(self, seed: int | None) -> None:
         """Without a seed, work is done as late as possible."""

@@ -28,7 +28,7 @@ def serve(
     num_tokens: int,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Served:
-    """So many greedy tokens for each prompt. `meanwhile` is called before each result is taken in."""
+    """Generate greedy tokens for each prompt. `meanwhile` is called before each result is taken in."""
     tokens: dict[SequenceId, list[int]] = {}
     for number, prompt in enumerate(prompts):
         scheduler.add_request(make_sequence(number, prompt, max_tokens=num_tokens), now_s=0.0)

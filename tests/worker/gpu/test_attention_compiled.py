@@ -87,7 +87,7 @@ def _type(value: object) -> str:
 
 
 def launches_of(layer: Layer) -> dict[str, Kernel]:
-    """What a step launches for this layer, by the kernels' names."""
+    """Kernels, by name, that a step launches for this layer."""
     shape = LayerShape(layer.num_kv_heads, layer.key_dim, layer.value_dim)
     layout = BlockLayout(layers={0: shape}, block_size=16, dtype=layer.dtype)
     cache = KVCache(layout, 1, torch.empty(2 * layout.block_numel, dtype=layer.dtype)).layers[0]
@@ -121,7 +121,7 @@ def launches_of(layer: Layer) -> dict[str, Kernel]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, str], Compiled]:
-    """By a layer's name and a kernel's. Small kernels are compiled once."""
+    """Machine code by a layer's name and a kernel's. Small kernels are compiled once."""
     kernels = {
         (layer_name, name): kernel
         for layer_name, layer in LAYERS.items()

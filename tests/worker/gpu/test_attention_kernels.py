@@ -107,7 +107,7 @@ class Step:
         )
 
     def write_before(self) -> None:
-        """What attention saw of each sequence until now. What a window has passed is somebody else's now."""
+        """Keys and values of each sequence until now. A slot that a window has passed is another's now."""
         written = [index for index, (before, _) in enumerate(self.case.shares) if before]
         if written:
             spans = [(0, self.case.shares[index][0]) for index in written]

@@ -1,4 +1,4 @@
-"""Which steps are replayed from graphs, what a graph knows, and what is done where none can be had."""
+"""Steps that are replayed from graphs, what a graph knows, and what is done where none can be had."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -296,7 +296,7 @@ def test_a_gpu_begins_no_capture_of_what_would_wait_for_it(cuda: FakeCuda) -> No
 def test_a_driver_without_memory_for_a_graph_is_out_of_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the graphs that were captured before are kept."""
+    """Graphs that were captured before are kept."""
 
     def replay() -> None:
         raise RuntimeError("CUDA error: out of memory")

@@ -42,7 +42,7 @@ def serve_with_scheduler(worker: Worker, facts: ModelFacts) -> Served:
 
 
 def expected_tokens(folder: Path) -> dict[SequenceId, list[int]]:
-    """By transformers, each prompt alone."""
+    """Tokens by transformers, each prompt alone."""
     return {SequenceId(number): expected(folder, tuple(prompt)) for number, prompt in enumerate(PROMPTS)}
 
 

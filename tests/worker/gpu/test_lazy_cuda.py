@@ -158,7 +158,7 @@ def test_a_family_launched_kernel_by_kernel_draws_the_cpus_tokens(
 
 
 def outputs_of(worker: Worker, depth: int) -> list[ModelRunnerOutput]:
-    """Of one sequence for each of PREFERENCES, some of which join late, with so many steps in flight."""
+    """Tokens of one sequence for each of PREFERENCES; some join late, with `depth` steps in flight."""
     starts = [new(n, [40 + n, 9, 5], 1 + 3 * n, params) for n, params in enumerate(PREFERENCES)]
     plans = [plan(*starts[:2]), plan(*starts[2:], decodes=((0, 3), (1, 3)))]
     plans += [plan(decodes=((0, at), (1, at), (2, at - 1), (3, at - 1))) for at in range(4, 10)]

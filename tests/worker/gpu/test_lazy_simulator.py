@@ -1,4 +1,4 @@
-"""What the lazy device shows and refuses: each way to use torch.cuda wrongly, and beside it the right one."""
+"""Faults that the lazy device shows: each way to use torch.cuda wrongly, and beside it the right one."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def on_device(*numbers: float) -> Tensor:
 
 
 def in_any_order(cuda: LazyCuda, work: Callable[[], list[float]]) -> set[tuple[float, ...]]:
-    """What comes of it, as late as possible and in other orders."""
+    """Results, as late as possible and in other orders."""
     found = set()
     for seed in (None, *SEEDS):
         cuda.start_order(seed)

@@ -196,7 +196,7 @@ class Ahead:
     def __init__(self, gpu: InterpretedGpu) -> None:
         self.sampler = GpuSampler(vocab_size=VOCAB, max_num_seqs=MOST, device=gpu)
         self.params: list[SamplingParams] = []
-        """By sequence."""
+        """Parameters by sequence."""
         self.drawn: list[list[int]] = []
         self.num_begun: list[int] = []
         self.holders: dict[int, int] = {}
@@ -253,7 +253,7 @@ KINDS = st.sampled_from(
 )
 @given(st.lists(st.tuples(st.none() | KINDS, st.none() | KINDS, st.integers(0, 2)), min_size=2, max_size=5))
 def test_results_may_be_collected_late_and_rows_may_change_hands_before(gpu, steps):
-    """What each sequence draws is what it draws alone, on the CPU, one token after the other."""
+    """Each sequence samples as it does alone, on the CPU, one token after the other."""
     ahead = Ahead(gpu)
     for *arriving, leaving in [(GREEDY, GREEDY, 2), *steps]:
         for row, params in enumerate(arriving):
@@ -326,7 +326,7 @@ def test_nothing_is_waited_for_until_the_result_is_collected(gpu, monkeypatch):
 
 
 def test_warming_up_asks_for_every_kernel_that_rows_may_need(gpu, monkeypatch):
-    """Of each, in all the variants that Triton compiles: by types and by constants."""
+    """Kernels in all the variants that Triton compiles: by types and by constants."""
     asked: set[tuple[object, ...]] = set()
     launch = GridExecutor.__call__
 
@@ -354,7 +354,7 @@ def test_warming_up_asks_for_every_kernel_that_rows_may_need(gpu, monkeypatch):
 
 
 def draw_in_step(sampler: GpuSampler, logits: torch.Tensor, rows: list[int]) -> None:
-    """As a step of a GPU does, padded; what it leaves is drawn when `begin` is called."""
+    """Sample as in a step of a GPU, padded; what it leaves is sampled when `begin` is called."""
     draws_NF = sampler.draws_of_step(rows)
     padded_NF = np.zeros((len(rows) + 2, NUM_FIELDS))
     padded_NF[: len(rows)] = draws_NF

@@ -1,4 +1,4 @@
-"""What the kernels of sampling compute is what their definitions say, also where lists overflow."""
+"""Kernels of sampling compute what their definitions say, also where lists overflow."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def drawn_by(logits_V: torch.Tensor, each: Draw) -> int:
-    """By the kernels."""
+    """Token that the kernels sample."""
     row = torch.zeros((1, NUM_FIELDS), dtype=torch.float64)
     row[0, [TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORM]] = torch.tensor(
         [each.temperature, each.min_p, each.top_k, each.top_p, each.uniform], dtype=torch.float64
@@ -39,7 +39,7 @@ def some_draw(**limits: float) -> Draw:
 
 
 def flat_logits(vocab_size: int, *, num_levels: int, spread: float = 0.5) -> torch.Tensor:
-    """None stands out; with few levels, most are equal."""
+    """Logits among which none stands out; with few levels, most are equal."""
     levels = torch.randint(num_levels, (vocab_size,), generator=torch.Generator().manual_seed(vocab_size))
     return levels.float() * spread / num_levels
 
@@ -219,7 +219,7 @@ def test_whole_rows_are_read_sixteen_bytes_at_a_time(compiled):
 
 
 def test_lists_of_the_largest_vocabularies_fit():
-    """What a program holds of a row's maxima at a time is a power of two; that of 262,144 tokens is 2,048."""
+    """A program's share of a row's maxima is a power of two; that of 262,144 tokens is 2,048."""
     assert truncation.CAPACITY.value % 128 == 0
     work = Workspace.allocate(1, 262_144, CPU)
     assert work.maxima_MB.shape[1] == 2048

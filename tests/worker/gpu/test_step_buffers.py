@@ -1,4 +1,4 @@
-"""What the host packs is what the device reads, at addresses that do not change."""
+"""Values that the host packs are those that the device reads, at addresses that do not change."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ def draws_of(inputs: StepInputs) -> NDArray[np.float64]:
 
 
 def fill(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
-    """As a step does: its first kernel brings new blocks into the tables."""
+    """Fill as a step does: its first kernel brings new blocks into the tables."""
     buffers.fill(inputs, draws_of(inputs), sizes)
     batch = buffers.view(sizes)
     change_tables(batch.changes, batch.attention.block_tables_CB)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="a device that stands for one is
 
 NUM_TOKENS = 6
 ORDERS = (None, 1)
-"""As late as possible, and in one other."""
+"""Orders: as late as possible, and in one other."""
 FAMILY = [(7 * index + 3) % 300 for index in range(17)]
 PROMPTS = [
     FAMILY + [(5 * index + 1) % 300 for index in range(6)],

@@ -93,7 +93,7 @@ class Pools:
         return self.__dict__.setdefault("known_ids", set())
 
     def pool(self, prompts: list[list[int]], **params: Any) -> list[np.ndarray]:
-        """All of them in one step."""
+        """Embeddings of all of them in one step."""
         new = [self.new(prompt, **params) for prompt in prompts]
         output = self.step([(each, 0, len(each.token_ids)) for each in new])
         assert not output.failures
@@ -119,7 +119,7 @@ def vector(output: ModelRunnerOutput, new: NewSequence) -> np.ndarray:
 
 
 def hidden_states(folder: Path, prompt: list[int]) -> torch.Tensor:
-    """Of transformers' own model, alone, without padding: [tokens, 64]."""
+    """Hidden states of transformers' own model, alone, without padding: [tokens, 64]."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         return model(input_ids=torch.tensor([prompt])).last_hidden_state[0]

@@ -1,4 +1,4 @@
-"""Which modules a quantization_config means, and what of it is refused."""
+"""Modules that a quantization_config means, and configurations that are refused."""
 
 import pytest
 

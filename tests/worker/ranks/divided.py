@@ -29,7 +29,7 @@ class _Collected(NamedTuple):
 
 
 class DividedWorker:
-    """As a Worker that can be loaded again and again. Results are collected in order."""
+    """Worker that can be loaded again and again. Results are collected in order."""
 
     def __init__(self, num_shards: int, *, num_stages: int = 1, store: Path | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory()

@@ -22,7 +22,7 @@ LOGITS = torch.tensor(
         [0.9, 0.2, -0.7, 0.4, -0.1],
     ]
 )
-"""Of the next token, and behind each of two drafts. A wrong draft's lines belong to no token that is kept."""
+"""Logits of the next token, and behind each of two drafts. A wrong draft's lines belong to no kept token."""
 
 
 def chi_square(observed: Counter, probabilities: dict) -> float:

@@ -107,7 +107,7 @@ class World:
         return output
 
     def text(self, output: Sequence[int]) -> str:
-        """As behind a prompt: without what a decoder does to the beginning of a text."""
+        """Text as behind a prompt: without what a decoder does to the beginning of a text."""
         assert output[-1] == self.eos
         start = self.tokenizer.encode("hello", add_special_tokens=False).ids
         whole = self.tokenizer.decode([*start, *output], skip_special_tokens=True)

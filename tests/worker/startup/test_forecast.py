@@ -1,4 +1,4 @@
-"""What doctor says of memory is what loading then finds."""
+"""Memory as doctor forecasts it is what loading then finds."""
 
 import json
 import shutil

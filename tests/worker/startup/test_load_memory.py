@@ -1,4 +1,4 @@
-"""Where the weights lie once loaded, and what happens where there is not enough memory for them."""
+"""Place of the weights once loaded, and the outcome where there is not enough memory for them."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is refused at load, and why; what is read from a checkpoint's JSON files."""
+"""Refusals at load and their reasons; values read from a checkpoint's JSON files."""
 
 import json
 import shutil

@@ -35,7 +35,7 @@ class Gguf(NamedTuple):
 
 
 MIXED = {"": "Q4_K", "v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
-"""As llama.cpp writes most files: merged projections are of different types."""
+"""Types as llama.cpp writes them in most files: merged projections are of different types."""
 GGUF_CASES = {
     "gguf Q4_0": Gguf("llama", {"": "Q4_0", "lm_head": "Q6_K"}),
     "gguf Q4_K": Gguf("qwen2", MIXED, is_tied=True),
