@@ -40,6 +40,7 @@ from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, Sch
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
 from worker.ranks.rank_places import make_places
+from worker.startup.put_off import import_torch
 from worker.worker_config import LoadProgress, ModelFacts
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Not at the top: importing torch takes seconds, and the first message should leave before.
+    import_torch(config.worker.device)
     from worker.attention.interface import num_layers_begun
     from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker_errors import StartupError

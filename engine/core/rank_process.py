@@ -34,6 +34,7 @@ from engine.processes.child_process import (
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import PulseSide
 from worker.ranks.rank_places import RankPlace
+from worker.startup.put_off import import_torch
 
 if TYPE_CHECKING:
     from worker.ranks.stage import Stage
@@ -59,6 +60,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     started_s = time.monotonic()
     plans = PlansIn(directory, rank=place.rank)
     # Not at the top: importing torch takes seconds.
+    import_torch(config.worker.device)
     from worker.attention.interface import num_layers_begun
     from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker

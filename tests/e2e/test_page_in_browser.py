@@ -94,6 +94,16 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=str(Path(IMAGES) / name))
 
 
+def film(page: Any) -> None:
+    """Take the frames of the README's moving picture: scripts/moving_picture.py."""
+    page.set_viewport_size({"width": 1060, "height": 700})
+    for number in range(14):
+        picture(page, f"frame-{number:02}.png")
+        page.wait_for_timeout(250)
+    page.set_viewport_size({"width": 1280, "height": 860})
+    page.wait_for_timeout(500)
+
+
 def ask(server: RunningServer, number: int) -> int:
     body = {
         "prompt": f"Once upon a time, in the land of the number {number},",
@@ -179,8 +189,8 @@ def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer
         page.wait_for_selector("#running li[data-id]")
         page.wait_for_selector("#waiting li[data-id] .why")
         page.wait_for_selector("#events li:not(.empty)")
-        if IMAGES:
-            page.wait_for_timeout(1500)  # a picture with more steps in it
+        if IMAGES:  # pictures with more steps in them
+            film(page)
         page.click("#pause")
         picture(page, "page-yard.png")
         page.locator("#running li[data-id]").first.click()

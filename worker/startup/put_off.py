@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from worker.machine import visible_gpus
+
 _COMPILER = "torch._dynamo"
 _PUT_OFF = (_COMPILER, "torch.export")
 _MARKS = frozenset({"allow_in_graph", "assume_constant_result"})
@@ -42,9 +44,10 @@ class _PutOff(ModuleType):
         return getattr(self, name)
 
 
-def import_torch() -> None:
-    """Import torch and transformers' model classes without what a CPU worker does not use."""
-    if "torch" in sys.modules:  # too late, as in tests: then everything is there already
+def import_torch(device: str) -> None:
+    """Import torch and transformers' model classes, on a CPU without what its worker does not use."""
+    is_cpu = device == "cpu" or (device == "auto" and not visible_gpus())
+    if not is_cpu or "torch" in sys.modules:  # there already, as in tests: nothing is left to put off
         return
     stand_ins = {name: _stand_in(name) for name in _PUT_OFF}
     sys.modules.update(stand_ins)
@@ -54,13 +57,13 @@ def import_torch() -> None:
     for name, module in stand_ins.items():
         setattr(torch, name.removeprefix("torch."), module)
     # transformers knows builds of torch without it, and asks. Ranks have shared memory of their own.
-    torch.distributed.is_available = _never
-    disable = torch.compiler.disable
-    torch.compiler.disable = _unmarked  # it would load the compiler, to be left out by it
+    _replace(torch.distributed, "is_available", _never)
+    # It would load the compiler, in order to be left out by it.
+    disable = _replace(torch.compiler, "disable", _unmarked)
     try:
         import transformers.modeling_utils  # noqa: F401 - loaded for those that follow
     finally:
-        torch.compiler.disable = disable
+        _replace(torch.compiler, "disable", disable)
 
 
 def _stand_in(name: str) -> ModuleType:
@@ -77,6 +80,13 @@ def _spec_of(name: str) -> ModuleSpec | None:
     """Find a submodule without importing the package that it is in."""
     package = find_spec(name.partition(".")[0])
     return PathFinder.find_spec(name, package.submodule_search_locations if package else None)
+
+
+def _replace(module: ModuleType, name: str, value: Any) -> Any:
+    """Set a function of a module; return the one that it had."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return before
 
 
 def _never() -> bool:
