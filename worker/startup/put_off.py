@@ -21,26 +21,29 @@ from worker.machine import visible_gpus
 
 _COMPILER = "torch._dynamo"
 _PUT_OFF = (_COMPILER, "torch.export")
-_MARKS = frozenset({"allow_in_graph", "assume_constant_result"})
-"""Decorators of the compiler that only leave a mark for it: no reason to load it."""
+_MARKS = frozenset({"allow_in_graph", "assume_constant_result", "disable"})
+"""Decorators that only say what to do if the function is compiled one day: no reason to load the compiler."""
+_PATH = "__path__"
 _loading = threading.RLock()
 
 
 class _PutOff(ModuleType):
-    """Module that is loaded at the first use of a name in it. Its submodules can be imported before."""
+    """Module that is loaded at the first use of a name in it, or of a submodule once it has no path."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != _PATH:
             raise AttributeError(name)
         if self.__name__ == _COMPILER and name in _MARKS:
             return _unmarked
         with _loading:
             if isinstance(self, _PutOff):
+                spec = self.__spec__
+                assert spec is not None
+                assert spec.loader is not None
                 # First: the module's own code asks for names of it, which are not there yet.
-                self.__class__ = ModuleType
-                assert self.__spec__ is not None
-                assert self.__spec__.loader is not None
-                self.__spec__.loader.exec_module(self)
+                object.__setattr__(self, "__class__", ModuleType)
+                self.__path__ = spec.submodule_search_locations or []
+                spec.loader.exec_module(self)
         return getattr(self, name)
 
 
@@ -61,9 +64,14 @@ def import_torch(device: str) -> None:
     # It would load the compiler, in order to be left out by it.
     disable = _replace(torch.compiler, "disable", _unmarked)
     try:
+        import transformers.generation.utils
         import transformers.modeling_utils  # noqa: F401 - loaded for those that follow
     finally:
         _replace(torch.compiler, "disable", disable)
+    for module in stand_ins.values():
+        # From now on a submodule brings the whole module: alone it may need what that has not defined yet.
+        if isinstance(module, _PutOff):
+            del module.__path__
 
 
 def _stand_in(name: str) -> ModuleType:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-HEAVY = ("torch._dynamo.utils", "torch.distributed.tensor", "torch._export", "sympy")
+HEAVY = ("torch._dynamo.utils", "torch.distributed.tensor")
 
 
 def in_a_process(code: str) -> Any:
