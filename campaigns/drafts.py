@@ -1,10 +1,10 @@
 """Tokens a second with and without drafts, side by side in one process: scheduler and worker, without HTTP.
 
-    python -m campaigns.drafts --model FOLDER [--clients 1,8,32] [--tokens 96]
+    python -m campaigns.drafts --model FOLDER [--draft FOLDER] [--clients 1,8,32] [--tokens 96]
 
 The text that repeats is an edit: the prediction is the reply itself with a part of its tokens replaced, as a
-file that is edited. Random text has no prediction; its drafts are n-grams of noise. Runs take turns, so that
-what else the machine does falls on all of them.
+file that is edited. Random text has no prediction; its drafts are n-grams of noise, or those of a smaller
+model with --draft. Runs take turns, so that what else the machine does falls on all of them.
 
 Owns: the worlds that are compared, and the table.
 Never: is a test: a time proves nothing about another machine.
@@ -13,25 +13,27 @@ Never: is a test: a time proves nothing about another machine.
 import argparse
 import time
 from random import Random
+from typing import Any
 
 from campaigns.gpu.driving import scheduler_config
-from scheduler.config import DraftAdmission
+from scheduler.config import DraftAdmission, DraftSupply
 from scheduler.messages import ModelRunnerOutput, SamplingParams, SequenceId, SequenceInputs
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from worker.worker import Worker
 from worker.worker_config import DraftMethod, ModelFacts, SpeculationConfig, WorkerConfig
 
-_PROMPT_TOKENS = 64
 _REPLACED = 0.08  # of the tokens of a reply, in the prediction of the same request
-_RUNS = 3
 
 
 class World:
     """One loaded model, asked for the same requests in several ways."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, draft: str | None, num_prompt_tokens: int) -> None:
         speculation = SpeculationConfig(method=DraftMethod.NGRAM)
+        if draft is not None:
+            speculation = SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=draft)
+        self._num_prompt_tokens = num_prompt_tokens
         self._worker = Worker(WorkerConfig(model_path=folder, max_model_len=1024, speculation=speculation))
         self._facts: ModelFacts = self._worker.load(lambda _: None)
         self._next_id = 1
@@ -42,15 +44,14 @@ class World:
         """Return tokens a second of decoding, and the replies. `fixed` drafts; None: as the rule has it."""
         admission = DraftAdmission.PAYING if fixed is None else DraftAdmission.ALL
         limits = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-        scheduler = Scheduler(
-            scheduler_config(
-                self._facts, draft_admission=admission, max_drafts=self._facts.max_drafts, **limits
-            )
-        )
+        settings: dict[str, Any] = {"draft_admission": admission, "max_drafts": self._facts.max_drafts}
+        if self._facts.has_draft_model and fixed != 0:
+            settings |= {"draft_supply": DraftSupply.ASKED, "max_drafts": fixed or self._facts.max_drafts}
+        scheduler = Scheduler(scheduler_config(self._facts, **limits, **settings))
         texts: dict[SequenceId, list[int]] = {}
         for number, prediction in enumerate(predictions):
             random = Random(number)
-            prompt = tuple(random.randrange(1000, 100_000) for _ in range(_PROMPT_TOKENS))
+            prompt = tuple(random.randrange(1000, 100_000) for _ in range(self._num_prompt_tokens))
             sequence_id = SequenceId(self._next_id + number)
             params = SamplingParams(temperature=1.0, seed=number, max_tokens=num_tokens)
             inputs = SequenceInputs(prediction=prediction)
@@ -63,7 +64,8 @@ class World:
             plan = scheduler.schedule(now_s=0.0)
             result = self._worker.execute(plan)
             took_s = time.perf_counter() - started_s
-            scheduler.observe_step(plan, took_s)
+            passes = result.draft_passes
+            scheduler.observe_step(plan, took_s - sum(each for _, each in passes), passes)
             for output in scheduler.update_from_output(plan, result).get(0, []):
                 texts[output.sequence_id] += output.token_ids
             scheduler.update_draft_token_ids(_cut(result, fixed))
@@ -87,18 +89,24 @@ def _edited(reply: list[int], seed: int) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", required=True)
+    parser.add_argument("--draft")
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--fixed", default="2,4,8")
     asked = parser.parse_args()
-    world = World(asked.model)
-    ways: dict[str, int | None] = {"none": 0, "rule": None, "2": 2, "4": 4, "8": 8}
+    world = World(asked.model, asked.draft, asked.prompt_tokens)
+    ways: dict[str, int | None] = {"none": 0, "rule": None}
+    ways |= {number: int(number) for number in asked.fixed.split(",")}
     for num_clients in map(int, asked.clients.split(",")):
         plain: list[tuple[int, ...]] = [()] * num_clients
         _, replies = world.run(plain, num_tokens=asked.tokens, fixed=0)
         edits = [_edited(reply, seed) for seed, reply in enumerate(replies)]
-        for kind, predictions in (("edit", edits), ("random", plain)):
+        kinds = (("edit", edits), ("random", plain)) if asked.draft is None else (("model", plain),)
+        for kind, predictions in kinds:
             speeds: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(_RUNS):
+            for _ in range(asked.runs):
                 for way, fixed in ways.items():
                     speed, found = world.run(predictions, num_tokens=asked.tokens, fixed=fixed)
                     assert found == replies, "drafts changed a token"

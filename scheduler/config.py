@@ -73,6 +73,13 @@ class DraftAdmission(StrEnum):
     PAYING = "paying"  # those that are expected to raise the tokens of a second; see draft_choice.py
 
 
+class DraftSupply(StrEnum):
+    """Way in which the worker comes by drafts."""
+
+    FREE = "free"  # it offers what it finds: a search takes no time that counts
+    ASKED = "asked"  # it computes them with a model, for sequences for which a plan asks
+
+
 class Fairness(StrEnum):
     """Equal service for tenants that wait at the same time; see fairness.py."""
 
@@ -182,6 +189,8 @@ class SchedulerConfig(SchedulerOptions):
     """Blocks of the swap space, ids 1 to num_host_blocks."""
     max_drafts: int = 0
     """Most drafts of a sequence that the worker verifies in a step; 0: unknown, and no limit."""
+    draft_supply: DraftSupply = DraftSupply.FREE
+    """Predictions of clients are offered either way."""
     num_stages: int = 1
     """Groups of layers that work on different plans at the same time. With several, no sequence is planned
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""

@@ -12,6 +12,8 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple, NewType
 
+from scheduler.draft_messages import DraftChoice, DraftPasses, PredictionUse
+
 SequenceId = NewType("SequenceId", int)
 """One stream of tokens; unique for the life of the engine. A request with n=3 has three."""
 
@@ -257,27 +259,7 @@ class ScheduledSequence(NamedTuple):
     logits."""
 
 
-class DraftReason(StrEnum):
-    """Reason why a step verifies so many of the drafts that were offered."""
-
-    ALL = "all"  # each was expected to pay
-    COST = "cost"  # one more was expected to cost more time than it saves
-    PREFILL = "prefill"  # prompts fill the step
-
-
-class DraftChoice(NamedTuple):
-    """Choice among the drafts that were offered to a step, for the trace."""
-
-    num_offered: int
-    num_chosen: int
-    """Before the limits of the step and of sequences: the plan's drafts may be fewer."""
-    reason: DraftReason
-    expected_tokens: float
-    """Sampled tokens of the step, drafts that hold included."""
-    expected_s: float
-
-
-_NOTHING: Mapping[SequenceId, tuple[Any, ...]] = MappingProxyType({})
+_NOTHING: Mapping[SequenceId, Any] = MappingProxyType({})
 
 
 class SchedulerOutput(NamedTuple):
@@ -325,6 +307,9 @@ class SchedulerOutput(NamedTuple):
     computed, or its sequence was released."""
     draft_choice: DraftChoice | None = None
     """For the trace; None if no drafts were offered, or all that have room are verified."""
+    num_drafts_wanted: Mapping[SequenceId, int] = _NOTHING
+    """Most drafts that the worker is to compute for a sequence once this step is sampled; there are blocks
+    for them."""
 
     @property
     def is_empty(self) -> bool:
@@ -354,6 +339,8 @@ class ModelRunnerOutput:
     """Float32, little-endian; for each pooling sequence whose share reaches the end of its prompt."""
     draft_token_ids: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
     """Guesses at the tokens after those in `token_ids`, for a next plan to verify."""
+    draft_passes: DraftPasses = ()
+    """Passes that made some of these, beside the step itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,13 +351,6 @@ class SequenceStart:
     """Time from add_request to the first step that it was part of."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache at first admission."""
-
-
-class PredictionUse(NamedTuple):
-    """Drafts from a sequence's prediction that a step verified."""
-
-    num_accepted: int
-    num_rejected: int
 
 
 class SequenceOutput(NamedTuple):

@@ -12,6 +12,7 @@ from functools import partial
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
+from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -220,9 +221,9 @@ class Scheduler:
     def get_request_counts(self) -> RequestCounts:
         return self._queues.counts()
 
-    def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Learn how long the worker took for a plan; later plans are sized by such figures."""
-        self._planner.observe_step(plan, seconds)
+    def observe_step(self, plan: SchedulerOutput, seconds: float, passes: DraftPasses = ()) -> None:
+        """Learn how long the worker took for a plan, and beside it for passes of a draft model."""
+        self._planner.observe_step(plan, seconds, passes)
 
     def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""

@@ -34,8 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     served = [*project["dependencies"], *extras["fast"]]
-    cpu_torch = cpu_build_of_torch()
-    tested = [*served, *extras["test"], cpu_torch]
+    cpu_torch, cuda_pair = cpu_build_of_torch(), pins_of("constraints-cuda.txt")
+    # Kernels are compiled in the tests by the Triton of the image for CUDA.
+    tested = [*served, *extras["test"], cpu_torch, *(pin for pin in cuda_pair if pin.startswith("triton=="))]
 
     cpu_all = resolve(uv, tested, like=())
     same = [line for line in versions(cpu_all) if not _TORCHS_OWN.match(line)]
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     documented = resolve(uv, extras["docs"], like=[line for line in versions(cpu_all) if "+" not in line])
     names = {line.partition("==")[0] for line in versions(cpu)}
     tested_names = {line.partition("==")[0] for line in versions(cpu_all)}
-    cuda = resolve(uv, served, like=same)
+    cuda = resolve(uv, [*served, *cuda_pair], like=same)
     torch = [entry for entry in cpu if entry.startswith("torch==")]
     LOCKS.mkdir(exist_ok=True)
     for name, about, entries in (
@@ -67,9 +68,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def cpu_build_of_torch() -> str:
     """Release of constraints-cpu.txt as a CPU build."""
-    lines = (ROOT / "constraints-cpu.txt").read_text(encoding="utf-8").splitlines()
-    (release,) = [line for line in lines if line.startswith("torch==")]
+    (release,) = pins_of("constraints-cpu.txt")
     return f"{release}+cpu"
+
+
+def pins_of(file: str) -> list[str]:
+    """Releases that a file of constraints names."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "==" in line]
 
 
 def resolve(uv: Iterable[str], wanted: Iterable[str], *, like: Iterable[str]) -> list[str]:

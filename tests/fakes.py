@@ -180,6 +180,7 @@ class FakeWorker:
         result = _Result(failures={s.sequence_id: "lost" for s in plan.scheduled if s not in shares})
         for share in shares:
             self._compute(share, plan.draft_token_ids.get(share.sequence_id, ()), result)
+            self._check_room(share.sequence_id, plan.num_drafts_wanted.get(share.sequence_id, 0))
         return ModelRunnerOutput(**vars(result), logprobs={})
 
     def _compute(self, share: ScheduledSequence, drafts: tuple[int, ...], result: "_Result") -> None:
@@ -204,6 +205,12 @@ class FakeWorker:
             num_known = len(row.token_ids) - len(drafts)
             row.token_ids = _verified(row.token_ids[:num_known], drafts)
             result.token_ids[share.sequence_id] = tuple(row.token_ids[num_known:])
+
+    def _check_room(self, sequence_id: SequenceId, num_drafts: int) -> None:
+        """Check that a draft model has slots for the last token and for the drafts behind it."""
+        row = self.rows[sequence_id]
+        num_slots = len(row.block_ids) * self.block_size
+        assert not num_drafts or len(row.token_ids) + num_drafts <= num_slots
 
     def _encode(self, plan: SchedulerOutput) -> None:
         for sequence_id, inputs in plan.encoder_inputs.items():

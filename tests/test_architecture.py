@@ -53,6 +53,7 @@ DOORS = {
 # What the API process loads of packages that are the engine process's. They import no torch.
 SHARED_WITH_API = {
     *("scheduler", "scheduler.config", "scheduler.messages", "scheduler.policy"),
+    "scheduler.draft_messages",
     *("scheduler.prefix_keys", "scheduler.tenant_ledger"),
     *("worker", "worker.worker_config", "worker.worker_errors"),
     *("worker.doctor_findings", "worker.machine", "worker.memory_sizes"),

@@ -4,7 +4,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import DraftSupply, SchedulerConfig
 from scheduler.messages import (
     FinishReason,
     PreemptionCause,
@@ -97,7 +97,7 @@ class World:
             self.abort(abort_meanwhile)
         self.scheduler.observe_step(plan, plan.num_scheduled_tokens * 0.05)
         self._take(self.scheduler.update_from_output(plan, result))
-        self.scheduler.update_draft_token_ids(self._drafts())
+        self.scheduler.update_draft_token_ids(self._drafts(plan))
 
     def learn_all(self) -> None:
         while self._late:
@@ -119,11 +119,15 @@ class World:
                 self._late.popleft()[1].result()
         self._take(self.scheduler.roll_back("too little memory"))
 
-    def _drafts(self) -> dict[SequenceId, tuple[int, ...]]:
+    def _drafts(self, plan: SchedulerOutput) -> dict[SequenceId, tuple[int, ...]]:
+        if self.config.draft_supply is DraftSupply.ASKED:
+            wanted = plan.num_drafts_wanted
+        else:
+            wanted = dict.fromkeys(self.tokens, self.max_drafts)
         return {
-            seq.sequence_id: guesses(seq.token_ids, self.max_drafts)
+            seq.sequence_id: guesses(seq.token_ids, wanted[seq.sequence_id])
             for seq in self.scheduler.running_sequences()
-            if self.max_drafts and len(seq.token_ids) % 5
+            if wanted.get(seq.sequence_id) and len(seq.token_ids) % 5
         }
 
     def abort(self, *ids: int) -> None:

@@ -20,6 +20,7 @@ class DraftMethod(StrEnum):
     PREDICTION = "prediction"  # none
     NGRAM = "ngram"  # their own text
     SUFFIX = "suffix"  # their own text, and replies that ended of late
+    DRAFT_MODEL = "draft_model"  # a smaller model with the same vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class SpeculationConfig:
     """Tokens that must have gone the same way before."""
     prompt_lookup_max: int = 5
     """Tokens that are compared; of several places the one with the longest match counts."""
+    model_path: str = ""
+    """Checkpoint folder of the draft model."""
 
 
 class AdapterFolder(NamedTuple):
@@ -92,6 +95,9 @@ class WorkerConfig:
     """auto computes with kernels of our own where they can be compiled; off leaves all to torch."""
     gpu_kernels: str = "auto"
     """auto computes with Triton kernels of our own on a GPU; off leaves all to torch, one step at a time."""
+    attention_backend: str = "triton"
+    """fa3 leaves layers to FlashAttention 3 where it is installed and a trial at load finds it right and
+    faster; triton to our own kernels. GPU kernels only."""
     enforce_eager: bool = False
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"
@@ -197,6 +203,8 @@ class ModelFacts:
     0 if unknown, or if there is no such number."""
     max_drafts: int = 0
     """Most drafts of one sequence that a step can verify. 0: the steps of this model verify none."""
+    has_draft_model: bool = False
+    """Drafts take time: they are made for sequences for which a plan asks."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
     adapters: tuple[AdapterFacts, ...] = ()

@@ -14,8 +14,10 @@ from collections.abc import Iterable
 
 from bench.simulate.arrivals import SimRequest
 from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
+from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -72,7 +74,12 @@ class Replica:
     """One scheduler, driven by `add`, `begin_step` and `end_step`, in the order of virtual time."""
 
     def __init__(
-        self, config: SchedulerConfig, step_time: LinearStepTime, tallies: Tallies, slo: Slo
+        self,
+        config: SchedulerConfig,
+        step_time: LinearStepTime,
+        tallies: Tallies,
+        slo: Slo,
+        drafts: DraftSource = NO_DRAFTS,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.is_awake = False
@@ -85,6 +92,10 @@ class Replica:
         self.max_used_blocks = 0
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
+        self._drafts: SimulatedDrafts | None = None
+        if drafts.rates:
+            self._drafts = SimulatedDrafts(drafts, config.draft_supply)
+        self._passes: DraftPasses = ()
         self._tallies = tallies
         self._slo = slo
         self._live: dict[SequenceId, _Live] = {}
@@ -141,15 +152,19 @@ class Replica:
         return None
 
     def end_step(self, now_s: float) -> None:
-        """Give one token to each sequence whose share reached the end of its known tokens."""
+        """Give a token to each sequence whose share reached the end of its known ones; with drafts more."""
         plan, self._plan = self._plan, None
         if plan is None:  # it was a pause
             return
         sampled = dict.fromkeys([share[0] for share in plan.scheduled if share[3]], _TOKEN)
-        self.scheduler.observe_step(plan, self._step_s)
+        if self._drafts is not None:
+            self._drafts.verify(plan, sampled)
+        self.scheduler.observe_step(plan, self._step_s, self._passes)
         outputs = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={})
         )
+        if self._drafts is not None:
+            self.scheduler.update_draft_token_ids(self._drafts.offers(plan, sampled))
         num_flowing = {index: len(news) for index, news in outputs.items()}
         self._note_stalled(self._sampled.keys() - sampled.keys())
         for sequence_id in sampled.keys() - self._sampled.keys():
@@ -169,13 +184,17 @@ class Replica:
     def _begin(self, plan: SchedulerOutput) -> float:
         """Return the seconds that the step takes."""
         scheduled = plan.scheduled
-        num_decodes = sum([share[2] == 1 for share in scheduled])
+        num_decodes = sum([share[2] == 1 for share in scheduled]) + len(plan.draft_token_ids)
         num_context_tokens = 0
         if self._step_time.per_context_token_s:
             num_context_tokens = sum([share[1] + share[2] for share in scheduled])
         seconds = self._step_time.seconds(plan.num_scheduled_tokens, num_decodes, num_context_tokens)
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
+        self._plan, self._step_s = plan, seconds
+        if self._drafts is not None:
+            self._passes = self._drafts.passes(plan)
+            seconds += sum([each for _, each in self._passes])
         for preemption in plan.preemptions:
             mode = "swapped" if preemption.was_swapped else "recomputed"
             self.preemptions[f"{preemption.cause}, {mode}"] += 1
@@ -186,7 +205,6 @@ class Replica:
         self.max_used_blocks = max(self.max_used_blocks, num_used)
         self.busy_s += seconds
         self.num_tokens += plan.num_scheduled_tokens
-        self._plan, self._step_s = plan, seconds
         return seconds
 
     def _pause(self) -> float:

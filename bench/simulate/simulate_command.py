@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from bench.simulate.lengths import LengthDistribution
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stuck
 from bench.simulate.router import RouterKind
-from bench.simulate.setup import Setup, SetupError, settable_fields, variant
+from bench.simulate.setup import Setup, SetupError, settable_fields, variant, with_drafts
 from bench.simulate.simulate_report import RunReport, render, report_of
 from bench.simulate.simulate_run import RunResult, simulate
 from bench.simulate.tally import Slo
-from bench.simulate.words import count, length, number, priority_mix, setting, tenant_mix
+from bench.simulate.words import count, draft_rates, length, number, priority_mix, setting, tenant_mix
 from bench.trace.trace_reading import TraceError, read_trace
 from scheduler.config import SchedulerConfig
 
@@ -64,8 +64,10 @@ _SHOW_EVERY = 1000
 
 _EPILOG = """\
 Variants of --compare are words joined by +: a policy, or NAME=VALUE for any setting of the scheduler
-(aging is short for priority_aging_s), load, replicas or router; base is what the other options say.
+(aging is short for priority_aging_s), load, replicas, router, draft_rates or draft_pass_ms; base is what the
+other options say.
   tokenyard simulate --priority-mix 0:1,10:4 --request-rate 30 --compare fcfs,priority,priority+aging=2
+  tokenyard simulate --draft-rates 0.8:0.7:0.6 --compare base,draft_pass_ms=1,draft_admission=all
   tokenyard simulate --requests yesterday.jsonl --fit steps.jsonl --compare base,load=1.5,num_blocks=48000
 A request file holds JSON lines with arrival_s, prompt_len (or prompt) and max_tokens (or output_len), and
 where wanted priority, tenant, prefix_group and prefix_len.
@@ -146,6 +148,11 @@ def _setups(options: argparse.Namespace, step_time: LinearStepTime) -> list[Setu
         router=options.router,
         load=options.load,
     )
+    if options.draft_rates:
+        base = with_drafts(base, options.draft_rates, options.draft_pass_ms / 1e3)
+        base = replace(base, config=replace(base.config, **given))
+    elif options.draft_pass_ms:
+        raise _Usage("--draft-pass-ms is the time of drafts, and --draft-rates are not given")
     return [variant(base, text) for text in options.compare.split(",")] if options.compare else [base]
 
 
@@ -245,6 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_requests(parser.add_argument_group("requests"))
     _add_step_time(parser.add_argument_group("step time", "base + token * tokens + decode * decodes + ..."))
     _add_setup(parser.add_argument_group("what serves them"))
+    _add_drafts(parser.add_argument_group("drafts", "speculative decoding; accepted drafts come in one step"))
     _add_config(parser.add_argument_group("the scheduler, as in `tokenyard serve`"))
     _add_report(parser.add_argument_group("report"))
     return parser
@@ -301,6 +309,24 @@ def _add_setup(group: Any) -> None:
         metavar="NAME",
         help="which replica takes a request: least-waiting (default), round-robin, prefix-aware, "
         "one-line (as --data-parallel-size does)",
+    )
+
+
+def _add_drafts(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--draft-rates",
+        type=draft_rates,
+        default=(),
+        metavar="R:R:...",
+        help="how often a draft is right at its place, if those before it are; as many drafts as rates",
+    )
+    add(
+        "--draft-pass-ms",
+        type=number(0.0),
+        default=0.0,
+        metavar="MS",
+        help="what a draft model takes for one more draft of all sequences; by default 0: drafts are found",
     )
 
 

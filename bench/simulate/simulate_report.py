@@ -62,6 +62,10 @@ class RunReport:
     """Share of the computed tokens that sequences had lost before."""
     prefix_hit_share: float
     """Share of the prompt tokens."""
+    num_draft_tokens: int
+    """Drafts that were verified."""
+    accepted_share: float
+    """Share of these that were right."""
     classes: tuple[ClassReport, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -89,6 +93,8 @@ def report_of(result: RunResult) -> RunReport:
         preemptions=result.preemptions,
         recomputed_share=_share(result.num_recomputed_tokens, result.num_tokens),
         prefix_hit_share=_share(result.num_prefix_hits, result.num_prefix_queries),
+        num_draft_tokens=result.num_draft_tokens,
+        accepted_share=_share(result.num_accepted_tokens, result.num_draft_tokens),
         classes=classes,
     )
 
@@ -153,6 +159,9 @@ def _run_rows(reports: Sequence[RunReport]) -> list[Row]:
     rows.append(("Recomputed tokens", [f"{each.recomputed_share:.1%}" for each in reports]))
     if any(each.prefix_hit_share for each in reports):
         rows.append(("Prefix cache hits", [f"{each.prefix_hit_share:.1%}" for each in reports]))
+    if any(each.num_draft_tokens for each in reports):
+        rows.append(("Drafts verified", [str(each.num_draft_tokens) for each in reports]))
+        rows.append(("  accepted", [f"{each.accepted_share:.1%}" for each in reports]))
     return rows
 
 

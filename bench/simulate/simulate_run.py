@@ -36,6 +36,9 @@ class RunResult:
     num_recomputed_tokens: int
     num_prefix_queries: int
     num_prefix_hits: int
+    num_draft_tokens: int
+    """Drafts that were verified."""
+    num_accepted_tokens: int
     preemptions: dict[str, int]
     """Preemptions by cause and mode."""
     busy_share: float
@@ -54,7 +57,8 @@ class _Run:
         self._setup = setup
         self.tallies = Tallies()
         self.replicas = [
-            Replica(setup.config, setup.step_time, self.tallies, slo) for _ in range(setup.num_replicas)
+            Replica(setup.config, setup.step_time, self.tallies, slo, setup.drafts)
+            for _ in range(setup.num_replicas)
         ]
         self.queue = QueueLine()
         self.now_s = 0.0
@@ -154,6 +158,8 @@ def _result(run: _Run, setup: Setup) -> RunResult:
         num_recomputed_tokens=sum(each.num_recomputed_tokens for each in stats),
         num_prefix_queries=sum(each.num_prefix_queries for each in stats),
         num_prefix_hits=sum(each.num_prefix_hits for each in stats),
+        num_draft_tokens=sum(each.num_draft_tokens for each in stats),
+        num_accepted_tokens=sum(each.num_accepted_tokens for each in stats),
         preemptions={cause: sum(replica.preemptions[cause] for replica in replicas) for cause in causes},
         busy_share=busy_s / (run.now_s * len(replicas)) if run.now_s else 0.0,
         mean_kv_use=sum(replica.kv_block_s for replica in replicas) / (busy_s * num_blocks)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.simulate.lengths import LengthDistribution
-from bench.simulate.setup import parse_value
+from bench.simulate.setup import parse_rates, parse_value
 
 
 def count(least: int, most: int = 2**31 - 2) -> Callable[[str], int]:
@@ -46,6 +46,13 @@ def setting(kind: type[Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
+
+
+def draft_rates(text: str) -> tuple[float, ...]:
+    try:
+        return parse_rates(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def priority_mix(text: str) -> tuple[tuple[int, float], ...]:

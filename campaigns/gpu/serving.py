@@ -5,14 +5,14 @@ Never: times a request itself: bench/load/load_command.py does.
 """
 
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.load.load_command import main as load
+from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.results import Record
+from campaigns.gpu.shapes import SHAPES, checkpoint
 from campaigns.servers.running import Launch, free_port, running
 
 if TYPE_CHECKING:
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 180.0
-_SHAPE = "qwen3-0.6b"
+_SMALL = "qwen3-0.6b"
+"""The shape that is served with and without overlap."""
 
 
 def run(record: Record, settings: "Settings") -> None:
     """Raises PeerFailed if the server does not start."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = () if settings.is_smoke else (str(_model(Path(folder))),)
-        for scheduling in ("off",) if settings.is_smoke else ("auto", "off"):
-            _serve_and_load(record, settings, model, scheduling)
+    model = () if settings.is_smoke else (str(_model(settings)),)
+    both = ("off",) if settings.is_smoke else ("auto", "off")
+    for scheduling in both[:1] if settings.shape != _SMALL else both:
+        _serve_and_load(record, settings, model, scheduling)
 
 
-def _model(folder: Path) -> Path:
-    """With a tokenizer, which the shapes of the other parts do without."""
-    module = "campaigns.checkpoints.make_shapes"  # in a process of its own, which loads torch and ends
-    command = [sys.executable, "-m", module, "--out", str(folder), "--shapes", _SHAPE]
-    subprocess.run(command, cwd=_ROOT, check=True)
-    return folder / _SHAPE
+def _model(settings: "Settings") -> Path:
+    """Add a tokenizer, which the other parts do without."""
+    folder = checkpoint(settings.shape, settings.checkpoints)
+    if not (folder / "tokenizer.json").exists():
+        write_full_tokenizer(folder, SHAPES[settings.shape].vocab_size)
+    return folder
 
 
 def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...], scheduling: str) -> None:

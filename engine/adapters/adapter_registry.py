@@ -28,18 +28,43 @@ def is_adapter_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+class _Load:
+    """A question to all engines that were ready when it was asked."""
+
+    def __init__(self, engines: Iterable[int]) -> None:
+        self._open = set(engines)
+        self.answers: list[AdapterAnswer] = []
+        self.is_over = asyncio.Event()
+        if not self._open:
+            self.is_over.set()
+
+    def close(self, engine: int, answer: AdapterAnswer | None) -> None:
+        """Take an engine's answer; None: it has ended."""
+        if engine not in self._open:
+            return
+        self._open.discard(engine)
+        if answer is not None:
+            self.answers.append(answer)
+        if not self._open:
+            self.is_over.set()
+
+
 class AdapterRegistry:
-    """The adapters by name. `send` posts to the engine process; answers come by `take_answer`."""
+    """The adapters by name. `send` posts to all engines, and `ready` says which of them will answer."""
 
     def __init__(
-        self, directory: str | None, taken_names: Iterable[str], send: Callable[[ToEngine], None]
+        self,
+        directory: str | None,
+        taken_names: Iterable[str],
+        send: Callable[[ToEngine], None],
+        ready: Callable[[], Iterable[int]],
     ) -> None:
         self._directory = None if directory is None else Path(directory)
         self._taken_names = frozenset(taken_names)
-        self._send = send
+        self._send, self._ready = send, ready
         self._by_name: dict[str, ServedAdapter] = {}
         self._num_questions = 0
-        self._answers: dict[int, asyncio.Future[AdapterAnswer]] = {}
+        self._load: _Load | None = None
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -83,17 +108,17 @@ class AdapterRegistry:
             self._send(ForgetAdapter(identity=adapter.identity))
         return adapter is not None
 
-    def take_answer(self, answer: AdapterAnswer) -> None:
-        """Take the answer of the engine process."""
-        waiting = self._answers.get(answer.question)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def take_answer(self, engine: int, answer: AdapterAnswer) -> None:
+        """Take the answer of an engine. One that comes too late is undone."""
+        if self._load is not None and answer.question == self._num_questions:
+            self._load.close(engine, answer)
+        else:
+            self._undo([answer])
 
-    def engine_died(self) -> None:
-        """End what waits for the engine process."""
-        for waiting in self._answers.values():
-            if not waiting.done():
-                waiting.set_exception(EngineUnavailable("the engine stopped"))
+    def engine_died(self, engine: int) -> None:
+        """Wait no longer for an engine. Its next process learns from requests what it must know."""
+        if self._load is not None:
+            self._load.close(engine, None)
 
     def _find(self, folder_name: str) -> Path:
         """Find a folder directly below the directory. Raises RequestRejected."""
@@ -113,20 +138,33 @@ class AdapterRegistry:
         return folder
 
     async def _ask(self, name: str, folder: Path) -> AdapterFacts:
+        """Let all engines load a folder. If one refuses, the others give it up again."""
         self._num_questions += 1
-        question = self._num_questions
-        answer: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
-        self._answers[question] = answer
-        self._send(LoadAdapter(question=question, name=name, folder=str(folder)))
+        self._load = load = _Load(self._ready())
+        self._send(LoadAdapter(question=self._num_questions, name=name, folder=str(folder)))
         try:
-            found = await asyncio.wait_for(answer, _MAX_LOAD_S)
+            await asyncio.wait_for(load.is_over.wait(), _MAX_LOAD_S)
         except TimeoutError:
+            self._undo(load.answers)
             raise EngineUnavailable("the engine did not answer in time") from None
         finally:
-            del self._answers[question]
-        if found.facts is None:
-            raise RequestRejected(f"the adapter {name!r} is refused: {found.refusal}", param="lora_path")
-        return found.facts
+            self._load = None
+        found = {answer.facts for answer in load.answers if answer.facts is not None}
+        refusal = next((answer.refusal for answer in load.answers if answer.facts is None), None)
+        if refusal is None and len({facts.identity for facts in found}) == 1:
+            return found.pop()
+        self._undo(load.answers)
+        if not load.answers:
+            raise EngineUnavailable("the engine stopped")
+        refusal = refusal or "engines read different files: they were changed meanwhile"
+        raise RequestRejected(f"the adapter {name!r} is refused: {refusal}", param="lora_path")
+
+    def _undo(self, answers: Iterable[AdapterAnswer]) -> None:
+        """Let engines give up what they loaded and what no name stands for."""
+        served = {adapter.identity for adapter in self._by_name.values()}
+        loaded = {answer.facts.identity for answer in answers if answer.facts is not None}
+        for identity in sorted(loaded - served):
+            self._send(ForgetAdapter(identity=identity))
 
 
 def _served(facts: AdapterFacts) -> ServedAdapter:

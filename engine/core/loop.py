@@ -295,7 +295,7 @@ class EngineLoop:
             self._fail(step)
         else:
             self._num_failed_in_a_row = 0
-            self._observe(step)
+            self._observe(step, result)
             if not result.failures:
                 # Aborts that came during the step win over its results. They must not win over failures:
                 # the KV that failed sequences wrote is forgotten while they are still known.
@@ -304,13 +304,17 @@ class EngineLoop:
             if result.draft_token_ids:
                 self._scheduler.update_draft_token_ids(result.draft_token_ids)
 
-    def _observe(self, step: _StepUnderWay) -> None:
-        """Measure the step on the device, which begins it when the step before is done."""
+    def _observe(self, step: _StepUnderWay, result: ModelRunnerOutput) -> None:
+        """Measure the step on the device, which begins it when the step before is done.
+
+        Drafts for the next one are made behind it, in passes of their own.
+        """
         now_s = self._clock()
         took_s = now_s - max(step.launched_s, self._last_result_s)
         self._last_result_s = now_s
         self._execute_s += took_s
-        self._scheduler.observe_step(step.plan, took_s)
+        took_s -= sum(seconds for _, seconds in result.draft_passes)
+        self._scheduler.observe_step(step.plan, took_s, result.draft_passes)
 
     def _fail(self, step: _StepUnderWay) -> None:
         """Fail the sequences of a step. Called within an except clause, for the log."""

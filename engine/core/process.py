@@ -36,7 +36,7 @@ from engine.processes.child_process import (
 )
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import EngineSide
-from scheduler.config import DraftAdmission, PrefixCaching, SchedulerConfig, SchedulerOptions
+from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
 from worker.ranks.rank_places import make_places
@@ -93,6 +93,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     if group is not None:
         group.lead(worker, stage)
         executor = group
+        beside = beside._replace(adapters=group.adapters_of_all(worker.adapters))
         if facts.num_stages > 1:
             beside = beside._replace(has_result=group.has_result)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
@@ -163,6 +164,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
         max_drafts=facts.max_drafts,
+        draft_supply=DraftSupply.ASKED if facts.has_draft_model else DraftSupply.FREE,
         num_stages=facts.num_stages,
     )
 

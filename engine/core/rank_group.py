@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 
+from engine.core.adapter_desk import Adapters
 from engine.core.loop import Executor, Launched
 from engine.core.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
-from engine.core.rank_plans import PlansOut, RankStep, ResultsIn
+from engine.core.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
 from engine.core.stage_steps import StageSteps
 from engine.processes import child_process
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.ranks.rank_places import RankPlace
+from worker.worker_config import AdapterFacts
 
 if TYPE_CHECKING:
     from worker.ranks.stage import Stage
@@ -85,6 +87,10 @@ class RankGroup:
         self._worker = worker
         if self._results is not None:
             self._steps = StageSteps(worker, stage)
+
+    def adapters_of_all(self, own: Adapters | None) -> Adapters | None:
+        """Make one of the stores of all ranks; None where adapters are not computed."""
+        return None if own is None else RankAdapters(own, self._plans.send)
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         """Begin a step on all ranks. An error ends the process: the others wait within their step."""
@@ -172,6 +178,31 @@ class RankGroup:
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.kill()
+
+
+class RankAdapters:
+    """The stores of adapters of all ranks as one: each makes the same calls between the same steps."""
+
+    def __init__(self, own: Adapters, send: Callable[[AdapterOrder], None]) -> None:
+        self._own, self._send = own, send
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Identities in memory, which are the same on all ranks."""
+        return self._own.resident
+
+    def load(self, name: str, folder: str) -> AdapterFacts:
+        """Read a folder on all ranks. Raises AdapterRefused, and nothing changes, if one of them cannot."""
+        self._send(AdapterOrder("load", (name, folder)))
+        return self._own.load(name, folder)
+
+    def introduce(self, identity: str, folder: str) -> None:
+        self._send(AdapterOrder("introduce", (identity, folder)))
+        self._own.introduce(identity, folder)
+
+    def forget(self, identity: str) -> None:
+        self._send(AdapterOrder("forget", (identity,)))
+        self._own.forget(identity)
 
 
 class _StepOfStages(NamedTuple):

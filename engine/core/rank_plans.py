@@ -1,4 +1,4 @@
-"""The plans of steps on their way to ranks, and results on their way back from the last stage of a pipeline.
+"""Plans and changes of adapters on their way to ranks, and results on their way back from the last stage.
 
 Owns: their encoding, and a one-way channel for each rank in the directory of the engine process.
 Never: decides what is sent (rank_group.py).
@@ -7,7 +7,7 @@ Never: decides what is sent (rank_group.py).
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -36,6 +36,13 @@ class RankStep(NamedTuple):
     sampled: list[list[int]]
 
 
+class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
+    """A call of the store of adapters, which all ranks make between the same two steps."""
+
+    call: Literal["load", "introduce", "forget"]
+    arguments: tuple[str, ...]
+
+
 class StageResult(NamedTuple):
     """The result of a step, and its tokens in the order of rows."""
 
@@ -43,7 +50,7 @@ class StageResult(NamedTuple):
     token_ids: list[int]
 
 
-decode_step = msgspec.msgpack.Decoder(RankStep).decode
+decode_order = msgspec.msgpack.Decoder(RankStep | AdapterOrder).decode
 _decode_result = msgspec.msgpack.Decoder(StageResult).decode
 
 
@@ -63,9 +70,9 @@ class PlansOut:
             socket.linger = 0
             socket.bind(_address(directory, rank))
 
-    def send(self, step: RankStep) -> None:
+    def send(self, order: RankStep | AdapterOrder) -> None:
         """Post to all ranks without waiting for any."""
-        self._send(encode_plan(step))
+        self._send(encode_plan(order))
 
     def say_goodbye(self) -> None:
         """Let all ranks end once they have carried out what was posted."""
@@ -88,10 +95,10 @@ class PlansIn:
         self._socket.set_hwm(0)
         self._socket.connect(_address(directory, rank))
 
-    def receive(self) -> RankStep | None:
-        """Wait for the next step; None at the end."""
+    def receive(self) -> RankStep | AdapterOrder | None:
+        """Wait for the next step, or for what comes before it; None at the end."""
         message = self._socket.recv()
-        return None if message == _GOODBYE else decode_step(message)
+        return None if message == _GOODBYE else decode_order(message)
 
     def close(self) -> None:
         self._context.destroy(linger=0)

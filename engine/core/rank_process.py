@@ -11,15 +11,15 @@ PLACE is a RankPlace as JSON; the configuration is in DIRECTORY.
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.core.loop import Executor
 from engine.core.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.core.pulse import StepPulse
-from engine.core.rank_plans import PlansIn, ResultsOut, StageResult
+from engine.core.rank_plans import AdapterOrder, PlansIn, ResultsOut, StageResult
 from engine.core.stage_steps import StageSteps, compute_last
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
@@ -35,9 +35,11 @@ from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import PulseSide
 from worker.ranks.rank_places import RankPlace
 from worker.startup.put_off import import_torch
+from worker.worker_errors import AdapterRefused
 
 if TYPE_CHECKING:
     from worker.ranks.stage import Stage
+    from worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +85,13 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     return 0
 
 
-def _carry_out(plans: PlansIn, worker: Executor, stage: "Stage", results: ResultsOut | None) -> None:
+def _carry_out(plans: PlansIn, worker: "Worker", stage: "Stage", results: ResultsOut | None) -> None:
     """Compute all steps until goodbye."""
     steps = None if stage.is_last else StageSteps(worker, stage)
     while (step := plans.receive()) is not None:
+        if isinstance(step, AdapterOrder):
+            change_adapters(worker, step)
+            continue
         if steps is not None:
             for token_ids in step.sampled:
                 steps.learn(token_ids)
@@ -95,6 +100,14 @@ def _carry_out(plans: PlansIn, worker: Executor, stage: "Stage", results: Result
         result = StageResult(*compute_last(worker, stage, step.plan))
         if results is not None and stage.count > 1:
             results.send(result)
+
+
+def change_adapters(worker: "Worker", order: AdapterOrder) -> None:
+    """Make the call that rank 0 makes too; it answers for all whether an adapter is refused."""
+    store = worker.adapters
+    assert store is not None, "rank 0 has a store"
+    with suppress(AdapterRefused):
+        getattr(store, order.call)(*order.arguments)
 
 
 def read_place(argument: str) -> RankPlace:

@@ -410,7 +410,8 @@ class ActiveRequests:
         sizes = [view.size for view in self._dispatcher.views if view.size is not None]
         if not self._chooses or not self._reads_prefixes or not sizes or isinstance(request, PoolingRequest):
             return []
-        return prompt_keys(request.prompt_token_ids, sizes[0].block_size, root_key(request.terms.cache_salt))
+        root = root_key(request.terms.cache_salt, _adapter_of(request).get("adapter", ""))
+        return prompt_keys(request.prompt_token_ids, sizes[0].block_size, root)
 
     def _cut_off(self, active: AnyActive, error: EngineError) -> None:
         if active.is_over:  # complete; its reader has not fetched the rest yet

@@ -90,9 +90,13 @@ class AsyncEngine:
         self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send)
         self.metrics.watch_load(self._requests.live_counts)
         self._questions = Questions(self._engines.send)
-        self._adapters = AdapterRegistry(config.lora_directory, config.served_names, self._engines.send_all)
-        max_adapters = config.scheduler.max_adapters
-        self._adapter_metrics = AdapterMetrics(max_adapters, lambda: self._adapters.served)
+        self._adapters = AdapterRegistry(
+            config.lora_directory, config.served_names, self._engines.send_all, self._health.ready_engines
+        )
+        max_adapters = config.scheduler.max_adapters * config.num_engines
+        self._adapter_metrics = AdapterMetrics(
+            max_adapters, lambda: self._adapters.served, self._adapters_in_line
+        )
         if max_adapters:
             self.metrics.registry.register(self._adapter_metrics)
         self._kv_events = None if config.kv_events is None else KVPublisher(config.kv_events)
@@ -309,7 +313,7 @@ class AsyncEngine:
         Raises EngineUnavailable.
         """
         self._health.require_ready(now_s=time.monotonic())
-        engines = [number for number, each in enumerate(self._health.engines) if each.is_ready]
+        engines = self._health.ready_engines()
         in_line = [report_in_line(*each) for each in enumerate(self._requests.line())]
         reports, num_live = await self._questions.ask(page, engines, in_line)
         return [self._name(report) for report in reports], num_live
@@ -338,6 +342,12 @@ class AsyncEngine:
         is_there = self._adapters.unload(name)
         self._info = replace(self.info, adapters=self._adapters.served)
         return is_there
+
+    def _adapters_in_line(self) -> tuple[str, ...]:
+        """Identities of the adapters of requests that no engine has."""
+        requests = (active.request for active in self._requests.line())
+        adapters = (each.adapter for each in requests if isinstance(each, GenerationRequest))
+        return tuple(adapter.identity for adapter in adapters if adapter is not None)
 
     def _name(self, report: dict[str, Any]) -> dict[str, Any]:
         """Add the names by which clients know the sequence: request and choice."""
@@ -372,7 +382,7 @@ class AsyncEngine:
                 self._health.engines[engine].beat(message, now_s=time.monotonic())
                 self.metrics.beat(engine, message)
                 self._requests.note_load(engine, message.stats)
-                self._adapter_metrics.beat(message.adapters)
+                self._adapter_metrics.beat(engine, message.adapters)
             case View():
                 self._viewers.show(self._views.join(engine, message.document))
             case Pulse():
@@ -380,7 +390,7 @@ class AsyncEngine:
             case Explanation():
                 self._questions.answer(engine, message)
             case AdapterAnswer():
-                self._adapters.take_answer(message)
+                self._adapters.take_answer(engine, message)
             case Loading():
                 self._health.engines[engine].loading(message.progress, now_s=time.monotonic())
             case Ready():
@@ -419,7 +429,8 @@ class AsyncEngine:
         self.metrics.engine_is_gone(engine)
         self._views.forget(engine)
         self._questions.forget(engine)
-        self._adapters.engine_died()
+        self._adapters.engine_died(engine)
+        self._adapter_metrics.beat(engine, None)
         if self._kv_events is not None:
             self._kv_events.forget(engine)
         if self._health.welcome is Welcome.CLOSED and not self._health.became_ready.is_set():

@@ -49,6 +49,10 @@ class HealthMonitor:
         if not any(each.is_ready for each in self.engines):
             self.became_ready.clear()
 
+    def ready_engines(self) -> list[int]:
+        """Number the engines whose model is loaded."""
+        return [number for number, each in enumerate(self.engines) if each.is_ready]
+
     def judge(self, *, now_s: float) -> Health:
         best = self._best(now_s)
         is_open = self.welcome is Welcome.OPEN

@@ -29,7 +29,7 @@ class AdapterOptions(ModelOptions):
         Group.MODEL,
         Text(metavar="NAME=FOLDER"),
         'LoRA adapter that requests choose by its name in `model`; or JSON: {"name": "a", "path": "b"}. '
-        "Repeat it for several. Folders as peft saves them, with safetensors. On CPUs, with one rank.",
+        "Repeat it for several. Folders as peft saves them, with safetensors.",
         arity=Arity.MANY,
         open_default="none",
         default=(),
@@ -93,14 +93,6 @@ def adapter_config(options: AdapterOptions, served_names: tuple[str, ...]) -> Ad
         raise OptionError(
             f"--lora-directory {directory}", "there is no such folder", "make it, or correct it"
         )
-    divided = "layers that are divided among processes compute no adapters yet"
-    for key, value, reason in (
-        ("--tensor-parallel-size", options.tensor_parallel_size, divided),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size, divided),
-        ("--data-parallel-size", options.data_parallel_size, "adapters come and go in one engine only yet"),
-    ):
-        if value > 1:
-            raise OptionError(f"{_FLAG} with {key} {value}", reason, "use one")
     max_loras = options.max_loras or _DEFAULT_MAX_LORAS
     max_in_memory = options.max_cpu_loras or 2 * max_loras
     if max_in_memory < max_loras:

@@ -45,7 +45,7 @@ from scheduler.prefix_keys import JournalContent
 from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import config_overrides, generation_overrides
-from worker.worker_config import WorkerConfig
+from worker.worker_config import SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
@@ -147,7 +147,8 @@ def resolve(
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)
     _check_checksums(options.checksums, folder)
-    return _engine_config(options, folder, name), ServerConfig(
+    speculation = speculation_config(options, lambda draft: _find_draft_model(draft, environment))
+    return _engine_config(options, folder, name, speculation), ServerConfig(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
@@ -170,7 +171,13 @@ def resolve(
     )
 
 
-def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
+def _find_draft_model(model: str, environment: Mapping[str, str]) -> Path:
+    folder, _ = _find_model(model, environment)
+    _check_checkpoint(folder)
+    return folder
+
+
+def _engine_config(options: Options, folder: Path, name: str, speculation: SpeculationConfig) -> EngineConfig:
     limits = _step_limits(options)
     served_names = options.served_model_name or (name,)
     adapters = adapter_config(options, served_names)
@@ -190,7 +197,7 @@ def _engine_config(options: Options, folder: Path, name: str) -> EngineConfig:
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
-        worker=_worker_config(options, folder, limits, adapters),
+        worker=replace(_worker_config(options, folder, limits, adapters), speculation=speculation),
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
         kv_events=kv_events_config(options, served_names[0]),
@@ -219,9 +226,9 @@ def _worker_config(
         max_num_batched_tokens=limits.num_tokens,
         cpu_kernels=options.cpu_kernels,
         gpu_kernels=options.gpu_kernels,
+        attention_backend=options.attention_backend,
         enforce_eager=options.enforce_eager,
         quantization=options.quantization,
-        speculation=speculation_config(options),
         quantize_head=options.quantize_head,
         activations=options.activations,
         adapter_limits=adapters.limits,

@@ -161,6 +161,13 @@ class ModelOptions(EdgeOptions):
         "Turn them off to see whether a wrong answer comes from them.",
         default="auto",
     )
+    attention_backend: str = _option(
+        Group.MODEL,
+        Choice(words=("triton", "fa3")),
+        "Kernels of attention on a GPU. triton: Tokenyard's own. fa3: FlashAttention 3 where it is installed "
+        "and a trial at start finds it right and 5% faster, which starts some seconds later.",
+        default="triton",
+    )
     enforce_eager: bool = _option(
         Group.MODEL,
         Switch(),

@@ -1,11 +1,13 @@
-"""The value of --speculative-config: one JSON object, spelled as other servers spell it.
+"""The options of speculation: one JSON object, spelled as other servers spell it, and a draft model alone.
 
-Owns: the option, its keys, their bounds, and the methods that are refused by name.
+Owns: the options, the object's keys, their bounds, and the methods that are refused by name.
 Never: decides how many drafts a step verifies (scheduler/step/draft_choice.py): the numbers are ceilings.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.options.adapter_options import AdapterOptions
@@ -14,12 +16,10 @@ from engine.options.option_values import Text
 from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
 _FLAG = "--speculative-config"
-_METHODS = (DraftMethod.NGRAM.value, DraftMethod.SUFFIX.value)
-_BOUNDS = {
-    "num_speculative_tokens": (1, MAX_DRAFTS),
-    "prompt_lookup_min": (1, 16),
-    "prompt_lookup_max": (1, 16),
-}
+_MODEL_FLAG = "--speculative-model"
+_METHODS = (DraftMethod.NGRAM.value, DraftMethod.SUFFIX.value, DraftMethod.DRAFT_MODEL.value)
+_LOOKUPS = {"prompt_lookup_min": (1, 16), "prompt_lookup_max": (1, 16)}
+_BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS), **_LOOKUPS}
 _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 8}\''
 
 
@@ -33,39 +33,71 @@ class SpeculationOptions(AdapterOptions):
         'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
         "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
+        '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model. '
         "On CPUs, with one rank.",
         open_default="only the `prediction` of a request is used",
         default=None,
     )
+    speculative_model: str | None = declared(
+        Group.SCHEDULER,
+        Text(metavar="MODEL"),
+        "Smaller model with the same tokenizer, as --model names one, that guesses tokens for the model to "
+        "verify. Its weights, and its keys and values in every KV block, take memory; it guesses only where "
+        "that is expected to save time.",
+        open_default="none",
+        default=None,
+    )
 
 
-def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
-    """Parse and check the option; without it only predictions of requests are drafted. Raises OptionError."""
-    if options.speculative_config is None:
+def speculation_config(options: SpeculationOptions, find_model: Callable[[str], Path]) -> SpeculationConfig:
+    """Parse and check the options; without them only predictions of requests are drafted. Raises OptionError.
+
+    `find_model` finds a checkpoint's folder by what the operator calls it.
+    """
+    if options.speculative_config is None and options.speculative_model is None:
         return SpeculationConfig()
-    asked = _read(options.speculative_config)
-    method = asked.pop("method", None)
-    if "model" in asked or method not in _METHODS:
-        key, value = ("model", asked["model"]) if "model" in asked else ("method", method)
+    asked = {} if options.speculative_config is None else _read(options.speculative_config)
+    model = _take_model(options, asked)
+    method = asked.pop("method", None if model is None else DraftMethod.DRAFT_MODEL.value)
+    if method not in _METHODS:
         _refuse(
-            f'"{key}": {json.dumps(value)} is not supported: drafts come from texts, not from a second model',
+            f'"method": {json.dumps(method)} is not supported',
             f"use one of the methods {', '.join(_METHODS)}",
         )
-    for key, value in asked.items():
-        if key not in _BOUNDS:
-            _refuse(f"the key {key!r} is not known", f"use method, {', '.join(_BOUNDS)}")
-        low, high = _BOUNDS[key]
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            _refuse(f"{key} must be a whole number from {low} to {high}", f"write {_EXAMPLE}, say")
+    if (model is not None) != (method == DraftMethod.DRAFT_MODEL):
+        given = "no model is named" if model is None else f"the method {method} asks no model"
+        _refuse(given, f'use the method draft_model with a "model", or with {_MODEL_FLAG}')
+    _check_numbers(
+        asked, _BOUNDS if model is None else {key: _BOUNDS[key] for key in _BOUNDS.keys() - _LOOKUPS}
+    )
     if "prompt_lookup_max" in asked:
         asked.setdefault("prompt_lookup_min", min(asked["prompt_lookup_max"], 2))
     elif "prompt_lookup_min" in asked:
         asked["prompt_lookup_max"] = max(asked["prompt_lookup_min"], 5)
-    config = SpeculationConfig(method=DraftMethod(method), **asked)
-    if config.prompt_lookup_min > config.prompt_lookup_max:
+    if asked.get("prompt_lookup_min", 0) > asked.get("prompt_lookup_max", 0):
         _refuse("prompt_lookup_min is above prompt_lookup_max", "exchange them")
     _check_steps(options)
-    return config
+    path = "" if model is None else str(find_model(model))
+    return SpeculationConfig(method=DraftMethod(method), model_path=path, **asked)
+
+
+def _take_model(options: SpeculationOptions, asked: dict[str, Any]) -> str | None:
+    """Take the draft model out of the object, or from its own option."""
+    model = asked.pop("model", None)
+    if model is not None and (not isinstance(model, str) or not model):
+        _refuse(f'"model": {json.dumps(model)} is not the name of a model', "write a folder or a hub name")
+    if model is not None and options.speculative_model is not None:
+        _refuse(f'a "model" is in it, and {_MODEL_FLAG} names one', "name the draft model once")
+    return options.speculative_model if model is None else model
+
+
+def _check_numbers(asked: dict[str, Any], bounds: dict[str, tuple[int, int]]) -> None:
+    for key, value in asked.items():
+        if key not in bounds:
+            _refuse(f"the key {key!r} is not known here", f"use method, model, {', '.join(bounds)}")
+        low, high = bounds[key]
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            _refuse(f"{key} must be a whole number from {low} to {high}", f"write {_EXAMPLE}, say")
 
 
 def _check_steps(options: SpeculationOptions) -> None:
@@ -75,13 +107,19 @@ def _check_steps(options: SpeculationOptions) -> None:
         ("--pipeline-parallel-size", options.pipeline_parallel_size),
     ):
         if value > 1:
-            raise OptionError(f"{_FLAG} with {key} {value}", "ranks verify no drafts yet", "use one")
+            raise OptionError(
+                f"{_asked_flag(options)} with {key} {value}", "ranks verify no drafts yet", "use one"
+            )
     if options.device.startswith("cuda"):
         raise OptionError(
-            f"{_FLAG} with --device {options.device}",
+            f"{_asked_flag(options)} with --device {options.device}",
             "the steps of a GPU verify no drafts yet",
             "use --device cpu, or leave it out",
         )
+
+
+def _asked_flag(options: SpeculationOptions) -> str:
+    return _MODEL_FLAG if options.speculative_config is None else _FLAG
 
 
 def _read(text: str) -> dict[str, Any]:

@@ -4,10 +4,10 @@ Owns: what was decided so far, and the budget that is left.
 Never: decides.
 """
 
+from scheduler.draft_messages import DraftChoice
 from scheduler.messages import (
     BlockCopy,
     BlockId,
-    DraftChoice,
     EncoderInput,
     NewSequence,
     Preemption,
@@ -33,6 +33,7 @@ class PlanDraft:
         "new_sequences",
         "now_s",
         "num_blocks_for_growth",
+        "num_drafts_wanted",
         "preemptions",
         "released",
         "swap_in",
@@ -51,6 +52,7 @@ class PlanDraft:
         self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
         self.draft_token_ids: dict[SequenceId, tuple[int, ...]] = {}
         self.draft_choice: DraftChoice | None = None
+        self.num_drafts_wanted: dict[SequenceId, int] = {}
         self.encoder_inputs: dict[SequenceId, tuple[EncoderInput, ...]] = {}
         self.preemptions: list[Preemption] = []
         self.released: list[SequenceId] = []
@@ -78,6 +80,7 @@ class PlanDraft:
             self.draft_token_ids,
             self.encoder_inputs,
             self.draft_choice,
+            self.num_drafts_wanted,
         )
 
 

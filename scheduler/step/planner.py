@@ -19,6 +19,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from scheduler.config import Batching, Displacement, Fairness
+from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     FinishReason,
     PreemptionCause,
@@ -115,6 +116,7 @@ class Planner:
         else:
             self._serve_running(plan)
             self._admission.admit_waiting(plan)
+        self._shares.ask_for_drafts(plan)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
@@ -133,8 +135,9 @@ class Planner:
             if prefills:
                 budget.reserve(min(prefills, key=_rank_of))
 
-    def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
-        """Learn how long a plan took."""
+    def observe_step(self, plan: SchedulerOutput, seconds: float, passes: DraftPasses) -> None:
+        """Learn how long a plan took, and passes of a draft model after it."""
+        self._shares.observe_draft_passes(passes)
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
         self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill)

@@ -1,7 +1,8 @@
 """Share of a step that one sequence gets: a decode, a chunk of its prompt, a decode with drafts.
 
-Owns: the size of a share, and what goes with it: blocks found from now on, drafts, encoder inputs. Drafts are
-guesses at the next tokens of a running sequence, until a plan verifies them.
+Owns: the size of a share, and what goes with it: blocks found from now on, drafts, encoder inputs; the blocks
+into which a draft model may write ahead. Drafts are guesses at the next tokens of a running sequence, until
+a plan verifies them.
 Never: admits (admission.py), serves (planner.py) or preempts (preemption.py) a sequence; makes or judges a
 draft: the worker does both.
 Source: speculative decoding, arXiv:2211.17192. A share of 1 + k tokens computes the last known token and k
@@ -15,7 +16,8 @@ fit.
 from collections.abc import Callable
 from functools import partial
 
-from scheduler.config import DraftAdmission
+from scheduler.config import DraftAdmission, DraftSupply
+from scheduler.draft_messages import DraftPasses
 from scheduler.messages import ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SchedulingBudget
@@ -44,6 +46,7 @@ class TokenShares:
         self._rule: DraftRule | None = None
         if state.config.draft_admission is DraftAdmission.PAYING and state.config.max_drafts:
             self._rule = DraftRule(state.config.max_drafts)
+        self._asks = bool(state.config.max_drafts) and state.config.draft_supply is DraftSupply.ASKED
         self.encoder_cache = EncoderCache(state.config)
 
     def decode(self, seq: Sequence, plan: PlanDraft) -> None:
@@ -63,8 +66,8 @@ class TokenShares:
 
     @property
     def has_extras(self) -> bool:
-        """Whether drafts, or inputs to encode, may change what a decode gets."""
-        return bool(self._drafts or self._state.config.max_encoder_tokens)
+        """Whether drafts, or inputs to encode, may change what a decode gets, or what a plan asks for."""
+        return bool(self._drafts or self._asks or self._state.config.max_encoder_tokens)
 
     def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
         """Give each one token, as `decode` does, in one loop, and complete the plan.
@@ -150,10 +153,57 @@ class TokenShares:
         )
         self._drafts = {each: self._drafts[each][:num] for each, num in chosen.items()}
 
+    def ask_for_drafts(self, plan: PlanDraft) -> None:
+        """Ask a draft model for the drafts of the next step that are expected to pay, after all shares.
+
+        None while prompts are computed: the next step would hardly verify them.
+        """
+        if not self._asks or len(plan.chunks) > len(plan.draft_token_ids):
+            return
+        decodes = {share.sequence_id for share in (*plan.decodes, *plan.chunks)}
+        decoding = [seq for seq in self._state.queues.running if seq.sequence_id in decodes]
+        room = {seq.sequence_id: self._num_worth_asking(seq, plan) for seq in decoding if not seq.prediction}
+        wanted = room if self._rule is None else self._rule.ask(room, num_decodes=len(decoding))
+        if wanted:
+            self._keep_room(wanted, plan)
+
+    def _num_worth_asking(self, seq: Sequence, plan: PlanDraft) -> int:
+        """Count the drafts that a sequence may still have after all that this plan may bring."""
+        num_brought = 1 + len(plan.draft_token_ids.get(seq.sequence_id, ()))
+        num_left = seq.max_length - seq.num_tokens - num_brought - 1
+        return max(min(num_left, self._state.config.max_drafts), 0)
+
+    def _keep_room(self, wanted: dict[SequenceId, int], plan: PlanDraft) -> None:
+        """Give blocks to drafts that are asked for, of those that no growth in the next step will ask for."""
+        running = self._state.queues.running
+        num_free = self._kv.pool.num_free - sum(
+            self._kv.num_missing(each, num_lookahead=1) for each in running
+        )
+        for seq in running:
+            num_drafts = wanted.get(seq.sequence_id, 0)
+            if not num_drafts:
+                continue
+            # Where this plan verifies drafts, they may all hold.
+            num_ahead = num_drafts + 1 + len(plan.draft_token_ids.get(seq.sequence_id, ()))
+            num_missing = self._kv.num_missing(seq, num_lookahead=num_ahead)
+            if num_missing > num_free:
+                continue
+            num_free -= num_missing
+            fresh = self._kv.append(seq, num_lookahead=num_ahead)
+            if fresh:
+                plan.new_blocks[seq.sequence_id] = plan.new_blocks.get(seq.sequence_id, ()) + fresh
+            plan.num_drafts_wanted[seq.sequence_id] = num_drafts
+
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """Learn how long a step without prompts took, while drafts are about."""
-        if self._rule is not None and not self._rule.is_idle:
+        if self._rule is not None and (self._asks or not self._rule.is_idle):
             self._rule.costs.observe(plan.num_scheduled_tokens, seconds)
+
+    def observe_draft_passes(self, passes: DraftPasses) -> None:
+        """Learn how long passes of the draft model took."""
+        if self._rule is not None:
+            for num_tokens, seconds in passes:
+                self._rule.pass_costs.observe(num_tokens, seconds)
 
     def _decode_with_drafts(
         self, seq: Sequence, start: int, drafts: tuple[int, ...], plan: PlanDraft

@@ -11,7 +11,7 @@ from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.lengths import LengthDistribution
 from bench.simulate.replica import Replica, Stuck, Tallies
 from bench.simulate.router import LeastBusy, RouterKind, router_of
-from bench.simulate.setup import Setup
+from bench.simulate.setup import Setup, variant, with_drafts
 from bench.simulate.simulate_report import RunReport, report_of
 from bench.simulate.simulate_run import simulate
 from bench.simulate.tally import GapCounts, QueueLine, Slo
@@ -273,3 +273,35 @@ def test_a_scheduler_that_plans_nothing_is_reported_and_not_waited_for(
     monkeypatch.setattr("scheduler.scheduler.Scheduler.schedule", lambda _, *, now_s: empty)
     with pytest.raises(Stuck, match="waiting=1"):
         run([SimRequest(arrival_s=0.0, prompt_len=5, max_tokens=5)])
+
+
+BURST = [SimRequest(arrival_s=0.0, prompt_len=32, max_tokens=500) for _ in range(4)]
+
+
+def with_rates(*rates: float, pass_s: float = 0.0, **changes: object) -> RunReport:
+    setup = with_drafts(one_replica(), rates, pass_s)
+    return report_of(simulate(BURST, replace(setup, config=replace(setup.config, **changes)), NO_SLO))
+
+
+def test_drafts_that_hold_make_fewer_steps_and_take_the_time_of_their_tokens() -> None:
+    plain, drafted = run(BURST), with_rates(1.0, 1.0, 1.0, draft_admission="all")
+    assert drafted.accepted_share == 1.0
+    assert drafted.num_steps == pytest.approx(plain.num_steps / 4, abs=4)
+    assert drafted.classes[0].num_output_tokens == plain.classes[0].num_output_tokens
+    assert with_rates(0.6, 0.6) == with_rates(0.6, 0.6), "the same to the last bit"
+
+
+@pytest.mark.parametrize(("rate", "pass_s"), [(0.1, 0.0), (0.9, 0.0), (0.1, 0.004), (0.9, 0.004), (0.9, 0.1)])
+def test_the_rule_of_the_server_chooses_among_simulated_drafts(rate: float, pass_s: float) -> None:
+    plain = run(BURST).duration_s
+    chosen = with_rates(rate, rate, rate, pass_s=pass_s).duration_s
+    forced = with_rates(rate, rate, rate, pass_s=pass_s, draft_admission="all").duration_s
+    assert chosen <= 1.03 * plain
+    assert chosen <= 1.1 * forced, "the first steps measure, and the context grows fast"
+
+
+def test_variants_may_have_other_drafts() -> None:
+    base = with_drafts(one_replica(), (0.5, 0.5), 0.0)
+    other = variant(base, "draft_rates=0.9:0.8:0.7+draft_pass_ms=3")
+    assert other.drafts.rates == (0.9, 0.8, 0.7)
+    assert (other.config.max_drafts, other.config.draft_supply) == (3, "asked")

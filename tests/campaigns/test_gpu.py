@@ -224,7 +224,7 @@ def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
 def test_the_first_hour_asks_for_parts_that_exist_within_ten_minutes_a_command() -> None:
     script = (ROOT / "campaigns" / "gpu" / "first_hour.sh").read_text()
     cases = re.findall(r"^  (\w+)\)\n(.*?);;", script, re.M | re.S)
-    assert [name for name, _ in cases] == ["works", "numbers", "more"]
+    assert [name for name, _ in cases] == ["works", "numbers", "more", "served"]
     for name, body in cases:
         asked = re.findall(r"measure \$\(\((\d+) \*.*?\)\) (\S+)", body)
         assert {part for _, parts in asked for part in parts.split(",")} <= catalogue.BY_NAME.keys()
@@ -240,7 +240,7 @@ def test_a_word_that_is_no_command_of_the_first_hour_is_refused_with_its_use() -
         check=False,
     )
     assert done.returncode == 2
-    assert "works|numbers|more|all FOLDER" in done.stdout
+    assert "works|numbers|more|served|all FOLDER" in done.stdout
 
 
 @pytest.mark.parametrize("part", [anchors, pool])
@@ -249,8 +249,9 @@ def test_what_is_measured_beside_our_kernels_is_told(part: Any, settings: Settin
     tables = read_record(settings.out, "found")["tables"]
     assert all(table["rows"] for table in tables)
     if part is anchors:
-        plain, scaled, decodes, prompts = tables
-        assert len(plain["rows"]) == len(scaled["rows"]) == 2 * 5
+        plain, scaled, few, decodes, prompts = tables
+        assert len(plain["rows"]) == len(scaled["rows"]) == len(few["rows"]) == 2 * 5
+        assert all(row[3].endswith("us") for row in few["rows"])
         assert all(float(row[-1]) < 0.01 for row in scaled["rows"]), "FP8 here has the products of FP8"
         assert [row[2] for row in prompts["rows"]] == ["ours", "cuDNN", "FlashAttention"]
         assert decodes["rows"][0][2].endswith("us")

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from bench.load import load_command
+from bench.simulate import simulate_command
 from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
@@ -186,6 +187,8 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     )
     if page.name == "coming-from.md":
         others |= {*other_names._OURS, *other_names._NOT_NEEDED}
+    if page.name == "simulate.md":
+        others |= {word.removeprefix("--") for word in simulate_command.build_parser()._option_string_actions}
     if page.name == "bench.md":
         serve = next(each for each in load_command.build_parser()._actions if each.choices).choices["serve"]
         others |= {word.removeprefix("--") for word in serve._option_string_actions}
@@ -206,7 +209,7 @@ def exported() -> dict[str, Metric]:
     metrics = EngineMetrics("model", num_engines=2)
     metrics.model_is_ready(0, INFO)
     HttpMetrics(metrics.registry)
-    metrics.registry.register(AdapterMetrics(1, lambda: ()))
+    metrics.registry.register(AdapterMetrics(1, lambda: (), lambda: ()))
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 
 

@@ -50,6 +50,14 @@ def test_the_locks_differ_in_torch_and_what_comes_with_it_alone() -> None:
     assert pins_of("torch-cpu.txt")["torch"].endswith("+cpu")
 
 
+def test_the_pair_for_cuda_is_the_one_whose_triton_compiles_the_kernels_in_the_tests() -> None:
+    lines = (ROOT / "constraints-cuda.txt").read_text().splitlines()
+    pair = dict(line.split("==") for line in lines if "==" in line)
+    cuda = pins_of("cuda.txt")
+    assert pair == {name: cuda[name] for name in ("torch", "triton")}, "run scripts/write_locks.py"
+    assert pins_of("test.txt")["triton"] == pair["triton"], "run scripts/write_locks.py"
+
+
 def test_the_locks_are_by_hash_name_no_address_and_have_no_known_fault() -> None:
     command = [sys.executable, str(SCRIPTS / "audit_locks.py"), str(LOCKS)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=30)

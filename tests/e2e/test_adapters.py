@@ -50,6 +50,11 @@ def complete(server: RunningServer, model: str, **fields: object) -> str:
     return reply.json()["choices"][0]["text"]
 
 
+def ready_engines(server: RunningServer) -> float:
+    found = server.metrics()
+    return sum(found[name] for name in found if name.startswith("tokenyard:engine_ready{"))
+
+
 def load(server: RunningServer, name: str, folder: str, **fields: object) -> httpx.Response:
     return post(server, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, **fields})
 
@@ -144,6 +149,39 @@ def test_a_new_engine_process_has_the_adapters_of_the_one_before(server: Running
     wait_for(lambda: server.engine_pid not in (None, pid), within_s=30.0)
     wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, within_s=60.0)
     assert {name: complete(server, name) for name in texts} == texts
+
+
+def test_two_engines_of_two_ranks_have_the_same_adapters(
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = (
+        *("--lora-modules", f"start={folder / 'start'}", "--lora-directory", str(folder)),
+        *("--state-folder", str(tmp_path_factory.mktemp("state"))),
+        *("--data-parallel-size", "2", "--tensor-parallel-size", "2"),
+    )
+    with running_server(tmp_path, *options) as server:
+        wait_for(lambda: ready_engines(server) == 2, within_s=60.0)
+        assert load(server, "sql", "sql").status_code == 200
+        names = ("tokenyard-demo", "start", "sql")
+
+        async def ask() -> list[str]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                bodies = [
+                    {"model": name, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                    for name in names * 4
+                ]
+                replies = await asyncio.gather(
+                    *(client.post("/v1/completions", json=each) for each in bodies)
+                )
+                return [reply.json()["choices"][0]["text"] for reply in replies]
+
+        texts = asyncio.run(ask())
+        assert texts == texts[:3] * 4, "whichever engine answers"
+        assert len(set(texts)) == 3
+        in_memory = 'tokenyard:adapter_in_memory{adapter="sql",rank="4"}'
+        wait_for(lambda: server.metrics().get(in_memory) == 2, within_s=10.0)
+        assert post(server, "/v1/unload_lora_adapter", {"lora_name": "sql"}).status_code == 200
+        assert post(server, "/v1/completions", {"model": "sql", "prompt": "x"}).status_code == 404
 
 
 def test_what_is_refused_stays_out(server: RunningServer, folder: Path) -> None:

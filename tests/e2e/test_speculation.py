@@ -8,7 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.options.engine_config import DEMO_MODEL
 from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.worker.speculation.draft_checkpoints import write_draft
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}'
 REPEATING = "one two three four one two three four one two three four one two"
@@ -90,6 +92,28 @@ def test_a_prediction_changes_no_text_and_usage_says_how_much_of_it_held(plain_s
     wrong = {"type": "content", "content": [{"type": "text", "text": "Nothing of the kind. " * 20}]}
     found = post(plain_server, "/v1/chat/completions", **asked, prediction=wrong)
     assert found["choices"] == expected["choices"]
+
+
+def test_a_draft_model_changes_no_text_and_is_asked_where_it_pays(
+    plain_server: RunningServer, tmp_path: Path
+) -> None:
+    asked = {
+        "prompt": "Once upon a time",
+        "max_tokens": 200,
+        "temperature": 0.7,
+        "seed": 5,
+        "ignore_eos": True,
+    }
+    expected = post(plain_server, "/v1/completions", **asked)
+    draft = write_draft(tmp_path / "one", DEMO_MODEL, num_layers=1)
+    with running_server(tmp_path, "--speculative-model", str(draft)) as server:
+        assert post(server, "/v1/completions", **asked)["choices"] == expected["choices"]
+
+        def drafted() -> bool:
+            assert post(server, "/v1/completions", **asked)["choices"] == expected["choices"]
+            return server.metric("tokenyard:accepted_draft_tokens_total") > 0
+
+        wait_for(drafted, within_s=30.0)
 
 
 def test_two_engines_with_drafts_answer_as_one_without(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scheduler.config import (
     Batching,
     Displacement,
+    DraftSupply,
     Fairness,
     HostTier,
     OrderAmongEquals,
@@ -384,7 +385,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     policy: SchedulingPolicy, caching: PrefixCaching
 ) -> None:
     num_preemptions = num_displacements = num_swaps = num_host_hits = num_tails = 0
-    num_accepted_drafts = 0
+    num_accepted_drafts = num_asked = 0
     for seed in range(250):
         random = Random(seed)
         order = random.choice(list(OrderAmongEquals))
@@ -410,6 +411,8 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             max_adapters=random.choice([1, 2]),
             max_prefill_tokens=random.choice([0, 4]),
             max_grammar_s=random.choice([0.001, 0.05]),
+            draft_supply=random.choice(list(DraftSupply)),
+            max_drafts=3,
         )
         world = World(with_modes(config, policy, caching), max_drafts=random.choice([0, 0, 3]))
         accepted = play(world, _random_history(random))
@@ -418,10 +421,12 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
         num_swaps += world.num_swaps()
         num_host_hits += world.scheduler.stats().num_prefix_host_hits
         num_tails += sum(len(plan.copies) for plan in world.worker.plans)
+        num_asked += sum(sum(plan.num_drafts_wanted.values()) for plan in world.worker.plans)
         num_accepted_drafts += world.scheduler.stats().num_accepted_tokens
         num_displacements += world.num_preemptions(PreemptionCause.DISPLACED)
     assert num_preemptions > 1000, "the histories are too easy"
     assert num_swaps > 300
     assert num_accepted_drafts > 1000
+    assert num_asked > 1000
     assert (num_host_hits > 1000 and num_tails > 50) == (caching is PrefixCaching.ON)
     assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from scheduler.config import DraftAdmission
-from scheduler.messages import DraftReason, SequenceId
+from scheduler.draft_messages import DraftReason
+from scheduler.messages import SequenceId
 from scheduler.step.draft_choice import DraftRule, StepCosts
 from tests.fakes import make_sequence
 from tests.world import World, small_config
@@ -94,6 +95,19 @@ def test_costs_between_measured_sizes_lie_between_and_one_hiccup_counts_little()
     assert costs.seconds(5) < 0.021
 
 
+def test_sizes_that_are_not_seen_follow_a_growing_context_and_no_noise() -> None:
+    random, costs = Random(1), StepCosts()
+    for _ in range(300):
+        costs.observe(4, 0.020 * random.uniform(0.9, 1.1))
+        costs.observe(16, 0.032 * random.uniform(0.9, 1.1))
+    for _ in range(300):
+        costs.observe(16, 0.032 * random.uniform(0.9, 1.1))
+    assert costs.seconds(4) == pytest.approx(0.020, rel=0.06)
+    for step in range(300):
+        costs.observe(16, 0.032 + 0.0003 * step)
+    assert costs.seconds(4) > 0.020 + 0.4 * 0.09
+
+
 def test_the_scheduler_verifies_what_pays_and_says_why() -> None:
     config = small_config(num_blocks=64, draft_admission=DraftAdmission.PAYING, max_drafts=4)
     world = World(config, max_drafts=3)
@@ -104,3 +118,58 @@ def test_the_scheduler_verifies_what_pays_and_says_why() -> None:
     assert said
     assert all(each.num_chosen <= each.num_offered for each in said)
     world.run()
+
+
+def asking_speed(pass_s: float, rate: float, num_seqs: int, *, num_fixed: int | None = None) -> float:
+    """Speed with a draft model whose drafts are right at `rate`, asked by the rule or always for so many."""
+    random, rule = Random(3), DraftRule(NUM_OFFERED)
+    texts = {SequenceId(number): [0] for number in range(num_seqs)}
+    offers: dict[SequenceId, tuple[int, ...]] = {}
+    num_tokens, seconds = 0, 0.0
+    for _ in range(STEPS):
+        chosen = {each: len(offer) for each, offer in offers.items()}
+        if num_fixed is None:
+            chosen, _ = rule.choose(offers, num_decodes=num_seqs, has_prefill=False)
+        size = num_seqs + sum(chosen.values())
+        rule.costs.observe(size, on_cpu(size))
+        seconds += on_cpu(size)
+        asked = rule.ask(dict.fromkeys(texts, NUM_OFFERED), num_decodes=num_seqs)
+        if num_fixed is not None:
+            asked = dict.fromkeys(texts, num_fixed)
+        for each, text in texts.items():
+            verified = offers.get(each, ())[: chosen.get(each, 0)]
+            num_right = next((place for place, draft in enumerate(verified) if draft), len(verified))
+            text += [0] * (num_right + 1)
+            num_tokens += num_right + 1
+        offers = {
+            each: tuple(int(random.random() >= rate) for _ in range(num))
+            for each, num in asked.items()
+            if num
+        }
+        for each, offer in offers.items():  # a right draft is 0
+            rule.note_offer(each, texts[each], offer)
+        for place in range(max(asked.values(), default=0)):
+            rows = sum(num > place for num in asked.values())
+            rule.pass_costs.observe(rows, pass_s)
+            seconds += pass_s
+    return num_tokens / seconds
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8, 64])
+@pytest.mark.parametrize("rate", [0.2, 0.9])
+@pytest.mark.parametrize("pass_s", [0.002, 0.02])
+def test_a_draft_model_is_asked_where_its_own_time_is_worth_it_too(
+    pass_s: float, rate: float, num_seqs: int
+) -> None:
+    found = asking_speed(pass_s, rate, num_seqs)
+    fixed = [asking_speed(pass_s, rate, num_seqs, num_fixed=num) for num in (0, 2, 5)]
+    assert found >= 0.97 * fixed[0]
+    assert found >= 0.93 * max(fixed)
+
+
+def test_a_draft_model_is_asked_once_in_a_while_where_it_was_never_right() -> None:
+    rule = DraftRule(4)
+    rule.costs.observe(1, 0.02)
+    rule.pass_costs.observe(1, 0.03)
+    asked = [rule.ask({SequenceId(1): 4}, num_decodes=1) for _ in range(130)]
+    assert sum(bool(each) for each in asked) == 2

@@ -41,16 +41,29 @@ class StepAdapters:
         """Address of the slots [T], int32, for kernels; 0: no token has an adapter. It stays in its place."""
         self._slots_T: NDArray[np.int32] | None = None
 
-    def begin(self, slots_T: NDArray[np.int32]) -> None:
-        """Take the slots of a step."""
+    def begin_rows(self, slot_C: NDArray[np.int32], rows_T: NDArray[np.int64]) -> None:
+        """Take the slot of each row of the worker, and the row of each token of a step."""
+        self._begin(slot_C[rows_T])
+
+    def _begin(self, slots_T: NDArray[np.int32]) -> None:
         found = np.unique(slots_T)
         found = found[found != NO_SLOT]
         self.num_tokens = len(slots_T)
         self._slots_T = np.ascontiguousarray(slots_T) if len(found) else None
-        self.address[0] = 0 if self._slots_T is None else self._slots_T.ctypes.data
+        self.point_to(0)
         self.groups = tuple(
             SlotTokens(int(slot), torch.from_numpy(np.flatnonzero(slots_T == slot))) for slot in found
         )
+
+    def begin_some(self, whole: "StepAdapters", places: Tensor) -> None:
+        """Take the slots of a step for kernels that are given its tokens in another order; see `point_to`."""
+        slots_T = whole._slots_T
+        self._slots_T = None if slots_T is None else np.ascontiguousarray(slots_T[places.numpy()])
+        self.point_to(0)
+
+    def point_to(self, first: int) -> None:
+        """Let kernels begin with this place."""
+        self.address[0] = 0 if self._slots_T is None else self._slots_T[first:].ctypes.data
 
     def begin_alone(self, slot: int) -> None:
         """Take one slot for all tokens, however many there are."""
@@ -72,22 +85,29 @@ class AdaptablePart(Protocol):
         """Give the updates of a slot up."""
 
 
-class AdaptedLinear(nn.Module):
-    """A linear layer with updates. See AdaptablePart."""
+class WrappedModule(nn.Module):
+    """A module in the place of another one, which it calls."""
 
-    def __init__(self, name: str, inner: nn.Module, step: StepAdapters) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.name = name
         self.inner = inner
-        self._step = step
-        self._updates: dict[int, LowRank] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the layer itself has: some models ask a layer for its weight's dtype."""
+        """Return what the other one has: some models ask a layer for its weight's dtype."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
+
+
+class AdaptedLinear(WrappedModule):
+    """A linear layer with updates. See AdaptablePart."""
+
+    def __init__(self, name: str, inner: nn.Module, step: StepAdapters) -> None:
+        super().__init__(inner)
+        self.name = name
+        self._step = step
+        self._updates: dict[int, LowRank] = {}
 
     def adapted_names(self) -> tuple[str, ...]:
         """See AdaptablePart."""
@@ -110,15 +130,11 @@ class AdaptedLinear(nn.Module):
             if update is None:
                 continue
             if tokens is None:
-                product = product + _compute(update, x).to(product.dtype)
+                product = product + update.multiply(x).to(product.dtype)
                 continue
             rows, sums = x.reshape(-1, x.shape[-1]), product.reshape(-1, product.shape[-1])
             if len(rows) != self._step.num_tokens:
                 raise WorkerError(f"{self.name} is given {len(rows)} of {self._step.num_tokens} tokens")
-            sums[tokens] += _compute(update, rows[tokens]).to(sums.dtype)
+            sums[tokens] += update.multiply(rows[tokens]).to(sums.dtype)
             product = sums.view(product.shape)
         return product
-
-
-def _compute(update: LowRank, x: Tensor) -> Tensor:
-    return (x @ update.down_RK.t().to(x.dtype)) @ update.up_NR.t().to(x.dtype) * update.scale

@@ -50,6 +50,27 @@ class LowRank(NamedTuple):
     def rank(self) -> int:
         return int(self.down_RK.shape[0])
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return what is added to the product of `x`."""
+        return (x @ self.down_RK.t().to(x.dtype)) @ self.up_NR.t().to(x.dtype) * self.scale
+
+
+class Halves(NamedTuple):
+    """Both tensors of an update, as the files have them."""
+
+    down: Tensor
+    up: Tensor
+
+    def low_rank(self, module: str, settings: AdapterSettings, *, times: int = 1) -> LowRank:
+        """Check their ranks, each `times` over, and add the scale. Raises AdapterRefused."""
+        rank = settings.rank_of(module) * times
+        if self.down.shape[0] != rank or self.up.shape[1] != rank:
+            raise AdapterRefused(
+                f"{module} has tensors of rank {self.down.shape[0]} and {self.up.shape[1]}, "
+                f"and {CONFIG_FILE} says {rank}"
+            )
+        return LowRank(self.down, self.up, settings.scale_of(module))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
@@ -58,8 +79,8 @@ class AdapterFiles:
     digest: str
     """SHA-256 of both files."""
     settings: AdapterSettings
-    updates: dict[str, LowRank]
-    """Update of each module, by its name."""
+    halves: dict[str, Halves]
+    """Tensors of each module, by its name."""
 
 
 def read_adapter(folder: Path, *, max_bytes: int) -> AdapterFiles:
@@ -74,7 +95,7 @@ def read_adapter(folder: Path, *, max_bytes: int) -> AdapterFiles:
         tensors = load_tensors(weight_bytes)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise AdapterRefused(f"{WEIGHTS_FILE} is damaged: {str(error)[:200]}") from error
-    return AdapterFiles(digest=digest, settings=settings, updates=_pair(tensors, settings))
+    return AdapterFiles(digest=digest, settings=settings, halves=_pair(tensors))
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
@@ -98,7 +119,7 @@ def _parse(content: bytes) -> dict[str, Any]:
     return config
 
 
-def _pair(tensors: dict[str, Tensor], settings: AdapterSettings) -> dict[str, LowRank]:
+def _pair(tensors: dict[str, Tensor]) -> dict[str, Halves]:
     """Join the halves of each module's update. Raises AdapterRefused with the name of a tensor."""
     for name, tensor in tensors.items():
         part = next((meaning for part, meaning in _REFUSED_PARTS.items() if part in name), None)
@@ -113,22 +134,11 @@ def _pair(tensors: dict[str, Tensor], settings: AdapterSettings) -> dict[str, Lo
         if not bool(tensor.isfinite().all()):
             raise AdapterRefused(f"tensor {name} holds numbers that are not finite")
     names = {name.removesuffix(_DOWN).removesuffix(_UP) for name in tensors}
-    updates = {}
+    halves = {}
     for name in sorted(names):
-        halves = tensors.get(name + _DOWN), tensors.get(name + _UP)
-        if halves[0] is None or halves[1] is None:
-            lacking = name + (_DOWN if halves[0] is None else _UP)
+        down, up = tensors.get(name + _DOWN), tensors.get(name + _UP)
+        if down is None or up is None:
+            lacking = name + (_DOWN if down is None else _UP)
             raise AdapterRefused(f"tensor {lacking} is missing, the other half of its module is there")
-        module = name.removeprefix(_PREFIX)
-        updates[module] = _low_rank(module, halves[0], halves[1], settings)
-    return updates
-
-
-def _low_rank(module: str, down_RK: Tensor, up_NR: Tensor, settings: AdapterSettings) -> LowRank:
-    rank = settings.rank_of(module)
-    if down_RK.shape[0] != rank or up_NR.shape[1] != rank:
-        raise AdapterRefused(
-            f"{module} has tensors of rank {down_RK.shape[0]} and {up_NR.shape[1]}, "
-            f"and {CONFIG_FILE} says {rank}"
-        )
-    return LowRank(down_RK, up_NR, settings.scale_of(module))
+        halves[name.removeprefix(_PREFIX)] = Halves(down, up)
+    return halves

@@ -33,6 +33,7 @@ _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "bias"),
         *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+        *("target_parameters",),
     }
 )
 # Beginnings that change the base's weights: the update alone would be added to the wrong ones.
@@ -66,6 +67,8 @@ class AdapterSettings:
     targets: "tuple[NamePattern, ...] | SchemaValidator | None"
     """Words, or one expression for whole names; None: all linear layers."""
     excluded: "tuple[NamePattern, ...] | SchemaValidator"
+    parameters: tuple[NamePattern, ...]
+    """Names of parameters that are no module's own, such as those of experts."""
     layers: frozenset[int] | None
     layer_words: tuple[str, ...]
     """Names of the lists that the numbers of `layers` count in; none: any list."""
@@ -92,6 +95,10 @@ class AdapterSettings:
             return False
         return self.layers is None or isinstance(self.targets, SchemaValidator) or self._counts(module)
 
+    def include_parameter(self, name: str) -> bool:
+        """Tell whether a parameter of this name is a target."""
+        return _matches(self.parameters, name)
+
     def _counts(self, module: str) -> bool:
         found = _LAYER.match(module)
         for word in self.layer_words:
@@ -116,8 +123,9 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         is_rank_stabilized=bool(config.get("use_rslora")),
         targets=None
         if config.get("target_modules") == _ALL
-        else _patterns(config.get("target_modules"), "target_modules"),
+        else _patterns(_targets(config), "target_modules"),
         excluded=_patterns(config.get("exclude_modules") or [], "exclude_modules"),
+        parameters=_parameters(config.get("target_parameters") or []),
         layers=_layers(config.get("layers_to_transform")),
         layer_words=_layer_words(config.get("layers_pattern")),
         ranks=tuple(
@@ -150,6 +158,19 @@ def _patterns(value: object, key: str) -> tuple[NamePattern, ...] | SchemaValida
         if not isinstance(word, str) or not _WORD.fullmatch(word):
             raise AdapterRefused(f"{key} holds {str(word)[:80]!r}, which is no name of a module")
     return tuple(NamePattern(word, key=key) for word in value)
+
+
+def _targets(config: dict[str, Any]) -> object:
+    modules = config.get("target_modules")
+    return [] if modules is None and config.get("target_parameters") else modules
+
+
+def _parameters(value: object) -> tuple[NamePattern, ...]:
+    if isinstance(value, str):
+        raise AdapterRefused("target_parameters is no list of names")
+    names = _patterns(value, "target_parameters")
+    assert isinstance(names, tuple), "a list stays one"
+    return names
 
 
 def _matches(patterns: tuple[NamePattern, ...] | SchemaValidator, module: str) -> bool:

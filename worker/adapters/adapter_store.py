@@ -7,8 +7,8 @@ Never: decides who may run with how many others (scheduler/step/admission.py), o
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,28 +17,34 @@ from numpy.typing import NDArray
 from worker.adapters.adapted_linear import NO_SLOT, AdaptablePart, StepAdapters
 from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, LowRank, read_adapter
 from worker.adapters.adapter_targets import Targets
+from worker.attention.interface import note_layer_begun
+from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_config import AdapterFacts, AdapterLimits
 from worker.worker_errors import AdapterRefused, SequenceRefused
 
 log = logging.getLogger(__name__)
 
 
+class AdaptableModel(NamedTuple):
+    """A model whose layers can compute updates."""
+
+    targets: Targets
+    parts: tuple[AdaptablePart, ...]
+    """The parts that compute them; on several ranks, those of this one."""
+    step: StepAdapters
+    dtype: torch.dtype
+    """Numbers that adapters are kept in."""
+
+
 class AdapterStore:
     """Slots of adapters, and the slot of each row. Not thread-safe."""
 
     def __init__(
-        self,
-        targets: Targets,
-        parts: Iterable[AdaptablePart],
-        step: StepAdapters,
-        limits: AdapterLimits,
-        *,
-        dtype: torch.dtype,
-        max_num_seqs: int,
+        self, model: AdaptableModel, limits: AdapterLimits, *, max_num_seqs: int, ranks: Ranks = ALONE
     ) -> None:
-        self._targets, self._parts, self._step = targets, tuple(parts), step
-        self._limits = limits
-        self._dtype = dtype
+        """Start empty. On several ranks the stores of all make the same calls between the same steps."""
+        self._targets, self._parts, self._step, self._dtype = model
+        self._limits, self._ranks = limits, ranks
         self._folders: dict[str, str] = {}
         """Folder of every adapter that may be asked for, by identity."""
         self._slots: OrderedDict[str, int] = OrderedDict()
@@ -96,7 +102,7 @@ class AdapterStore:
 
     def begin_step(self, rows_T: NDArray[np.int64]) -> None:
         """Let the model compute with the adapters of these rows, one for each token."""
-        self._step.begin(self._slot_C[rows_T])
+        self._step.begin_rows(self._slot_C, rows_T)
 
     def begin_alone(self, row: int) -> None:
         """Let the model compute with the adapter of one row."""
@@ -123,6 +129,17 @@ class AdapterStore:
         return self._slots[identity]
 
     def _read(self, folder: str) -> tuple[str, dict[str, LowRank]]:
+        """Read a folder, on all ranks the same or on none. Raises AdapterRefused."""
+        try:
+            digest, updates = self._read_here(folder)
+        except AdapterRefused:
+            self._ranks.all_have("")
+            raise
+        if not self._ranks.all_have(digest):
+            raise AdapterRefused("not all ranks read the same files: were they changed just now?")
+        return digest, updates
+
+    def _read_here(self, folder: str) -> tuple[str, dict[str, LowRank]]:
         max_numbers = self._targets.num_numbers(self._limits.max_rank)
         files = read_adapter(Path(folder), max_bytes=max_numbers * FILE_BYTES_OF_A_NUMBER)
         updates = self._targets.check(files, max_rank=self._limits.max_rank)
@@ -140,6 +157,7 @@ class AdapterStore:
         slot = self._free.pop()
         for part in self._parts:
             part.put(slot, updates)
+            note_layer_begun()  # a mixture has thousands: the process shall not look as if it hung
         self._slots[identity] = slot
         log.info("adapter %s is in memory", identity)
 

@@ -17,7 +17,9 @@ Shapes: N blocks with block 0, H KV heads, S block size, D head size, P pages, R
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -36,6 +38,17 @@ class LayerShape:
     value_dim: int
     sliding_window: int | None = None
     """The most tokens that one sees, itself included; None for all. Chunks count as windows."""
+
+
+def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerShape]) -> dict[int, LayerShape]:
+    """Append the layers of a second model, under the numbers of `numbers_beside`."""
+    return layers | {here: beside[there] for there, here in numbers_beside(layers, beside).items()}
+
+
+def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, int]:
+    """Number the layers of a second model behind those of the first: number there, number here."""
+    first = max(layers) + 1
+    return {there: first + place for place, there in enumerate(sorted(beside))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +125,17 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.pool_NE.numel() * self.layout.dtype.itemsize
+
+    def view_of(self, numbers: dict[int, int]) -> "KVCache":
+        """Show some layers under the numbers that another model has for them: number there, number here.
+
+        The pool and its blocks are the same. The layout of the view has shapes alone.
+        """
+        view = copy(self)
+        view.layers = {there: self.layers[here] for there, here in numbers.items()}
+        shapes = {there: self.layout.layers[here] for there, here in numbers.items()}
+        view.layout = replace(self.layout, layers=shapes)
+        return view
 
     def _layer_cache(self, layer_idx: int) -> LayerCache:
         shape = self.layout.layers[layer_idx]

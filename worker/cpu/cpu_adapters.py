@@ -8,7 +8,6 @@ Shapes: R ranks of all updates of a product side by side, N outputs and K inputs
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,32 +15,11 @@ from torch import Tensor
 
 from worker.adapters.adapted_linear import StepAdapters
 from worker.adapters.adapter_files import LowRank
+from worker.adapters.product_plan import ProductPlan
 from worker.cpu.native import COLUMNS, CAdapters, CAdapterSlot, CPackedWeight, pointer
-from worker.model.linear import Linear
 
 _UNIT = 16
 _UNIT_FIELDS = np.dtype([("offset", np.int64), ("begin", np.int32), ("end", np.int32)])
-
-
-@dataclass(frozen=True, slots=True)
-class ProductPlan:
-    """The modules of a product, and where their outputs are in its packed weight."""
-
-    names: tuple[str, ...]
-    """Names within the layer."""
-    ends: tuple[int, ...]
-    """The end of each module's outputs, in the order before packing."""
-    order_N: Tensor
-    """The output that stands at each place of the packed weight."""
-
-    @classmethod
-    def of(cls, names: tuple[str, ...], linear: Linear, order_N: Tensor | None = None) -> "ProductPlan":
-        """Plan a product of modules of one input; one module may hold the outputs of several segments."""
-        ends = np.cumsum([segment.num_outputs for segment in linear.segments]).tolist()
-        if len(names) == 1:
-            ends = ends[-1:]
-        assert len(ends) == len(names), "each module is a segment"
-        return cls(names, tuple(ends), torch.arange(linear.num_outputs) if order_N is None else order_N)
 
 
 class AdaptedProduct:
@@ -68,7 +46,7 @@ class AdaptedProduct:
         some = [update for update in own if update is not None]
         if not some:
             return
-        down_RK = torch.cat([update.down_RK for update in some]).contiguous()
+        down_RK = torch.cat([update.down_RK[:, self._plan.inputs] for update in some]).contiguous()
         scales_R = torch.cat([torch.full((update.rank,), update.scale) for update in some])
         up, units = self._pack(own, len(scales_R))
         self._kept[slot] = (down_RK, up, units, scales_R)
@@ -89,21 +67,24 @@ class AdaptedProduct:
     def _pack(self, own: list[LowRank | None], num_ranks: int) -> tuple[Tensor, np.ndarray]:
         """Return the numbers of all units, and where each has its own and of which ranks."""
         order_N = self._plan.order_N
-        num_units = -(-len(order_N) // COLUMNS) * (COLUMNS // _UNIT)
+        num_places = -(-len(order_N) // COLUMNS) * COLUMNS
+        num_units = num_places // _UNIT
         dtype = next(update.up_NR.dtype for update in own if update is not None)
-        up_NR = torch.zeros((num_units * _UNIT, num_ranks), dtype=dtype)
+        whole_NR = torch.zeros((self._plan.ends[-1], num_ranks), dtype=dtype)
         # Of each output, the first rank of its module and the one behind the last; none: from the end to 0.
-        ranges_N2 = torch.tensor([num_ranks, 0]).repeat(len(up_NR), 1)
+        whole_ranges_N2 = torch.tensor([num_ranks, 0]).repeat(len(whole_NR), 1)
         first_rank = start = 0
         for update, end in zip(own, self._plan.ends, strict=True):
             if update is not None:
                 behind = first_rank + update.rank
-                up_NR[start:end, first_rank:behind] = update.up_NR
-                ranges_N2[start:end] = torch.tensor([first_rank, behind])
+                whole_NR[start:end, first_rank:behind] = update.up_NR
+                whole_ranges_N2[start:end] = torch.tensor([first_rank, behind])
                 first_rank = behind
             start = end
-        up_NR[: len(order_N)] = up_NR[order_N]
-        ranges_N2[: len(order_N)] = ranges_N2[order_N]
+        up_NR = torch.zeros((num_places, num_ranks), dtype=dtype)
+        ranges_N2 = torch.tensor([num_ranks, 0]).repeat(num_places, 1)
+        up_NR[: len(order_N)] = whole_NR[order_N]
+        ranges_N2[: len(order_N)] = whole_ranges_N2[order_N]
         begins_U = ranges_N2[:, 0].view(num_units, _UNIT).amin(1)
         ends_U = ranges_N2[:, 1].view(num_units, _UNIT).amax(1)
         units = np.zeros(num_units, _UNIT_FIELDS)
@@ -114,8 +95,9 @@ class AdaptedProduct:
                 continue
             part = up_NR.view(num_units, _UNIT, num_ranks)[alike, :, begin:end].transpose(1, 2)
             size = (end - begin) * _UNIT
-            units["offset"][alike] = offset + np.arange(len(alike)) * size
-            units["begin"][alike], units["end"][alike] = begin, end
+            places = alike.numpy()  # a tensor of one number would be taken for that number
+            units["offset"][places] = offset + np.arange(len(places)) * size
+            units["begin"][places], units["end"][places] = begin, end
             parts.append(part.reshape(-1))
             offset += len(alike) * size
         return torch.cat(parts), units

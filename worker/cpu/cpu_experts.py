@@ -9,9 +9,13 @@ Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state.
 import torch
 from torch import Tensor, nn
 
+from worker.adapters.adapted_linear import AdaptablePart, StepAdapters
+from worker.adapters.adapter_experts import DOWN, GATE_UP
+from worker.adapters.product_plan import ProductPlan
+from worker.cpu.cpu_adapters import AdaptedProduct
 from worker.cpu.cpu_products import TAKEN, pack_gate_up, pack_linear
 from worker.cpu.grouped_packing import Inputs
-from worker.cpu.native import Kernels, PackedWeight
+from worker.cpu.native import Kernels, PackedWeight, gate_up_order
 from worker.model.layer_parts import GatedMlp, Unrecognised
 from worker.model.mixture import ExpertLinears, ExpertShards, Gate
 from worker.ranks.ranks import ALONE, Ranks
@@ -34,10 +38,14 @@ class PackedExperts(nn.Module):
             if not TAKEN.include(linear):
                 raise Unrecognised(f"its experts are {TAKEN.explain(linear)}")
         self._kernels, self._ranks = kernels, ranks
+        self._step: StepAdapters | None = None
+        self._step_by_expert = StepAdapters()
+        self._adapted: list[AdaptedProduct] = []  # the packed weights point to them
         self._packed: list[tuple[PackedWeight, PackedWeight]] = []
         has_bias = experts.gate_up(0).has_bias
         self._gate: Gate | None = None if experts.gate.is_plain and not has_bias else experts.gate
         """The gate that stands between two products; None: the first product computes it."""
+        self._plans = _plans(experts, is_plain=self._gate is None)
         for expert in range(experts.num_experts):
             gate_up, down = experts.gate_up(expert), experts.down(expert)
             if self._gate is not None:
@@ -46,16 +54,29 @@ class PackedExperts(nn.Module):
                 packed = pack_gate_up(GatedMlp(gate_up, down, experts.gate.activation), inputs)
             self._packed.append((packed, pack_linear(down, inputs)))
 
+    def adapt(self, name: str, step: StepAdapters, num_slots: int) -> list[AdaptablePart]:
+        """Make the products of all experts compute updates."""
+        self._step = step
+        for expert, weights in enumerate(self._packed):
+            for plan, weight in zip(self._plans, weights, strict=True):
+                part = AdaptedProduct(f"{name}.{expert}", plan, self._step_by_expert, num_slots)
+                part.attach(weight.c)
+                self._adapted.append(part)
+        return list(self._adapted)
+
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
         """Return the weighed sum of the outputs of each token's experts: [T, H]."""
         num_chosen, ids_P = expert_ids_TK.shape[1], expert_ids_TK.reshape(-1)
         order = ids_P.argsort()
         inputs = hidden_TH[order // num_chosen]
         outputs = torch.empty_like(inputs)
+        if self._step is not None:
+            self._step_by_expert.begin_some(self._step, order // num_chosen)
         start = 0
         for expert_id, count in enumerate(ids_P.bincount().tolist()):
             if count:
                 rows = slice(start, start + count)
+                self._step_by_expert.point_to(start)
                 outputs[rows] = self._compute(expert_id, inputs[rows])
                 start += count
         weighed = outputs.float() * scores_TK.reshape(-1)[order].float().unsqueeze(1)
@@ -70,3 +91,13 @@ class PackedExperts(nn.Module):
             return self._kernels.multiply(self._kernels.multiply(x, gate_up), down)
         gates, ups = self._kernels.multiply_to_float(x, gate_up).chunk(2, dim=-1)
         return self._kernels.multiply(self._gate(gates, ups).to(x.dtype), down)
+
+
+def _plans(experts: ExpertLinears, *, is_plain: bool) -> tuple[ProductPlan, ProductPlan]:
+    """Plan the updates of each expert's two products."""
+    if isinstance(experts, ExpertShards):
+        gate_up, down = experts.cuts()
+    else:
+        gate_up, down = experts.gate_up(0).whole(), experts.down(0).whole()
+    order_N = gate_up_order(len(gate_up.outputs_N) // 2, gate_up.outputs_N.device) if is_plain else None
+    return ProductPlan.of((GATE_UP,), gate_up, order_N), ProductPlan.of((DOWN,), down)

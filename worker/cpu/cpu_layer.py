@@ -6,15 +6,15 @@ Never: decides whether the kernels compute the same as the layer (surgery.py).
 Shapes: T tokens, H numbers of a hidden state.
 """
 
-from dataclasses import replace
 from typing import Any, cast
 
-from torch import Tensor, arange, int64, nn
+from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
 from worker.adapters.adapted_linear import AdaptablePart, StepAdapters
+from worker.adapters.product_plan import LayerPlan, plan_layer
 from worker.attention.interface import executor_of_step
-from worker.cpu.cpu_adapters import AdaptedProduct, ProductPlan
+from worker.cpu.cpu_adapters import AdaptedProduct
 from worker.cpu.cpu_attention import GivenAngles, LayerAttention, attention_options
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
 from worker.cpu.grouped_packing import Inputs
@@ -30,7 +30,6 @@ from worker.cpu.native import (
 )
 from worker.model.layer_call import HeadShape, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerNorm, LayerParts, RmsNorm
-from worker.model.linear import Linear, PlainWeight
 
 
 class CpuLayer(nn.Module):
@@ -40,7 +39,7 @@ class CpuLayer(nn.Module):
         super().__init__()
         self._inputs = inputs
         heads = head_shape(parts, call)
-        self._plans = _plans(parts, call)
+        self._plan = _plan(parts, call)
         parts = in_halves(parts, call)
         self._layer_idx = call.layer_idx
         self._rotary = call.rotary
@@ -92,11 +91,13 @@ class CpuLayer(nn.Module):
     def adapt(self, name: str, step: StepAdapters, num_slots: int) -> list[AdaptablePart]:
         """Make the layer's products compute updates of the modules that they were made of."""
         parts: list[AdaptablePart] = []
-        for product, plan in self._plans.items():
-            adapted = AdaptedProduct(name, plan, step, num_slots)
-            adapted.attach(getattr(self._c, product))
-            self._kept.append(adapted)
-            parts.append(adapted)
+        products = (self._c.query_key_value, self._c.attention_output, self._c.gate_up, self._c.down)
+        for product, plan in zip(products, self._plan, strict=True):
+            if plan is not None:
+                adapted = AdaptedProduct(name, plan, step, num_slots)
+                adapted.attach(product)
+                self._kept.append(adapted)
+                parts.append(adapted)
         return parts
 
     def _add(self, hidden_TH: Tensor, delta_TH: Tensor) -> None:
@@ -136,21 +137,9 @@ class CpuLayer(nn.Module):
         return CNorm(pointer(norm.weight_H), norm.epsilon, pointer(bias_H))
 
 
-def _plans(parts: LayerParts, call: LayerCall) -> dict[str, ProductPlan]:
-    """Plan the updates of each product, by its field in the struct."""
-    names, rows = parts.linear_names, parts.query_key_value
-    # Numbers that say which output they are, in the order that the rotation asks for.
-    numbers = Linear(PlainWeight(arange(rows.num_outputs)[:, None]), None, rows.segments)
-    order_N = in_halves(replace(parts, query_key_value=numbers), call).query_key_value.weight.dequantized(
-        int64
-    )
-    plans = {
-        "query_key_value": ProductPlan.of(names.query_key_value, rows, order_N[:, 0]),
-        "attention_output": ProductPlan.of((names.attention_output,), parts.attention_output),
-    }
+def _plan(parts: LayerParts, call: LayerCall) -> LayerPlan:
+    order_N = None
     if isinstance(parts.mlp, GatedMlp):
-        gate_up = parts.mlp.gate_up
-        order_N = gate_up_order(gate_up.num_outputs // 2, gate_up.weight.device)
-        plans["gate_up"] = ProductPlan.of(names.gate_up, gate_up, order_N)
-        plans["down"] = ProductPlan.of((names.down,), parts.mlp.down)
-    return plans
+        weight = parts.mlp.gate_up.weight
+        order_N = gate_up_order(weight.shape[0] // 2, weight.device)
+    return plan_layer(parts, call, order_N)

@@ -133,7 +133,7 @@ class CpuToolkit:
                 fix="leave it out, or add --quantization int4",
             )
 
-    def replace_others(self, model: Any) -> ReplacedExperts:
+    def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:  # noqa: ARG002 - no tables here
         """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
         self._pack_output(model)
         done = replace_experts(

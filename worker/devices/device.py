@@ -6,6 +6,7 @@ Never: divides the memory (memory_sizes.py), or computes.
 """
 
 import mmap
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +39,9 @@ _CPU_NUMEL_PER_THREAD = 1 << 17
 """Half a MiB of float32: stays in each core's own cache from pass to pass."""
 _GPU_NUMEL = 1 << 24
 """64 MiB of float32: enough to fill an accelerator, little beside its KV cache."""
+
+_TIMED_REPLAYS = 10
+"""The fastest counts: others were held up by something else."""
 
 
 class Reserve(NamedTuple):
@@ -124,6 +128,12 @@ class Device(Protocol):
         waits for the device, and torch.OutOfMemoryError.
         """
 
+    def seconds_of(self, work: Callable[[], None]) -> float | None:
+        """Measure the work that `work` launches, captured as a graph; None where time tells nothing.
+
+        Raises as `capture` does.
+        """
+
     def release_cached_memory(self) -> None:
         """Give back the memory that the allocator keeps for later."""
 
@@ -206,6 +216,9 @@ class CpuDevice:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         raise NotImplementedError("a CPU records nothing")
+
+    def seconds_of(self, work: Callable[[], None]) -> float | None:  # noqa: ARG002 - never run
+        return None
 
     def release_cached_memory(self) -> None:
         """Do nothing: no memory is kept."""
@@ -318,6 +331,15 @@ class CudaDevice:
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
         return graph
+
+    def seconds_of(self, work: Callable[[], None]) -> float | None:
+        graph, least_s = self.capture(work), float("inf")
+        for _ in range(_TIMED_REPLAYS):
+            started_s = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize(self.torch_device)
+            least_s = min(least_s, time.perf_counter() - started_s)
+        return least_s
 
     def release_cached_memory(self) -> None:
         torch.cuda.empty_cache()

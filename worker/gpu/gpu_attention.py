@@ -8,8 +8,9 @@ A backend may take one step or one layer itself and leave the rest to TritonAtte
 Shapes: T tokens, M numbers of a merged query, key and value row, Hq query heads, D key size, V value size.
 """
 
+import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,9 +18,12 @@ from worker.attention.interface import AttentionBackend, AttentionOptions
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.device_batch import AttentionBatch
+from worker.gpu.trials import flash_attention
 from worker.gpu.triton_attention import TritonAttention
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
+
+log = logging.getLogger(__name__)
 
 
 class PagedAttention(AttentionBackend, Protocol):
@@ -48,8 +52,29 @@ class PagedAttention(AttentionBackend, Protocol):
         """Attend once the step's keys and values are in the cache; returns [T, Hq, V]. Padding gets zeros."""
 
 
-ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device], PagedAttention]] = {
-    "triton": TritonAttention,
+OpenAttention = Callable[[KVCache, Device], PagedAttention]
+
+
+class Backend(NamedTuple):
+    """One row of the table of backends."""
+
+    open: OpenAttention
+    find_obstacle: Callable[[], str]
+    """Say why it cannot serve here; empty if it can."""
+
+
+ATTENTION_BACKENDS = {
+    "triton": Backend(TritonAttention, lambda: ""),
+    "fa3": Backend(flash_attention.FlashAttention3, flash_attention.find_obstacle),
 }
-"""The first serves unless another is named."""
+"""The first serves unless another is named, and in the place of one that cannot."""
 DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
+
+
+def choose_attention(name: str) -> OpenAttention:
+    """Return the backend of that name, or the first, with a line of the log that says why."""
+    obstacle = ATTENTION_BACKENDS[name].find_obstacle()
+    if not obstacle:
+        return ATTENTION_BACKENDS[name].open
+    log.warning("--attention-backend %s: %s; Triton's kernels attend", name, obstacle)
+    return ATTENTION_BACKENDS[DEFAULT_BACKEND].open

@@ -6,6 +6,7 @@ Never: imports Triton before it is known to be there and wanted.
 """
 
 import importlib.util
+import inspect
 import logging
 import os
 import shutil
@@ -27,6 +28,25 @@ log = logging.getLogger(__name__)
 
 _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
+_LANGUAGE = {
+    *(
+        "abs",
+        "arange",
+        "atomic_add",
+        "cdiv",
+        "clamp",
+        "constexpr",
+        "cumsum",
+        "debug_barrier",
+        "div_rn",
+        "dot",
+    ),
+    *("exp", "exp2", "float32", "float64", "full", "int32", "int64", "load", "max", "maximum", "min"),
+    *("minimum", "num_programs", "program_id", "rsqrt", "store", "sum", "tensor", "trans", "tuple", "where"),
+    "zeros",
+}
+"""Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
+_PARAMETERS = {"dot": "input_precision", "load": "cache_modifier", "atomic_add": "sem"}
 _SAMPLER_BYTES = 160 << 20
 """The most memory that sampling takes, with its copies of some rows of logits in float32. An estimate."""
 
@@ -37,11 +57,33 @@ def obstacle(config: WorkerConfig) -> str:
         return "--gpu-kernels is off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    lacking = _lacking_in_triton()
+    if lacking:
+        return lacking
     if "CC" not in os.environ and not (shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler, with which Triton builds what launches its kernels"
     if not Path(str(sysconfig.get_config_var("INCLUDEPY")), "Python.h").is_file():
         return "the headers of Python are not installed, with which Triton builds what launches its kernels"
     return ""
+
+
+def _lacking_in_triton() -> str:
+    """Say what this release of Triton lacks that the kernels are written in; empty if nothing."""
+    try:
+        import triton
+        from triton import language
+    except (ImportError, OSError) as error:
+        return f"triton cannot be loaded ({error})"
+    lacking = sorted(name for name in _LANGUAGE if not hasattr(language, name))
+    lacking += [
+        f"{name}({parameter}=)"
+        for name, parameter in _PARAMETERS.items()
+        if name not in lacking and parameter not in inspect.signature(getattr(language, name)).parameters
+    ]
+    lacking += [] if hasattr(triton, "knobs") else ["knobs"]
+    if not lacking:
+        return ""
+    return f"triton {triton.__version__} has no {', '.join(lacking)}: the kernels need 3.6 or later"
 
 
 def open_toolkit(
@@ -59,7 +101,7 @@ def open_toolkit(
     from worker.gpu.gpu_toolkit import GpuToolkit
 
     _keep_compiled_kernels()
-    return GpuToolkit(device)
+    return GpuToolkit(device, config.attention_backend)
 
 
 def _keep_compiled_kernels() -> None:
@@ -96,16 +138,22 @@ def foresee_kernels(config: WorkerConfig, _device: Device, _dtype: torch.dtype) 
     )
 
 
-def reserve(config: WorkerConfig, *, checkpoint_len: int, vocab_size: int, dtype: torch.dtype) -> Reserve:
+def reserve(
+    config: WorkerConfig, model: torch.nn.Module, *, checkpoint_len: int, vocab_size: int, dtype: torch.dtype
+) -> Reserve:
     """Measure the memory that steps hold beside weights and KV cache."""
     if obstacle(config):
         return NO_RESERVE
+    from worker.gpu.trials.triton_frame import table_bytes
+
     longest = config.max_model_len or checkpoint_len
     limits = step_limits(config, longest, config.block_size or _SMALLEST_BLOCK)
     num_graphs = 0 if config.enforce_eager else len(GraphSizes(limits, longest))
     logits_bytes = num_graph_logits(config, vocab_size) * dtype.itemsize
     count_bytes = limits.num_sequences * vocab_size * torch.int32.itemsize  # for penalties
-    return Reserve(num_graphs, StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES)
+    tables_bytes = table_bytes(model, longest, dtype)
+    buffer_bytes = StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES + tables_bytes
+    return Reserve(num_graphs, buffer_bytes)
 
 
 def _refuse_quantization(config: WorkerConfig) -> None:

@@ -146,6 +146,7 @@ class GpuSteps:
         change_tables(batch.changes, batch.attention.block_tables_CB)
         fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
+        self._runner.note_rows(batch.rows_T)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -13,8 +13,10 @@ from triton import TritonError
 
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
-from worker.gpu.gpu_attention import ATTENTION_BACKENDS, DEFAULT_BACKEND, PagedAttention
+from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
 from worker.gpu.gpu_products import TAKEN
+from worker.gpu.trials.skinny import choose_products
+from worker.gpu.trials.triton_frame import replace_frame
 from worker.gpu.triton_experts import TritonExperts
 from worker.gpu.triton_layer import TritonLayer
 from worker.model.layer_call import LayerCall
@@ -34,7 +36,7 @@ class GpuToolkit:
 
     def __init__(self, device: Device, attention_backend: str = DEFAULT_BACKEND) -> None:
         self._device = device
-        self._open_attention = ATTENTION_BACKENDS[attention_backend]
+        self._open_attention = choose_attention(attention_backend)
 
     def divide_among(self, ranks: Ranks) -> None:
         """Refuse: a GPU's layers are not divided yet."""
@@ -55,9 +57,16 @@ class GpuToolkit:
     def prove(self, model: Any) -> None:
         """Try nothing: no kernel here takes quantized weights."""
 
-    def replace_others(self, model: Any) -> ReplacedExperts:
-        """Replace mixtures of experts. The output layer is one product of cuBLAS as it is."""
-        return replace_experts(model, TritonExperts)
+    def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
+        """Replace mixtures of experts and the frame, and choose products by their time.
+
+        The output layer is one product of cuBLAS as it is.
+        """
+        replaced = replace_experts(model, TritonExperts)
+        replace_frame(model, TAKEN, max_model_len)
+        layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
+        choose_products([product for layer in layers for product in layer.products], self._device)
+        return replaced
 
     @contextmanager
     def refusing_kernels(self) -> Iterator[None]:

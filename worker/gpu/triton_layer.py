@@ -1,4 +1,4 @@
-"""A decoder layer of few kernels, in the place of transformers' own: nine launches for most families.
+"""A decoder layer of few kernels, in the place of transformers' own: nine launches for most families, or six.
 
 Owns: a layer's merged weights, and the order of its products and kernels.
 Never: decides whether that computes the same as the layer (surgery.py), or waits for the device: a graph can
@@ -10,17 +10,21 @@ and the addition to the residual, the product adds as it writes its sums.
 Shapes: T tokens, H numbers of a hidden state, I gates, M numbers of a merged query, key and value row.
 """
 
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
 from worker.gpu.gpu_attention import PagedAttention
-from worker.gpu.gpu_products import Product, product_of
-from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
+from worker.gpu.kernels.skinny_products import Folds
+from worker.gpu.trials.skinny import FoldedProduct
+from worker.gpu.triton_adapters import AdaptedGpuProduct, GpuStepAdapters, TritonUpdates
 from worker.model.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerParts, RmsNorm, Unrecognised
+from worker.model.linear import Linear
 
 
 class TritonLayer(nn.Module):
@@ -40,12 +44,27 @@ class TritonLayer(nn.Module):
             raise Unrecognised("it is given the angles of its heads in pairs")
         self._parts = parts = in_halves(parts, call)
         self._call = call
-        self._query_key_value = product_of(parts.query_key_value)
-        self._attention_output = product_of(parts.attention_output)
+        self._query_key_value = FoldedProduct(parts.query_key_value, Folds(norm=parts.attention_norm))
+        self._attention_output = self._added(parts.attention_output, parts.after_attention_norm)
+        self.products = [self._query_key_value, self._attention_output]
         if isinstance(parts.mlp, GatedMlp):
-            self._gate_up, self._down = product_of(parts.mlp.gate_up), product_of(parts.mlp.down)
+            # An addition that needs a kernel of its own brings the norm with it.
+            mlp_norm = parts.mlp_norm if self._attention_output.is_added else None
+            self._gate_up = FoldedProduct(parts.mlp.gate_up, Folds(mlp_norm, parts.mlp.activation))
+            self._down = self._added(parts.mlp.down, parts.after_mlp_norm)
+            self.products += [self._gate_up, self._down]
         else:
             self.mlp = parts.mlp  # under its name: experts in it are looked for, and replaced
+
+    def adapt(self, name: str, step: GpuStepAdapters, num_slots: int) -> list[TritonUpdates]:
+        """Make the layer's products compute updates of the modules that they were made of."""
+        updates: list[TritonUpdates] = []
+        plans = plan_layer(self._parts, self._call)[: len(self.products)]
+        for product, plan in zip(self.products, plans, strict=True):
+            if plan is not None:
+                updates.append(TritonUpdates(name, plan, product.linear, step, num_slots))
+                product.wrap(partial(AdaptedGpuProduct, updates=updates[-1]))
+        return updates
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation | None = None, **__: Any
@@ -56,39 +75,48 @@ class TritonLayer(nn.Module):
         hidden_states = hidden_states.contiguous()
         parts, hidden_TH = self._parts, hidden_states[0]
         rotation = None if self._call.rotary is None else position_embeddings
-        to_attend_TH = hidden_TH if parts.attention_norm is None else norm(hidden_TH, parts.attention_norm)
-        attended_TM = self._attend(executor, to_attend_TH, rotation)
+        attended_TM = self._attend(executor, hidden_TH, rotation)
         mlp_input_TH = self._add_attended(hidden_TH, attended_TM)
         if isinstance(parts.mlp, GatedMlp):
-            gated_TI = multiply_by_gates(self._gate_up.multiply(mlp_input_TH), parts.mlp.activation)
+            gated_TI = self._gate_up.multiply(mlp_input_TH)
             self._add_product(hidden_TH, gated_TI, self._down, parts.after_mlp_norm)
         else:
             delta_TH = self.mlp(mlp_input_TH.unsqueeze(0))[0].contiguous()
             add(hidden_TH, self._weighed(delta_TH, parts.after_mlp_norm), parts.after_mlp_norm)
         return hidden_states
 
-    def _attend(self, executor: PagedAttention, normed_TH: Tensor, rotation: Rotation | None) -> Tensor:
+    def _added(self, linear: Linear, after_norm: RmsNorm | None) -> FoldedProduct:
+        """Fold in the addition to the residual where neither a bias nor a norm stands before it."""
+        is_added = not linear.has_bias and after_norm is None
+        multiplier = self._parts.residual_multiplier if is_added else 1.0
+        return FoldedProduct(linear, Folds(is_added=is_added, multiplier=multiplier))
+
+    def _attend(self, executor: PagedAttention, hidden_TH: Tensor, rotation: Rotation | None) -> Tensor:
         """Return the attention outputs of all query heads of each token, side by side."""
-        merged_TM = self._query_key_value.multiply(normed_TH)
+        merged_TM = self._query_key_value.multiply(hidden_TH)
         norms = self._parts.query_norm, self._parts.key_norm
         queries_THD = executor.rotate_and_write(self._call.layer_idx, merged_TM, self._heads, norms, rotation)
         attended_THV = executor.attend_written(self._call.layer_idx, queries_THD, self._call.options)
         return attended_THV.flatten(1)
 
     def _add_attended(self, hidden_TH: Tensor, attended_TM: Tensor) -> Tensor:
-        """Add attention's output in place, and return the MLP's input."""
-        parts = self._parts
-        by, after_norm, mlp_norm = self._attention_output, parts.after_attention_norm, parts.mlp_norm
-        if mlp_norm is None or (not by.has_bias and after_norm is None):
-            self._add_product(hidden_TH, attended_TM, by, after_norm)
-            return hidden_TH if mlp_norm is None else norm(hidden_TH, mlp_norm)
-        delta_TH = self._weighed(by.multiply(attended_TM), after_norm)
-        return add_and_norm(hidden_TH, delta_TH, after_norm, mlp_norm)
+        """Add attention's output in place, and return the MLP's input; gates norm it by themselves."""
+        parts, by = self._parts, self._attention_output
+        after_norm, mlp_norm = parts.after_attention_norm, parts.mlp_norm
+        if mlp_norm is not None and not by.is_added:
+            delta_TH = self._weighed(by.multiply(attended_TM), after_norm)
+            return add_and_norm(hidden_TH, delta_TH, after_norm, mlp_norm)
+        self._add_product(hidden_TH, attended_TM, by, after_norm)
+        if mlp_norm is None or isinstance(parts.mlp, GatedMlp):
+            return hidden_TH
+        return norm(hidden_TH, mlp_norm)
 
-    def _add_product(self, hidden_TH: Tensor, x_TK: Tensor, by: Product, after_norm: RmsNorm | None) -> None:
+    def _add_product(
+        self, hidden_TH: Tensor, x_TK: Tensor, by: FoldedProduct, after_norm: RmsNorm | None
+    ) -> None:
         """Multiply, norm if there is a norm for it, and add to hidden_TH in place."""
-        if not by.has_bias and after_norm is None:
-            by.multiply_and_add(hidden_TH, x_TK, self._parts.residual_multiplier)
+        if by.is_added:
+            by.add_to(hidden_TH, x_TK)
         else:
             add(hidden_TH, self._weighed(by.multiply(x_TK), after_norm), after_norm)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.model.linear import Linear, Segment, Weight, linear_of, merge
+from worker.model.linear import Cut, Linear, Segment, Weight, linear_of, merge
 from worker.quantized.grouped_weight import GroupedWeight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -132,6 +132,15 @@ class LinearNames(NamedTuple):
     down: str
 
 
+class LayerCuts(NamedTuple):
+    """The part of each product that one rank computes; of an MLP that stays, nothing is said."""
+
+    query_key_value: Cut
+    attention_output: Cut
+    gate_up: Cut | None
+    down: Cut | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """A layer taken apart. Norms that it does not have are None."""
@@ -154,6 +163,8 @@ class LayerParts:
     """A factor of the outputs of attention and MLP, where they are not normed."""
     mlp_is_parallel: bool
     """Whether the MLP has the same input as attention, and both outputs are added."""
+    cuts: LayerCuts | None = None
+    """The parts that the products are of those of the whole layer; None: they are whole."""
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "LayerParts":
         """Change each linear layer in the same way: round it, or return it to plain numbers."""
@@ -178,7 +189,7 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
     output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
     _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
-    norms = [None if name is None else _norm(children[name], taken) for name in norm_names]
+    norms = [None if name is None else read_norm(children[name], taken) for name in norm_names]
     mlp = _mlp(children[mlp_name], taken)
     merged_or_split = _MERGED_MLP if _MERGED_MLP[0] in _children(children[mlp_name]) else _SPLIT_MLP
     return LayerParts(
@@ -192,8 +203,8 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
         ),
         attention_norm=norms[0],
         query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
-        query_norm=_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
-        key_norm=_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
+        query_norm=read_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
+        key_norm=read_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
         attention_output=_linear(attention, output, taken),
         after_attention_norm=norms[1],
         mlp_norm=norms[2],
@@ -275,8 +286,8 @@ def _merged(linears: list[Linear]) -> Linear:
         raise Unrecognised(f"its projections of one input cannot be merged: {unequal}") from unequal
 
 
-def _norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
-    """Read a norm's weight from its outputs for some vectors."""
+def read_norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
+    """Read a norm's weight from its outputs for some vectors. Raises Unrecognised."""
     parameters = list(norm.parameters())
     epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
     shapes = {parameter.shape for parameter in parameters}

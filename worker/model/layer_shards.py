@@ -12,8 +12,8 @@ from torch import nn
 
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
-from worker.model.layer_parts import GatedMlp, LayerParts, TakenWeights, Unrecognised
-from worker.model.linear import Axis, Linear, Segment
+from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised
+from worker.model.linear import Axis, Cut, Linear, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.worker_errors import StartupError
@@ -35,8 +35,14 @@ def shard_layer(
         raise Unrecognised("its MLP cannot be divided among ranks")
     query_key_value = parts.query_key_value.in_segments(heads.segments)
     try:
+        cuts = LayerCuts(
+            query_key_value.cut(*place, Axis.OUTPUTS),
+            parts.attention_output.cut(*place, Axis.INPUTS),
+            *((None, None) if isinstance(mlp, nn.Module) else _cut_mlp(mlp, ranks)),
+        )
         parts = replace(
             parts,
+            cuts=cuts,
             query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
             attention_output=parts.attention_output.shard(*place, Axis.INPUTS),
             # Experts are divided when they are replaced; the router and all else is computed on each rank.
@@ -46,6 +52,11 @@ def shard_layer(
         raise Unrecognised(f"it cannot be divided by {ranks.size}: {uneven}") from uneven
     parts.with_linears(lambda linear: _check_taken(linear, taken))
     return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
+
+
+def _cut_mlp(mlp: GatedMlp, ranks: Ranks) -> tuple[Cut, Cut]:
+    place = (ranks.rank, ranks.size)
+    return mlp.gate_up.cut(*place, Axis.OUTPUTS), mlp.down.cut(*place, Axis.INPUTS)
 
 
 def _shard_mlp(mlp: GatedMlp, ranks: Ranks, size_multiple: int) -> GatedMlp:

@@ -101,6 +101,16 @@ class Segment(NamedTuple):
     """Outputs that stay on one rank, such as those of a head."""
 
 
+class Cut(NamedTuple):
+    """The part of a linear layer that one rank computes."""
+
+    segments: tuple[Segment, ...]
+    """Segments of the whole layer."""
+    outputs_N: Tensor
+    """Outputs of the whole layer that are computed, in their order."""
+    inputs: slice
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A linear layer, or several that share their input, with their outputs side by side."""
@@ -163,28 +173,42 @@ class Linear:
         """Permute the outputs, each within its segment."""
         return self._taken(order_N, self.segments)
 
-    def shard(self, rank: int, world: int, axis: Axis) -> "Linear":
-        """Cut what one rank of `world` computes. Raises ValueError where that is no whole number of units.
+    def whole(self) -> Cut:
+        """Return the cut that takes everything."""
+        return Cut(self.segments, torch.arange(self.num_outputs), slice(0, self.num_inputs))
+
+    def cut(self, rank: int, world: int, axis: Axis) -> Cut:
+        """Say what one rank of `world` computes. Raises ValueError where that is no whole number of units.
 
         Of outputs, each segment is divided by itself, so that each rank has a part of queries, of keys and of
-        values. A segment of fewer units than ranks is repeated: some ranks share one. Of inputs, the bias
-        stays with rank 0, since it must be added once.
+        values. A segment of fewer units than ranks is repeated: some ranks share one.
         """
         if axis is Axis.INPUTS:
             if self.num_inputs % world:
                 raise ValueError(f"{self.num_inputs} inputs cannot be divided by {world}")
             size = self.num_inputs // world
-            weight = self.weight.inputs(rank * size, (rank + 1) * size)
-            return Linear(weight, self.bias_N if rank == 0 else None, self.segments)
+            return self.whole()._replace(inputs=slice(rank * size, (rank + 1) * size))
         ranges, start = [], 0
         for segment in self.segments:
             first, last = _part_of(segment, rank, world)
-            ranges.append(torch.arange(start + first, start + last, device=self.weight.device))
+            ranges.append(torch.arange(start + first, start + last))
             start += segment.num_outputs
-        segments = tuple(
-            segment._replace(num_outputs=len(own)) for segment, own in zip(self.segments, ranges, strict=True)
-        )
-        return self._taken(torch.cat(ranges), segments)
+        return self.whole()._replace(outputs_N=torch.cat(ranges))
+
+    def shard(self, rank: int, world: int, axis: Axis) -> "Linear":
+        """Cut what one rank of `world` computes; see `cut`.
+
+        Of inputs, the bias stays with rank 0, since it must be added once.
+        """
+        cut = self.cut(rank, world, axis)
+        if axis is Axis.INPUTS:
+            weight = self.weight.inputs(cut.inputs.start, cut.inputs.stop)
+            return Linear(weight, self.bias_N if rank == 0 else None, self.segments)
+        sizes = []
+        for segment in self.segments:
+            first, last = _part_of(segment, rank, world)
+            sizes.append(segment._replace(num_outputs=last - first))
+        return self._taken(cut.outputs_N.to(self.weight.device), tuple(sizes))
 
     def _taken(self, indices_N: Tensor, segments: tuple[Segment, ...]) -> "Linear":
         bias_N = None if self.bias_N is None else self.bias_N[indices_N]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.model.layer_parts import GateActivation, Unrecognised
-from worker.model.linear import Axis, Linear, PlainWeight, Segment, merge
+from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment, merge
 from worker.ranks.ranks import Ranks
 
 _LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
@@ -123,6 +123,12 @@ class ExpertShards:
     def down(self, expert: int) -> Linear:
         """See ExpertLinears."""
         return self._shard(self._experts.down(expert), Axis.INPUTS)
+
+    def cuts(self) -> tuple[Cut, Cut]:
+        """Say which part of each product of an expert this rank computes."""
+        place = (self._ranks.rank, self._ranks.size)
+        gate_up = self._experts.gate_up(0).in_segments(self._halves).cut(*place, Axis.OUTPUTS)
+        return gate_up, self._experts.down(0).cut(*place, Axis.INPUTS)
 
     def _shard(self, linear: Linear, axis: Axis) -> Linear:
         try:

@@ -75,3 +75,15 @@ def drop_ends(model: Any, stage: Stage) -> None:
     if stage.index:
         hidden_size = embedding.weight.shape[1]
         model.set_input_embeddings(_NoEmbedding(hidden_size, embedding.weight.dtype))
+
+
+def places_before(model: nn.Module) -> dict[str, str]:
+    """Find where each module is that this stage has, by the name that it had before layers were replaced."""
+    edges = [f"{name}.layer" for name, module in model.named_modules() if isinstance(module, EdgeLayer)]
+    places = {}
+    for name, module in model.named_modules():
+        edge = next((edge for edge in edges if f"{name}.".startswith(f"{edge}.")), None)
+        before = name if edge is None else edge.removesuffix(".layer") + name.removeprefix(edge)
+        if not isinstance(module, EdgeLayer | PassedLayer):
+            places[before] = name
+    return places

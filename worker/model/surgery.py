@@ -147,7 +147,7 @@ def put_kernels_under(
         done.num_fused += 1
     if ranks.stage.count > 1:
         drop_ends(model, ranks.stage)
-    done.experts = toolkit.replace_others(model)
+    done.experts = toolkit.replace_others(model, max_model_len)
     return done
 
 

@@ -50,8 +50,8 @@ class Toolkit(Protocol):
         Raises StartupError with the name of a module whose product is not exact.
         """
 
-    def replace_others(self, model: Any) -> ReplacedExperts:
-        """Replace modules outside of layers, and mixtures of experts."""
+    def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
+        """Replace modules outside of layers, and mixtures of experts; choose what needs all layers."""
 
     def refusing_kernels(self) -> AbstractContextManager[None]:
         """Raise a StartupError for a kernel that cannot be compiled or launched here."""

@@ -51,6 +51,9 @@ class Ranks(Protocol):
     def agree_min(self, number: int) -> int:
         """Return the smallest number of all ranks, of all stages."""
 
+    def all_have(self, text: str) -> bool:
+        """Tell whether all ranks, of all stages, bring the same text."""
+
     def check_same(self, what: str, text: str) -> None:
         """Raise StartupError if `text`, which describes `what`, is another one on some rank of any stage."""
 
@@ -78,6 +81,9 @@ class Alone:
 
     def agree_min(self, number: int) -> int:
         return number
+
+    def all_have(self, text: str) -> bool:  # noqa: ARG002 - there is no other
+        return True
 
     def check_same(self, what: str, text: str) -> None:
         """Do nothing."""

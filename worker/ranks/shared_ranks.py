@@ -90,16 +90,24 @@ class SharedRanks:
         """See Ranks."""
         return int(self._world._of_all([number]).min())
 
+    def all_have(self, text: str) -> bool:
+        """See Ranks."""
+        numbers_S = self._digests(text)
+        return bool((numbers_S == numbers_S[0]).all())
+
     def check_same(self, what: str, text: str) -> None:
         """See Ranks."""
-        digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
-        numbers_S = self._world._of_all([int.from_bytes(digest, "big")]).reshape(-1)
+        numbers_S = self._digests(text)
         others = [rank for rank in range(len(numbers_S)) if numbers_S[rank] != numbers_S[0]]
         if others:
             raise StartupError(
                 f"ranks 0 and {others[0]} differ in {what}; on rank {self._world.rank} it is: {text}",
                 fix="start again, with nothing changed meanwhile: all ranks must have the same",
             )
+
+    def _digests(self, text: str) -> Tensor:
+        digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
+        return self._world._of_all([int.from_bytes(digest, "big")]).reshape(-1)
 
     def _of_all(self, numbers: list[int]) -> Tensor:
         found = self._gather(torch.tensor([numbers], dtype=torch.int64), is_wanted=True)

@@ -198,6 +198,23 @@ class RowSampler(ABC):
             verified.append(found)
         return verified
 
+    def preview(self, row: int) -> SamplingRow:
+        """Copy the state of a row, for guesses at its tokens: without its grammar and its reports."""
+        view = copy(self._rows[row])
+        view.grammar = None  # its masks are paid for by the row, which guesses must not do
+        view.params = replace(view.params, num_logprobs=None)
+        return view
+
+    @torch.inference_mode()
+    def guess(self, logits_NV: Tensor, views: Sequence[SamplingRow]) -> list[int | None]:
+        """Sample as `begin` would for rows in such states; None where no token is left. Records nothing.
+
+        The uniform of a place is that of the row, so that a model with similar probabilities often guesses
+        the token that the row will sample there.
+        """
+        result = self._launch(logits_NV, (), views).collect()
+        return [None if n in result.failed else token for n, token in enumerate(result.token_ids)]
+
     def _views(self, state: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
         """List the state of a row now and after each of `drafts`, up to one that is impossible or ends it."""
         drafts = _before_stop(drafts, state)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
-from worker.attention.kv_cache import BlockLayout
+from worker.attention.kv_cache import BlockLayout, LayerShape, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
@@ -22,19 +22,22 @@ from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.rope import longest_right_len
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     ModelKind,
     context_window,
     describe_division,
     dtype_name,
+    find_kind,
     model_config_of,
     refuse_codes,
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
-from worker.startup.start_adapters import targets_of
-from worker.worker_config import WorkerConfig
+from worker.startup.start_adapters import most_bytes, targets_of
+from worker.startup.start_drafting import check_vocabulary, draft_config, naming_draft
+from worker.worker_config import DraftMethod, WorkerConfig
 from worker.worker_errors import FamilyRefused
 
 
@@ -52,6 +55,15 @@ class Forecast:
     """Most memory of adapters, beside the cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftForecast:
+    """The memory that a draft model is expected to take."""
+
+    weight_bytes: int
+    shapes: dict[int, LayerShape]
+    """Its layers, which lie in each block behind those of the model."""
+
+
 class CannotForesee(Exception):
     """The model's code fails on tensors without content; loading it may still succeed."""
 
@@ -64,11 +76,26 @@ def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     return weights.total
 
 
-def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_bytes: int) -> Forecast:
-    """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee."""
+def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
+    """Forecast for the draft model, if there is one. Raises StartupError, and CannotForesee."""
+    if config.speculation.method is not DraftMethod.DRAFT_MODEL:
+        return None
+    own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
+    with naming_draft(config):
+        draft_kind = find_kind(own)
+        check_vocabulary(kind, draft_kind)
+        num_bytes = weight_bytes(own, draft_kind, device)
+        _, shapes, _ = _foresee_layers(own, draft_kind, device)
+        return DraftForecast(weight_bytes=num_bytes, shapes=shapes)
+
+
+def _foresee_layers(
+    config: WorkerConfig, kind: ModelKind, device: Device
+) -> tuple[Any, dict[int, LayerShape], Targets]:
+    """Build the model without content, and see what its layers keep. Raises as `forecast` does."""
     try:
         model = _build_without_content(kind)
-        shapes, targets = _probe(model, config)
+        shapes, targets = _probe(model, config, device)
     except KeyError as error:
         if ATTENTION_NAME in error.args:
             raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}") from error
@@ -77,8 +104,23 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         raise CannotForesee(str(error)) from error
     if not shapes:
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
+    return model, dict(sorted(shapes.items())), targets
+
+
+def forecast(
+    config: WorkerConfig,
+    kind: ModelKind,
+    device: Device,
+    num_weight_bytes: int,
+    draft: DraftForecast | None = None,
+) -> Forecast:
+    """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee.
+
+    `num_weight_bytes` are those of the draft model too, if there is one.
+    """
+    model, shapes, targets = _foresee_layers(config, kind, device)
     whole = BlockLayout(
-        layers=dict(sorted(shapes.items())),
+        layers=with_layers_beside(shapes, {} if draft is None else draft.shapes),
         block_size=config.block_size or device.default_block_size,
         dtype=getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32"),
     )
@@ -86,15 +128,17 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
     text_config = model.config.get_text_config(decoder=True)
     if len(layout.layers) < config.num_stages:
         raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
-    num_query_heads = getattr(text_config, "num_attention_heads", 0)
-    if num_query_heads % config.num_ranks:
-        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
+    _check_heads(config, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
+    adapter_bytes = most_bytes(config, targets, layout.dtype)
+    budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
+    if kernels_of(device).stacks_adapters:
+        budget_bytes = max(0, budget_bytes - adapter_bytes)
     size = size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=device.foreseen_budget_bytes(num_weight_bytes) // config.num_ranks,
+            budget_bytes=budget_bytes // config.num_ranks,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
@@ -110,8 +154,15 @@ def forecast(config: WorkerConfig, kind: ModelKind, device: Device, num_weight_b
         size=size,
         checkpoint_len=checkpoint_len,
         adapter_targets=targets,
-        adapter_bytes=targets.num_bytes(config.adapter_limits, layout.dtype),
+        adapter_bytes=adapter_bytes,
     )
+
+
+def _check_heads(config: WorkerConfig, text_config: Any) -> None:
+    """Raise StartupError where ranks cannot divide the query heads."""
+    num_query_heads = getattr(text_config, "num_attention_heads", 0)
+    if num_query_heads % config.num_ranks:
+        raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
 
 
 def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
@@ -135,7 +186,7 @@ def _build_without_content(kind: ModelKind) -> Any:
 
 
 @torch.inference_mode()
-def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
+def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[dict[int, Any], Targets]:
     def run(num_tokens: int) -> ProbeAttention:
         probe = ProbeAttention()
         with torch.device("meta"), active(probe):
@@ -143,4 +194,4 @@ def _probe(model: Any, config: WorkerConfig) -> tuple[dict[int, Any], Targets]:
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
         return probe
 
-    return dict(run(2).shapes), targets_of(config, model, run)
+    return dict(run(2).shapes), targets_of(config, device, model, run)

@@ -30,11 +30,21 @@ class KernelChoice(NamedTuple):
     """Measure the memory that generation holds beside weights and KV cache."""
     saturating_tokens: int
     """The rows from which on products get no faster; 0 where more are always better."""
+    obstacle_to_adapters: Callable[[WorkerConfig], str]
+    """Say why no adapters are computed; empty where they are."""
+    stacks_adapters: bool
+    """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
+    why_no_drafts: str | None = None
+    """The reason why steps verify no drafts; None if they do."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
     return gpu_kernel_choice.reserve(
-        config, checkpoint_len=loaded.checkpoint_len, vocab_size=loaded.vocab_size, dtype=loaded.dtype
+        config,
+        loaded.model,
+        checkpoint_len=loaded.checkpoint_len,
+        vocab_size=loaded.vocab_size,
+        dtype=loaded.dtype,
     )
 
 
@@ -43,12 +53,17 @@ _ON_CPU = KernelChoice(
     cpu_kernel_choice.open_toolkit,
     lambda _config, _loaded: NO_RESERVE,
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
+    obstacle_to_adapters=lambda _config: "",
+    stacks_adapters=False,
 )
 _ON_GPU = KernelChoice(
     gpu_kernel_choice.foresee_kernels,
     gpu_kernel_choice.open_toolkit,
     _reserve_on_gpu,
     saturating_tokens=0,
+    obstacle_to_adapters=gpu_kernel_choice.obstacle,
+    stacks_adapters=True,
+    why_no_drafts="the steps of a GPU verify no drafts yet",
 )
 
 

@@ -8,7 +8,7 @@ Never: code from the checkpoint (auto_map is not followed), pickled weights, the
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from worker.attention.interface import (
     SLIDING_LAYER,
     attention_forward,
 )
+from worker.attention.kv_cache import LayerShape
 from worker.checkpoint.checkpoint_files import (
     WeightFile,
     find_checkpoint,
@@ -119,6 +120,8 @@ class LoadedModel:
     default_sampling: dict[str, float]
     has_experts: bool = False
     """Mixture of experts: a token reads the weights of some experts only."""
+    layers_beside: dict[int, LayerShape] = field(default_factory=dict)
+    """Layers of another model that keep keys and values in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
     """Ranks that are to divide the layers. With several, weights are still pages of their files."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
-from worker.attention.kv_cache import BlockLayout, KVCache
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.checkpoint_files import find_weights
@@ -38,7 +38,7 @@ from worker.ranks.ranks import Ranks, is_divided
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, describe_division, move_weights
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
-from worker.startup.start_adapters import targets_of
+from worker.startup.start_adapters import targets_of, with_adapters
 from worker.steps.host_pool import HostPool
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -53,6 +53,7 @@ class ReadyModel(Generic[AnyRunner]):
     """A model with its cache and its attention backend."""
 
     facts: ModelFacts
+    cache: KVCache
     host_pool: HostPool
     runner: AnyRunner
     backend: AttentionBackend
@@ -83,18 +84,17 @@ def start_loaded(
 ) -> ReadyModel[AnyRunner]:
     """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
-    stage.enter(LoadPhase.MEASURING)
     ranks = loaded.ranks
+    stage.enter(LoadPhase.MEASURING)
     whole_layout = _probe_layout(config, device, loaded, runner)
     layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
-    adapter_targets = _find_targets(config, device, loaded, runner)
+    adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
-    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
-    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len), ranks)
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
+    size = _agreed(_size(config, layouts.all_stages, budget_bytes // ranks.size, checkpoint_len), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
-    fix_rope(loaded.model, loaded.text_config, size.max_model_len)
-    fix_temperatures(loaded.model)
+    _correct(loaded, size.max_model_len)
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = _small_cache(device, whole_layout) if is_divided(ranks) else cache
     backend: AttentionBackend = RefAttention(whole_cache, device)
@@ -115,6 +115,7 @@ def start_loaded(
     _log_codes(loaded, stored_codes)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window),
+        cache=cache,
         host_pool=host_pool,
         runner=runner,
         backend=backend,
@@ -122,6 +123,25 @@ def start_loaded(
         adapter_targets=adapter_targets,
         surgery=surgery,
     )
+
+
+def _correct(loaded: LoadedModel, max_model_len: int) -> None:
+    """Correct what transformers' model computes wrongly in a batch of several lengths."""
+    fix_rope(loaded.model, loaded.text_config, max_model_len)
+    fix_temperatures(loaded.model)
+
+
+def start_beside(
+    config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck, stage: LoadStage
+) -> AttentionBackend:
+    """Try a second model over its part of a cache, and put kernels under it. Raises StartupError."""
+    _correct(check.loaded, check.max_model_len)
+    expected = check.run()
+    if toolkit is None:
+        return check.backend
+    backend = toolkit.attention_over(check.cache)
+    _put_kernels(config, toolkit, replace(check, backend=backend), stage, expected)
+    return backend
 
 
 def _open_host_pool(
@@ -221,9 +241,14 @@ def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
     )
 
 
-def _find_targets(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> Targets:
-    """Find what adapters can update, before any layer is replaced."""
-    return targets_of(config, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1))
+def _find_targets(
+    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, reserve: Reserve
+) -> tuple[Targets, Reserve]:
+    """Find what adapters can update, before any layer is replaced; add their memory to what is reserved."""
+    targets = targets_of(
+        config, device, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1)
+    )
+    return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
@@ -287,14 +312,18 @@ def _probe(
     return probe
 
 
-def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
+def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[int, LayerShape]:
     """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
     with refusing(loaded.model_type):
         probe = _probe(runner, device, np.arange(2), num_logits=1)
     if not probe.shapes:
         raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
+    return dict(sorted(probe.shapes.items()))
+
+
+def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
     return BlockLayout(
-        layers=dict(sorted(probe.shapes.items())),
+        layers=with_layers_beside(probe_shapes(device, loaded, runner), loaded.layers_beside),
         block_size=config.block_size or device.default_block_size,
         dtype=loaded.dtype,
     )

@@ -8,16 +8,18 @@ Never: reads an adapter (adapters/adapter_files.py).
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import nn
 
-from worker.adapters.adapted_linear import StepAdapters
-from worker.adapters.adapter_store import AdapterStore
-from worker.adapters.adapter_targets import Targets, adaptable_parts, find_targets
+from worker.adapters.adapter_store import AdaptableModel, AdapterStore
+from worker.adapters.adapter_targets import AdapterWay, Targets, adaptable_parts, find_targets
 from worker.checkpoint.task import Task
-from worker.devices.device import Device
+from worker.devices.device import Device, Reserve
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind
 from worker.worker_config import AdapterFacts, WorkerConfig
 from worker.worker_errors import AdapterRefused, StartupError
@@ -25,6 +27,8 @@ from worker.worker_errors import AdapterRefused, StartupError
 log = logging.getLogger(__name__)
 
 _NUM_TOKENS = 3
+_RANKS_AT_ONCE = 16
+"""GPU kernels compute a multiple of it."""
 _OPTIONS = "--lora-modules and --lora-directory"
 _LEFT_OUT = "leave them out"
 
@@ -33,15 +37,10 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
     """Raise StartupError where adapters are asked for and not computed."""
     if not config.adapter_limits.max_in_step:
         return
-    if device.torch_device.type != "cpu":
+    if reason := kernels_of(device).obstacle_to_adapters(config):
         raise StartupError(
-            f"{_OPTIONS}: adapters are computed on CPUs only so far", fix=f"add --device cpu, or {_LEFT_OUT}"
-        )
-    if config.num_ranks > 1 or config.num_stages > 1:
-        raise StartupError(
-            f"{_OPTIONS}: layers that are divided (--tensor-parallel-size, --pipeline-parallel-size) compute "
-            "no adapters yet",
-            fix=f"use one rank, or {_LEFT_OUT}",
+            f"{_OPTIONS}: adapters on a GPU need its kernels, and there are none: {reason}",
+            fix=f"leave --gpu-kernels on, add --device cpu, or {_LEFT_OUT}",
         )
     if kind.task is not Task.GENERATE:
         raise StartupError(
@@ -51,33 +50,52 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
         )
 
 
-def targets_of(config: WorkerConfig, model: nn.Module, run: Callable[[int], object]) -> Targets:
+def refuse_adapters_alone(config: WorkerConfig, device: Device, why: str) -> None:
+    """Raise StartupError where a GPU computes one sequence after the other; `why` it does."""
+    if config.adapter_limits.max_in_step and kernels_of(device).stacks_adapters:
+        raise StartupError(
+            f"{_OPTIONS}: {why}, and such models compute adapters on CPUs only",
+            fix=f"add --device cpu, or {_LEFT_OUT}",
+        )
+
+
+def targets_of(
+    config: WorkerConfig, device: Device, model: nn.Module, run: Callable[[int], object]
+) -> Targets:
     """Find the layers that can be updated; `run` calls the model with so many tokens."""
     if not config.adapter_limits.max_in_step:
-        return Targets({}, {})
-    return find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
+        return Targets({}, {}, {})
+    targets = find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
+    if kernels_of(device).stacks_adapters:
+        return targets.without_experts("updates of experts are computed on CPUs only")
+    return targets
+
+
+def with_adapters(reserve: Reserve, config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> Reserve:
+    """Add the memory of adapters to what a GPU keeps beside the cache: that of all slots, at the start."""
+    limits = config.adapter_limits
+    padded = replace(limits, max_rank=-(-limits.max_rank // _RANKS_AT_ONCE) * _RANKS_AT_ONCE)
+    return reserve._replace(buffer_bytes=reserve.buffer_bytes + targets.num_bytes(padded, dtype))
 
 
 def open_adapters(
-    config: WorkerConfig, loaded: LoadedModel, targets: Targets, *, cache_bytes: int
+    config: WorkerConfig, loaded: LoadedModel, targets: Targets, way: AdapterWay, *, cache_bytes: int | None
 ) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
-    """Load the adapters of the command line. Raises StartupError with the name of one that does not fit."""
+    """Load the adapters of the command line. Raises StartupError with the name of one that does not fit.
+
+    `cache_bytes` are those of a cache in the host's memory, with adapters beside it; None: memory for these
+    was reserved before.
+    """
     limits = config.adapter_limits
     if not limits.max_in_step:
         return None, ()
     if not targets.sizes:
         raise StartupError(f"{_OPTIONS}: {loaded.model_type} has no layers to update", fix=_LEFT_OUT)
-    _check_memory(config, targets.num_bytes(config.adapter_limits, loaded.dtype), cache_bytes)
-    step = StepAdapters()
-    model: nn.Module = loaded.model
-    store = AdapterStore(
-        targets,
-        adaptable_parts(model, targets, step, limits.max_in_memory),
-        step,
-        limits,
-        dtype=loaded.dtype,
-        max_num_seqs=config.max_num_seqs,
-    )
+    if cache_bytes is not None:
+        _check_memory(config, most_bytes(config, targets, loaded.dtype), cache_bytes)
+    parts = tuple(adaptable_parts(loaded.model, targets, way, limits.max_in_memory))
+    model = AdaptableModel(targets, parts, way.step, loaded.dtype)
+    store = AdapterStore(model, limits, max_num_seqs=config.max_num_seqs, ranks=loaded.ranks)
     facts = []
     for adapter in config.adapters:
         try:
@@ -90,14 +108,20 @@ def open_adapters(
     return store, tuple(facts)
 
 
-def _check_memory(config: WorkerConfig, most_bytes: int, cache_bytes: int) -> None:
+def most_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> int:
+    """Size the adapters of all shards at most: none has more of an update than the whole."""
+    return config.num_ranks * targets.num_bytes(config.adapter_limits, dtype)
+
+
+def _check_memory(config: WorkerConfig, num_bytes: int, cache_bytes: int) -> None:
     limits = config.adapter_limits
-    # The cache is allocated, but its pages count as free until they are written.
-    left_bytes = available_memory_bytes() - cache_bytes
-    log.info("up to %s adapters in memory: %s at most", limits.max_in_memory, format_size(most_bytes))
-    if most_bytes > left_bytes:
+    # Caches are allocated, but their pages count as free until they are written; so does what others load.
+    num_processes = config.num_ranks * config.num_stages * config.num_engines
+    left_bytes = (available_memory_bytes() - cache_bytes * num_processes) // config.num_engines
+    log.info("up to %s adapters in memory: %s at most", limits.max_in_memory, format_size(num_bytes))
+    if num_bytes > left_bytes:
         raise StartupError(
             f"{limits.max_in_memory} adapters of rank {limits.max_rank} take up to "
-            f"{format_size(most_bytes)}, and {format_size(max(0, left_bytes))} are left beside the KV cache",
+            f"{format_size(num_bytes)}, and {format_size(max(0, left_bytes))} are left beside the KV cache",
             fix="ask for a smaller --max-cpu-loras, --max-lora-rank or --kv-cache-memory",
         )

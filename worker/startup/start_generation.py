@@ -6,6 +6,8 @@ Never: runs a plan.
 
 from dataclasses import replace
 
+from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.adapter_targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
@@ -20,32 +22,28 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_adapters import open_adapters
+from worker.startup.start_drafting import load_draft, naming_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
-from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_config import AdapterFacts, ModelFacts, WorkerConfig
 
 
 def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
+    if (reason := _why_no_drafts(device, ranks)) is not None:
+        refuse_speculation(config, reason)
     loaded = load_model(config, kind, device, stage, ranks)
+    draft = load_draft(config, kind, loaded, device)
+    if draft is not None:
+        loaded = replace(loaded, layers_beside=draft.shapes)
     ready = start_generator(config, loaded, device, stage)
-    cache_bytes = ready.facts.kv_cache_bytes
-    adapters, adapter_facts = open_adapters(config, loaded, ready.adapter_targets, cache_bytes=cache_bytes)
+    adapters, adapter_facts = _open_adapters(config, loaded, ready, device)
     facts = replace(ready.facts, adapters=adapter_facts)
-    grammars = Grammars(
-        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
-    )
-    grammars.open_ahead()
-    rows = RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
-    )
+    grammars = _open_grammars(config, facts)
+    rows = _open_rows(config, facts)
     steps: StepRunner
     sampler: RowSampler
     if ready.toolkit is not None and ready.toolkit.runs_ahead:
@@ -56,12 +54,9 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
-    if facts.runs_ahead or device.torch_device.type != "cpu":
-        refuse_speculation(config, "the steps of a GPU verify no drafts yet")
-    elif is_divided(ranks):
-        refuse_speculation(config, "ranks verify no drafts yet")
-    else:
-        facts = replace(facts, max_drafts=config.speculation.num_speculative_tokens)
+    if _why_no_drafts(device, ranks) is None:
+        max_drafts = config.speculation.num_speculative_tokens
+        facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
     generation = GenerationSteps(
         device=device,
         # The tokens of a stage's steps come with later plans, if it is not the last.
@@ -75,7 +70,45 @@ def start_generating(
         generation.adapt(adapters)
     if facts.max_drafts:
         generation.speculate(Drafter(config.speculation))
+    if draft is not None:
+        with naming_draft(config):
+            generation.speculate_with(open_draft(draft, ready, device, rows, sampler))
     return facts, generation
+
+
+def _open_grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars:
+    grammars = Grammars(
+        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
+    )
+    grammars.open_ahead()
+    return grammars
+
+
+def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
+    return RowTable(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        num_blocks=facts.num_blocks,
+        sliding_window=facts.sliding_window,
+    )
+
+
+def _why_no_drafts(device: Device, ranks: Ranks) -> str | None:
+    """Say why steps verify no drafts; None if they do."""
+    return "ranks verify no drafts yet" if is_divided(ranks) else kernels_of(device).why_no_drafts
+
+
+def _open_adapters(
+    config: WorkerConfig, loaded: LoadedModel, ready: ReadyModel[ModelRunner], device: Device
+) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
+    if not kernels_of(device).stacks_adapters or not config.adapter_limits.max_in_step:
+        cache_bytes = ready.facts.kv_cache_bytes
+        return open_adapters(config, loaded, ready.adapter_targets, in_torch(), cache_bytes=cache_bytes)
+    from worker.startup.start_gpu_steps import adapters_by_triton  # only here, as above
+
+    way = adapters_by_triton(config, ready.runner, device)
+    return open_adapters(config, loaded, ready.adapter_targets, way, cache_bytes=None)
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from worker.adapters.adapter_targets import AdapterWay
 from worker.devices.device import Device
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.gpu_kernel_choice import num_graph_logits, step_limits
@@ -16,6 +17,7 @@ from worker.gpu.graphs import GraphSizes
 from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.gpu.step_buffers import StepBuffers
+from worker.gpu.triton_adapters import AdaptedGpuLinear, GpuStepAdapters
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.sampling.grammar_rows import Grammars
@@ -24,6 +26,14 @@ from worker.startup.ready_model import ReadyModel
 from worker.steps.model_runner import ModelRunner, StepRunner
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
+
+
+def adapters_by_triton(config: WorkerConfig, runner: ModelRunner, device: Device) -> AdapterWay:
+    """Let layers compute updates by kernels, from the rows of each step's tokens on."""
+    max_rank = config.adapter_limits.max_rank
+    step = GpuStepAdapters(device, max_num_seqs=config.max_num_seqs, max_rank=max_rank)
+    runner.rows_listener = step.take_rows
+    return AdapterWay(step, AdaptedGpuLinear)
 
 
 def open_steps(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.adapter_targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
@@ -26,7 +27,7 @@ from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampler import Sampler
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.self_check import TOLERANCE, refusing, relative_error
-from worker.startup.start_adapters import open_adapters, targets_of
+from worker.startup.start_adapters import open_adapters, refuse_adapters_alone, targets_of
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -69,6 +70,7 @@ def start_with_own_caches(
 ) -> tuple[ModelFacts, OwnCacheSteps]:
     """Load and try; `refused` says why there is no paged KV cache. Raises StartupError."""
     _refuse_useless_options(config, refused)
+    refuse_adapters_alone(config, device, refused)
     loaded = load_model(config, replace(kind, keeps_own_cache=True), device, stage)
     model = OwnCacheModel(loaded.model, loaded.vocab_size)
     codes = find_codes(loaded.model)
@@ -77,7 +79,7 @@ def start_with_own_caches(
     stage.enter(LoadPhase.MEASURING)
     way, sizes, _ = find_way(model, loaded, refused)
     targets = targets_of(
-        config, loaded.model, lambda num: model.compute([0] * num, SequenceCache(), way, num_logits=1)
+        config, device, loaded.model, lambda num: model.compute([0] * num, SequenceCache(), way, num_logits=1)
     )
 
     def run_largest_step() -> None:
@@ -95,7 +97,9 @@ def start_with_own_caches(
         way.value,
     )
     facts = _facts(config, device, loaded, sizes, size)
-    adapters, adapter_facts = open_adapters(config, loaded, targets, cache_bytes=facts.kv_cache_bytes)
+    adapters, adapter_facts = open_adapters(
+        config, loaded, targets, in_torch(), cache_bytes=facts.kv_cache_bytes
+    )
     facts = replace(facts, adapters=adapter_facts)
     return facts, _steps(config, device, model, way, facts, adapters)
 

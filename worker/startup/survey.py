@@ -24,7 +24,15 @@ from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import check_host_memory, check_weights_fit, format_size
-from worker.startup.forecast import CannotForesee, Forecast, forecast, weight_bytes
+from worker.speculation.unsupported import refuse_speculation
+from worker.startup.forecast import (
+    CannotForesee,
+    DraftForecast,
+    Forecast,
+    forecast,
+    foresee_draft,
+    weight_bytes,
+)
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
 from worker.startup.start_adapters import refuse_adapters
@@ -70,6 +78,10 @@ def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Iterator[Finding]:
     num_weight_bytes = weight_bytes(config, kind, device)
     weights = f"weights {format_size(num_weight_bytes)}"
+    draft = _look_at_draft(config, kind, device)
+    if draft is not None:
+        num_weight_bytes += draft.weight_bytes
+        weights += f" and {format_size(draft.weight_bytes)} of the draft model"
     if config.num_engines > 1:
         weights += f" for each of {config.num_engines} engines"
         _refuse_so_many_engines(config, device, num_weight_bytes)
@@ -81,7 +93,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         yield _fine("memory", f"{weights}; not looked at: what a step takes")
         return
     try:
-        found = forecast(config, kind, device, num_weight_bytes)
+        found = forecast(config, kind, device, num_weight_bytes, draft)
     except CannotForesee:
         yield Finding(
             topic="memory",
@@ -102,6 +114,16 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         return
     yield _judge(config, weights, found)
     yield from _look_at_adapters(config, found)
+
+
+def _look_at_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
+    """Raise StartupError for a draft model that cannot be served; None for one that cannot be foreseen."""
+    if (reason := kernels_of(device).why_no_drafts) is not None:
+        refuse_speculation(config, reason)
+    try:
+        return foresee_draft(config, kind, device)
+    except CannotForesee:
+        return None
 
 
 def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding]:

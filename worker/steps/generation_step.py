@@ -29,6 +29,7 @@ from worker.adapters.adapter_store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
+from worker.steps.draft_model import DraftModel
 from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
 from worker.steps.model_runner import StepRunner
@@ -59,6 +60,7 @@ class GenerationSteps:
         self._steps = steps
         self._sampler = sampler
         self._drafter: Drafter | None = None
+        self._draft_model: DraftModel | None = None
         self.adapters: AdapterStore | None = None
         self._vocab_size = facts.vocab_size
         self._prompt_logprobs = PromptScorer(facts.vocab_size)
@@ -70,13 +72,19 @@ class GenerationSteps:
         assert not self._works_ahead
         self._drafter = drafter
 
-    def adapt(self, adapters: AdapterStore) -> None:
-        """Compute with adapters from now on; only where a launch computes at once."""
+    def speculate_with(self, draft_model: DraftModel) -> None:
+        """Make drafts where plans ask for them, from now on; beside those of `speculate`."""
         assert not self._works_ahead
+        self._draft_model = draft_model
+
+    def adapt(self, adapters: AdapterStore) -> None:
+        """Compute with adapters from now on."""
         self.adapters = adapters
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         """See SequenceTable."""
+        if self._draft_model is not None:
+            self._draft_model.move_blocks(plan)
         return self._host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
 
     def add(self, new: NewSequence) -> None:
@@ -95,6 +103,8 @@ class GenerationSteps:
         if row is not None:
             if self._drafter is not None:
                 self._drafter.remove(row, self.rows.tokens_of(row))
+            if self._draft_model is not None:
+                self._draft_model.remove(row)
             if self.adapters is not None:
                 self.adapters.unseat(row)
             self.rows.release(sequence_id)
@@ -105,12 +115,14 @@ class GenerationSteps:
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self, failures)
         if plan.draft_token_ids:
-            return ComputedStep(self._with_next_drafts(self._verify(plan, failures)))
+            return ComputedStep(self._with_next_drafts(self._verify(plan, failures), plan))
         inputs = build_inputs(plan, self.rows, failures)
         if inputs is None:
             return ComputedStep(ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures))
         with self._host_pool.step(inputs.metadata):
             logits_NV, prompts = self._compute(inputs)
+        if self._draft_model is not None:
+            self._draft_model.follow(inputs, ())
         failures.update(prompts.failures)
         known = ModelRunnerOutput(
             token_ids={}, logprobs={}, failures=failures, prompt_logprobs=prompts.logprobs
@@ -129,9 +141,9 @@ class GenerationSteps:
         if self._works_ahead:
             return step
         output = step.result()
-        if self._drafter is None or self._drafter.is_idle:
+        if (self._drafter is None or self._drafter.is_idle) and not plan.num_drafts_wanted:
             return step
-        return ComputedStep(self._with_next_drafts(output))
+        return ComputedStep(self._with_next_drafts(output, plan))
 
     def learn(self, step: "_PendingStep", token_ids: list[int]) -> None:
         """Record the tokens of a step in their rows."""
@@ -158,6 +170,8 @@ class GenerationSteps:
         finally:
             for row, drafts in held.items():
                 self.rows.drop_drafts(row, len(drafts))
+        if self._draft_model is not None:
+            self._draft_model.follow(inputs, plan.draft_token_ids)
         failures.update(prompts.failures)
         verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
@@ -174,16 +188,23 @@ class GenerationSteps:
             token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompts.logprobs
         )
 
-    def _with_next_drafts(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        if self._drafter is None:
-            return output
+    def _with_next_drafts(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
+        guesses: dict[SequenceId, tuple[int, ...]] = {}
+        passes: tuple[tuple[int, float], ...] = ()
+        if self._draft_model is not None and plan.num_drafts_wanted:
+            wanted = {each: num for each, num in plan.num_drafts_wanted.items() if each in output.token_ids}
+            guesses, passes = self._draft_model.propose(wanted)
         drafts = {}
         for sequence_id in output.token_ids:
             row = self.rows.row_of(sequence_id)
-            guess = () if row is None else self._drafter.propose(row, self.rows.tokens_of(row))
-            if row is not None and (possible := self._sampler.possible_drafts(row, guess)):
+            if row is None:
+                continue
+            guess = guesses.get(sequence_id, ())
+            if not guess and self._drafter is not None:
+                guess = self._drafter.propose(row, self.rows.tokens_of(row))
+            if possible := self._sampler.possible_drafts(row, guess):
                 drafts[sequence_id] = possible
-        return replace(output, draft_token_ids=drafts)
+        return replace(output, draft_token_ids=drafts, draft_passes=passes)
 
     def _compute(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         """Compute the logits of the tokens that sample, and log-probabilities of prompts if asked."""

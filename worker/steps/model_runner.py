@@ -7,7 +7,7 @@ Never: builds the batch (step_inputs.py) or samples tokens (sampling/).
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -73,8 +73,15 @@ class ModelRunner:
     def __init__(self, model: Any, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
+        self.rows_listener: Callable[[Tensor], None] | None = None
+        """Is given the row of each token before a step on a GPU, where layers need them."""
         parameters = inspect.signature(model.forward).parameters
         self._can_choose_logits = "logits_to_keep" in parameters
+
+    def note_rows(self, rows_T: Tensor) -> None:
+        """Take the rows of the tokens of the next step."""
+        if self.rows_listener is not None:
+            self.rows_listener(rows_T)
 
     @contextmanager
     def logits_into(self, target_NV: Tensor) -> Iterator[None]:

@@ -21,6 +21,7 @@ from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, re
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.kernels.norm import add_and_norm, norm
 from worker.gpu.kernels.rotary import rotate_and_write
+from worker.gpu.kernels.skinny_products import Folds, SkinnyTiles, multiply_skinny
 from worker.model.layer_call import HeadShape
 from worker.model.layer_parts import GateActivation, RmsNorm
 
@@ -35,6 +36,7 @@ def layer_trials(place: Place) -> list[Build]:
         partial(_add_and_norm, place),
         partial(_gates, place, GateActivation.SILU),
         partial(_gates, place, GateActivation.GELU_TANH),
+        *(partial(_few_rows, place, folds_in=folds_in) for folds_in in (False, True)),
         *(partial(build, place) for build in (_write, _turn, _copy, _remember, _fill, _spread)),
     ]
 
@@ -78,6 +80,31 @@ def _gates(place: Place, activation: GateActivation) -> Trial:
     return agreement(name, {"merged": merged_TM}, lambda: [multiply_by_gates(merged_TM, activation)], define)(
         place.tolerance
     )
+
+
+def _few_rows(place: Place, *, folds_in: bool) -> Trial:
+    """Multiply few rows: with a norm and gates, or divided by their inputs and added."""
+    x_TK, weight_NK = place.random(_NUM_TOKENS, 600), place.random(96, 600, scale=0.1)
+    arrivals = place.integers([0] * 96)
+    before_TN = place.random(_NUM_TOKENS, 96)
+    folds = Folds(is_added=True, multiplier=0.5)
+    if folds_in:
+        folds = Folds(norm=_weights(place, 600), activation=GateActivation.SILU)
+    tiles = SkinnyTiles(outputs=16, inputs=64, splits=1 if folds_in else 3)
+
+    def compute() -> list[Tensor]:
+        out_TN = None if folds_in else before_TN.clone()
+        return [multiply_skinny(x_TK, weight_NK, None, folds, tiles, out_TN=out_TN, arrivals=arrivals)]
+
+    def define() -> list[Tensor]:
+        if folds.norm is None:
+            return [before_TN.float() + 0.5 * functional.linear(x_TK.float(), weight_NK.float())]
+        normed_TK = _defined_norm(x_TK, folds.norm)
+        gate, up = functional.linear(normed_TK, weight_NK.float()).chunk(2, dim=-1)
+        return [functional.silu(gate) * up]
+
+    name = "few rows, with norm and gates" if folds_in else "few rows, in parts, added"
+    return agreement(name, {"rows": x_TK, "weight": weight_NK}, compute, define)(place.tolerance)
 
 
 def _cache(place: Place, num_heads: int, dim: int) -> KVCache:

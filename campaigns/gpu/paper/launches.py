@@ -30,6 +30,7 @@ from worker.gpu.kernels.attention_work import AttentionWork
 from worker.gpu.kernels.copies import copy_blocks
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
 from worker.gpu.kernels.rotary import rotate_and_write
+from worker.gpu.kernels.skinny_products import MOST_ROWS, Folds, choose_skinny_tiles, multiply_skinny
 from worker.gpu.sampling_kernels import bitmask, penalties
 from worker.gpu.sampling_kernels import token_draw as sampling
 from worker.gpu.triton_experts import choose_tiles
@@ -160,6 +161,32 @@ def _between_products() -> Iterator[Case]:
                 yield _plain(f"{what} {model} x {count}", launch, count * numbers * _HALF)
 
 
+def _few_rows() -> Iterator[Case]:
+    """Four products of a layer for up to 16 rows, with all that is folded into them."""
+    for model, shape in _models():
+        hidden, gates = shape.hidden_size, shape.intermediate_size
+        queries = shape.num_attention_heads * shape.head_dim
+        merged = queries + 2 * shape.num_key_value_heads * shape.head_dim
+        by = RmsNorm(_new(hidden), 1e-5)
+        for what, outputs, inputs, folds in (
+            ("norm, query-key-value", merged, hidden, Folds(by)),
+            ("attention's output, added", hidden, queries, Folds(is_added=True)),
+            ("norm, gates", 2 * gates, hidden, Folds(by, GateActivation.SILU)),
+            ("down, added", hidden, gates, Folds(is_added=True)),
+        ):
+            weight, arrivals = _new(outputs, inputs), _integers(outputs)
+            tiles = choose_skinny_tiles(weight, folds, NUM_PROCESSORS)
+            x, out = _new(MOST_ROWS, inputs), _new(MOST_ROWS, outputs) if folds.is_added else None
+            [launch] = _noted(multiply_skinny, x, weight, None, folds, tiles, out_TN=out, arrivals=arrivals)
+            yield Case(
+                name=f"{what} {model}",
+                launch=launch,
+                moved_bytes=weight.numel() * _HALF,
+                num_working=launch.num_programs,
+                trips=-(-inputs // tiles.inputs // tiles.splits),
+            )
+
+
 def _of_a_layer(shape: Shape, count: int) -> Iterator[tuple[str, Launch, int]]:
     """Names, launches, and how many numbers of a token are read and written."""
     x = _new(count, shape.hidden_size)
@@ -282,6 +309,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": _decodes,
     "prefill": _prefills,
     "between": _between_products,
+    "few-rows": _few_rows,
     "draw": _draws,
     "edit": _edits,
     "experts": _mixtures,

@@ -1,7 +1,7 @@
 """The part `anchors`: our kernels beside those that come with torch, which every such machine has.
 
-Owns: products by cuBLAS, in bf16 and in FP8; attention by cuDNN and FlashAttention beside ours; our decodes
-as bandwidth.
+Owns: products by cuBLAS, in bf16 and in FP8, and ours of few rows; attention by cuDNN and FlashAttention
+beside ours; our decodes as bandwidth.
 Never: judges: whether a product of our own is worth it (docs/benchmarks/gpu-first-hour.md) is for the reader.
 """
 
@@ -23,6 +23,7 @@ from campaigns.gpu.tune.workloads import AttentionInputs, Load, rows
 from worker.devices.device import Device, open_device
 from worker.gpu.kernels.attention_decode import attend_decodes
 from worker.gpu.kernels.attention_prefill import attend_prefills
+from worker.gpu.kernels.skinny_products import MOST_ROWS, Folds, choose_skinny_tiles, multiply_skinny
 from worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 _SHAPES = ("llama-3.1-8b", "qwen3-0.6b")
 _TOKENS = (1, 2, 4, 8, 16, 64, 256, 2048, 8192)
 _PROMPTS = (2048, 8192, 32_768)
-_DECODES = tuple(Load(count, context, 1) for count in (1, 16, 64, 256) for context in (1024, 8192, 32_768))
+_DECODES = tuple(
+    Load(count, context, 1) for count in (1, 16, 64, 256) for context in (1024, 8192, 32_768, 131_072)
+)
 _MOST_KV_BYTES = 64 << 30
 _LARGEST_FP8 = 448.0
 _BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
@@ -58,6 +61,7 @@ class _Anchors:
         columns = ("Shape", "Tokens", "Outputs x inputs", "Time", "Weights", "TFLOP/s")
         plain = self._record.table("Products by cuBLAS, bf16", *columns)
         scaled = self._record.table("Products by cuBLAS, FP8 with a scale for each row", *columns, "Error")
+        few = self._record.table("Products of up to 16 rows by our kernel", *columns)
         ours = self._record.table("Our decodes", "Shape", "Load", "Time", "Keys and values")
         prefill = self._record.table("One prompt, causal", "Shape", "Tokens", "By", "Time", "TFLOP/s")
         for name in shapes:
@@ -70,6 +74,8 @@ class _Anchors:
                 for size in products_of(SHAPES[name]):
                     key = (name, count, f"{size[0]} x {size[1]}")
                     self._told(plain, key, partial(self._product, count, size))
+                    if count <= MOST_ROWS:
+                        self._told(few, key, partial(self._few, count, size))
                     self._told(scaled, key, partial(self._scaled, count, size))
 
     def _told(self, table: Table, key: tuple[object, ...], work: Callable[[], list[str]]) -> None:
@@ -86,6 +92,19 @@ class _Anchors:
         x_TK = torch.randn(count, size[1], device=self._place, dtype=self._dtype)
         seconds = time_calls([partial(linear, x_TK, weight) for weight in weights], self._device)
         return _rates(seconds, count, size, num_bytes=weights[0].nbytes)
+
+    def _few(self, count: int, size: tuple[int, int]) -> list[str]:
+        """Multiply alone: neither norm nor gates are folded in, nor taken off cuBLAS's time beside it."""
+        weights = rows(size[0], size[1], self._place, self._dtype)
+        x_TK = torch.randn(count, size[1], device=self._place, dtype=self._dtype)
+        num_processors = 1 if self._device is None else self._device.num_processors
+        tiles = choose_skinny_tiles(weights[0], Folds(), num_processors)
+        arrivals = torch.zeros(size[0], dtype=torch.int32, device=self._place)
+        calls = [
+            partial(multiply_skinny, x_TK, weight, None, Folds(), tiles, arrivals=arrivals)
+            for weight in weights
+        ]
+        return _rates(time_calls(calls, self._device), count, size, num_bytes=weights[0].nbytes)
 
     def _scaled(self, count: int, size: tuple[int, int]) -> list[str]:
         """Compare with the product in float32 as well, launched and in a graph: an ignored stream shows."""

@@ -20,21 +20,24 @@ def facts_of(asked: LoadAdapter, content: str = "1") -> AdapterFacts:
 
 
 class Engine:
-    """An engine process that takes every adapter, of the content that the test says."""
+    """Engines that take every adapter, of the content that the test says; one, unless it says more."""
 
     def __init__(self, directory: Path) -> None:
         self.sent: list[ToEngine] = []
         self.content = "1"
         self.refusal = ""
-        self.registry = AdapterRegistry(str(directory), ("base",), self.send)
+        self.others: dict[int, str] = {}
+        """Content that engines after the first find; empty: they refuse."""
+        self.registry = AdapterRegistry(str(directory), ("base",), self.send, lambda: (0, *self.others))
 
     def send(self, message: ToEngine) -> None:
         self.sent.append(message)
         if isinstance(message, LoadAdapter):
-            facts = None if self.refusal else facts_of(message, self.content)
-            self.registry.take_answer(
-                AdapterAnswer(question=message.question, facts=facts, refusal=self.refusal)
-            )
+            for number, content in {0: "" if self.refusal else self.content, **self.others}.items():
+                facts = facts_of(message, content) if content else None
+                refusal = self.refusal or "no room"
+                answer = AdapterAnswer(question=message.question, facts=facts, refusal=refusal)
+                self.registry.take_answer(number, answer)
 
 
 def make_folder(path: Path) -> Path:
@@ -126,13 +129,49 @@ async def test_a_reload_that_is_refused_leaves_the_old_one(engine: Engine) -> No
 
 
 async def test_a_load_ends_with_the_engine(engine: Engine) -> None:
-    engine.registry = AdapterRegistry(str(engine.registry._directory), (), engine.sent.append)
+    engine.registry = AdapterRegistry(str(engine.registry._directory), (), engine.sent.append, lambda: (0,))
     loading = asyncio.create_task(engine.registry.load("sql", "good", replaces=False))
     await asyncio.sleep(0)
-    engine.registry.engine_died()
+    engine.registry.engine_died(0)
     with pytest.raises(EngineUnavailable):
         await loading
     assert engine.registry.served == ()
+
+
+@pytest.mark.parametrize("found", ["", "2"], ids=["refused", "other files"])
+async def test_a_load_that_fails_in_one_engine_is_undone_in_all(engine: Engine, found: str) -> None:
+    engine.others = {1: "1", 2: found}
+    with pytest.raises(RequestRejected, match=r"refused: (no room|engines read different files)"):
+        await engine.registry.load("sql", "good", replaces=False)
+    assert engine.registry.served == ()
+    given_up = {each.identity for each in engine.sent if isinstance(each, ForgetAdapter)}
+    assert given_up == ({"sql@1", "sql@2"} if found else {"sql@1"})
+
+
+async def test_a_reload_that_fails_in_one_engine_leaves_what_the_name_stands_for(engine: Engine) -> None:
+    engine.others = {1: "1"}
+    await engine.registry.load("sql", "good", replaces=False)
+    engine.others = {1: ""}
+    with pytest.raises(RequestRejected):
+        await engine.registry.load("sql", "good", replaces=True)
+    assert [each.identity for each in engine.registry.served] == ["sql@1"]
+    assert not [each for each in engine.sent if isinstance(each, ForgetAdapter)], "the same content"
+
+
+async def test_a_load_waits_for_no_engine_that_died_and_undoes_an_answer_that_comes_late(
+    engine: Engine,
+) -> None:
+    engine.registry = AdapterRegistry(str(engine.registry._directory), (), engine.sent.append, lambda: (0, 1))
+    loading = asyncio.create_task(engine.registry.load("sql", "good", replaces=False))
+    await asyncio.sleep(0)
+    (asked,) = engine.sent
+    assert isinstance(asked, LoadAdapter)
+    engine.registry.engine_died(1)
+    engine.registry.take_answer(0, AdapterAnswer(question=asked.question, facts=facts_of(asked)))
+    await loading
+    assert [each.identity for each in engine.registry.served] == ["sql@1"]
+    engine.registry.take_answer(1, AdapterAnswer(question=asked.question, facts=facts_of(asked, "9")))
+    assert engine.sent[1:] == [ForgetAdapter(identity="sql@9")]
 
 
 async def test_a_new_engine_process_changes_adapters_of_the_start_only(engine: Engine) -> None:
@@ -151,12 +190,15 @@ async def test_a_new_engine_process_changes_adapters_of_the_start_only(engine: E
 async def test_the_gauges_say_running_and_waiting_apart_and_who_is_in_memory(engine: Engine) -> None:
     for name in ("a", "b", "c"):
         await engine.registry.load(name, "good", replaces=False)
-    metrics = AdapterMetrics(2, lambda: engine.registry.served)
-    metrics.beat(AdapterUse(running=("a@0", "a@1"), waiting=("b@1", "c@1"), resident=("a@1", "b@1")))
+    metrics = AdapterMetrics(2, lambda: engine.registry.served, lambda: ("d@1", "b@1"))
+    metrics.beat(0, AdapterUse(running=("a@0", "a@1"), waiting=("b@1",), resident=("a@1", "b@1")))
+    metrics.beat(1, AdapterUse(running=("a@1",), waiting=("c@1",), resident=("b@1",)))
+    metrics.beat(2, AdapterUse(running=("c@1",), resident=("c@1",)))
+    metrics.beat(2, None)  # it died
     requests, in_memory = metrics.collect()
     assert requests.samples[0].labels == {
         "max_lora": "2",
         "running_lora_adapters": "a",
-        "waiting_lora_adapters": "b,c",
+        "waiting_lora_adapters": "b,c,d",
     }
-    assert {each.labels["adapter"]: each.value for each in in_memory.samples} == {"a": 1, "b": 1, "c": 0}
+    assert {each.labels["adapter"]: each.value for each in in_memory.samples} == {"a": 1, "b": 2, "c": 0}

@@ -116,7 +116,7 @@ def test_a_step_is_timed_from_the_result_before_it_and_not_from_its_launch() -> 
     seen: list[float] = []
     desk.letters.append([request(1, max_tokens=6)])
     loop, _ = overlapped(desk)
-    loop._scheduler.observe_step = lambda plan, seconds: seen.append(seconds)  # type: ignore[method-assign]
+    loop._scheduler.observe_step = lambda plan, seconds, passes: seen.append(seconds)  # type: ignore[method-assign]
     for _ in range(8):
         loop.turn()
     assert seen == [1.0] * 6, "each waited for a second behind the one before"

@@ -85,6 +85,7 @@ plans = st.builds(
         ).map(tuple),
         max_size=2,
     ),
+    num_drafts_wanted=st.dictionaries(ids, st.integers(1, 16), max_size=2),
 )
 
 

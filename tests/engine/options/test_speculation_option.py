@@ -1,16 +1,22 @@
 """--speculative-config: what is understood, and what is refused by name."""
 
+from pathlib import Path
+
 import pytest
 
-from engine.options.engine_config import resolve
+from engine.options.engine_config import DEMO_MODEL, resolve
 from engine.options.option_declaration import OptionError
 from engine.options.options import Options
 from engine.options.speculation_option import SpeculationOptions, speculation_config
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 
+def config_of(**options: str) -> SpeculationConfig:
+    return speculation_config(SpeculationOptions(**options), lambda name: Path("models") / name)
+
+
 def test_without_it_only_predictions_are_drafted() -> None:
-    assert speculation_config(SpeculationOptions()).method is DraftMethod.PREDICTION
+    assert config_of().method is DraftMethod.PREDICTION
 
 
 @pytest.mark.parametrize(
@@ -30,7 +36,32 @@ def test_without_it_only_predictions_are_drafted() -> None:
     ],
 )
 def test_numbers_and_methods_are_taken_over(text: str, expected: SpeculationConfig) -> None:
-    assert speculation_config(SpeculationOptions(speculative_config=text)) == expected
+    assert config_of(speculative_config=text) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": '{"method": "draft_model", "model": "small", "num_speculative_tokens": 3}'},
+        {"speculative_config": '{"model": "small", "num_speculative_tokens": 3}'},
+        {"speculative_model": "small", "speculative_config": '{"num_speculative_tokens": 3}'},
+    ],
+)
+def test_a_draft_model_is_named_in_either_way(options: dict[str, str]) -> None:
+    assert config_of(**options) == SpeculationConfig(
+        method=DraftMethod.DRAFT_MODEL, model_path="models/small", num_speculative_tokens=3
+    )
+
+
+def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="name the draft model once"):
+        config_of(speculative_model="small", speculative_config='{"model": "other"}')
+    with pytest.raises(OptionError, match=r"model '.*/none'"):
+        resolve(Options(speculative_model=str(tmp_path / "none")))
+    with pytest.raises(OptionError, match="--speculative-model with --tensor-parallel-size 2: ranks verify"):
+        resolve(Options(speculative_model="small", tensor_parallel_size=2))
+    engine, _ = resolve(Options(speculative_model=str(DEMO_MODEL), data_parallel_size=2, device="cpu"))
+    assert engine.worker.speculation.model_path == str(DEMO_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +71,10 @@ def test_numbers_and_methods_are_taken_over(text: str, expected: SpeculationConf
         ("[]", "not a JSON object"),
         ("{}", '"method": null'),
         ('{"method": "eagle3"}', '"method": "eagle3"'),
-        ('{"method": "draft_model", "model": "small"}', '"model": "small"'),
+        ('{"method": "draft_model"}', "no model is named"),
+        ('{"method": "ngram", "model": "small"}', "the method ngram asks no model"),
+        ('{"model": 7}', '"model": 7'),
+        ('{"model": "small", "prompt_lookup_max": 4}', "'prompt_lookup_max' is not known here"),
         ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens must be"),
@@ -49,7 +83,7 @@ def test_numbers_and_methods_are_taken_over(text: str, expected: SpeculationConf
 )
 def test_what_is_not_understood_is_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(OptionError, match="--speculative-config") as refused:
-        speculation_config(SpeculationOptions(speculative_config=text))
+        config_of(speculative_config=text)
     assert named in str(refused.value)
 
 

@@ -41,7 +41,7 @@ def refusal(store: AdapterStore, folder: Path) -> str:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"lora_bias": True}, "lora_bias is set"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is set"),
+        ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is no list"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
         ({"some_new_method": {"x": 1}}, "some_new_method is set"),
@@ -165,8 +165,6 @@ def test_a_start_with_an_adapter_that_does_not_fit_is_refused_with_its_name(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_ranks": 2}, "tensor-parallel-size"),
-        ({"num_stages": 2}, "pipeline-parallel-size"),
         ({"task": "embed"}, "made to embed"),
     ],
 )

@@ -1,15 +1,20 @@
 """Adapters that peft itself made, against peft's own model, in float32."""
 
+import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.worker.adapters.test_adapted_models import LAYERS_OF, PROMPT, load_with, scores
+from scheduler.messages import SequenceId
+from tests.worker.adapters.test_adapted_models import LAYERS_OF, PROMPT, SCORED, load_with, scores
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
 from tests.worker.plan_driver import PlanDriver
+from worker.worker_errors import StartupError
 
 peft = pytest.importorskip("peft", reason="peft, the oracle of adapters, is not installed")
 
@@ -67,6 +72,92 @@ def test_settings_mean_what_peft_means_by_them(
     base = checkpoints("llama")
     tuned = make(base, tmp_path / "tuned", **CASES[case])
     check(base, tmp_path / "tuned", tuned, cpu_kernels=kernels)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OF_EXPERTS = {
+    "all": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    "the way down, rank-stabilized": {
+        "target_modules": [],
+        "target_parameters": EXPERTS[1:],
+        "use_rslora": True,
+    },
+    "gates and ups, of another rank": {
+        "target_modules": ["o_proj"],
+        "target_parameters": EXPERTS[:1],
+        "rank_pattern": {r".*\.gate_up_proj": 3},
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module")  # they did
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("case", OF_EXPERTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_updates_of_experts_compute_what_pefts_model_does(
+    family: str, case: str, kernels: str, checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    base = checkpoints(family)
+    tuned = make(base, tmp_path / "tuned", r=4, **OF_EXPERTS[case])
+    check(base, tmp_path / "tuned", tuned, cpu_kernels=kernels)
+
+
+def write_modules_of_experts(folder: Path, targets: list[str]) -> None:
+    """Write an adapter of each expert's modules, in the sizes of qwen3_moe here."""
+    torch.manual_seed(4)
+    sizes = {"gate_proj": (48, 64), "up_proj": (48, 64), "down_proj": (64, 48)}
+    tensors = {}
+    for layer, expert, target in product(range(3), range(4), targets):
+        module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{target}"
+        num_outputs, num_inputs = sizes[target]
+        tensors[f"{module}.lora_A.weight"] = torch.randn(4, num_inputs) / num_inputs**0.5
+        tensors[f"{module}.lora_B.weight"] = torch.randn(num_outputs, 4) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": targets,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module")  # they did
+def test_updates_of_each_experts_modules_compute_what_peft_makes_of_them(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    base = checkpoints("qwen3_moe")
+    write_modules_of_experts(tmp_path / "tuned", ["gate_proj", "up_proj", "down_proj"])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tuned = peft.PeftModel.from_pretrained(model, tmp_path / "tuned").eval()
+    check(base, tmp_path / "tuned", tuned)
+    file = tmp_path / "tuned" / "adapter_model.safetensors"
+    lacking = "base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_"
+    save_file({name: each for name, each in load_file(file).items() if lacking not in name}, file)
+    with pytest.raises(StartupError, match=r"layers\.1\.mlp\.experts\.2\.up_proj is a target"):
+        load_with(base, tmp_path / "tuned")
+
+
+def test_rows_with_updates_of_experts_equal_themselves_alone_bit_for_bit(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    base = checkpoints("qwen3_moe")
+    make(base, tmp_path / "all", r=4, **OF_EXPERTS["all"])
+    write_modules_of_experts(tmp_path / "ups", ["up_proj"])
+    worker, identities = load_with(base, tmp_path / "all", tmp_path / "ups", dtype="bfloat16")
+    driver, chosen = PlanDriver(worker, BLOCK_SIZE), [*identities, "", *identities, ""]
+    alone = {}
+    for each in (*identities, ""):
+        alone[each] = scores(driver, each)
+        driver.release_all()
+    assert len({str(each) for each in alone.values()}) == 3
+    rows = [driver.add(PROMPT, SCORED, adapter=each) for each in chosen]
+    for step in range(4):
+        output = driver.step(dict.fromkeys(rows))
+        for row, adapter in zip(rows, chosen, strict=True):
+            assert dict(output.logprobs[SequenceId(row)][0].top) == alone[adapter][step]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "phi3"])

@@ -1,6 +1,6 @@
 """The whole GPU worker on an interpreted GPU: it draws the tokens that the CPU's worker draws."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import make_embedder, write_pooling_files
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu.ahead import AheadDriver
-from tests.worker.gpu.interpreted_gpu import HAS_GPU, open_gpu
+from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu, open_gpu
 from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
 from worker.gpu import gpu_kernel_choice as opening
 from worker.gpu import graphs
 from worker.gpu.gpu_runner import GpuSteps
+from worker.gpu.trials import skinny
 from worker.gpu.triton_attention import TritonAttention
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps
@@ -313,3 +314,33 @@ def test_a_family_without_a_paged_cache_is_computed_one_step_at_a_time(tmp_path:
 def test_drafts_are_refused_by_the_steps_of_a_gpu(folders: dict[str, Path]) -> None:
     with pytest.raises(StartupError, match="--speculative-config: the steps of a GPU verify no drafts yet"):
         load_gpu(folders["llama"], speculation=SpeculationConfig(method=DraftMethod.NGRAM))
+
+
+class SkinnyGpu(InterpretedGpu):
+    """An interpreted GPU on which whatever is timed later is faster."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        self._seconds = 1000.0
+
+    def seconds_of(self, work: Callable[[], None]) -> float | None:
+        self._seconds /= 2
+        return self._seconds
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU time decides")
+def test_products_of_few_rows_draw_the_cpus_tokens(
+    folders: dict[str, Path], on_cpu: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+    multiply = skinny.multiply_skinny
+    monkeypatch.setattr(
+        skinny,
+        "multiply_skinny",
+        lambda x_TK, *given, **named: launched.append(len(x_TK)) or multiply(x_TK, *given, **named),
+    )
+    worker = Worker(WorkerConfig(model_path=str(folders["llama"]), **SETTINGS, enforce_eager=True), SkinnyGpu)
+    worker.load(lambda progress: None)
+    launched.clear()
+    assert serve(AheadDriver(worker, BLOCK_SIZE, depth=2)) == expected_from(on_cpu)
+    assert set(launched) >= {2, 10}, "steps of few tokens, with prompts among them"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.core.loop import Launched
+from engine.core.rank_group import RankAdapters
 from engine.core.rank_plans import RankStep, ResultsIn, encode_plan
 from engine.core.stage_steps import StageSteps
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
@@ -32,6 +33,7 @@ class DividedWorker:
     """Worker that can be loaded again and again. Results are collected in order."""
 
     def __init__(self, num_shards: int, *, num_stages: int = 1, store: Path | None = None) -> None:
+        self.num_shards, self.num_stages = num_shards, num_stages
         self._directory = tempfile.TemporaryDirectory()
         directory = Path(self._directory.name)
         self._results = ResultsIn(directory)
@@ -64,6 +66,13 @@ class DividedWorker:
         self._steps = StageSteps(worker, self._ranks.stage)
         self._sampled.clear()
         return facts
+
+    @property
+    def adapters(self) -> RankAdapters:
+        """The stores of all ranks."""
+        assert self._worker is not None
+        assert self._worker.adapters is not None
+        return RankAdapters(self._worker.adapters, lambda order: self._send(encode_plan(order)))
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         assert self._worker is not None

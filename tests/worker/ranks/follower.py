@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from engine.core.rank_plans import ResultsOut, StageResult, decode_step
-from engine.core.rank_process import read_place
+from engine.core.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
+from engine.core.rank_process import change_adapters, read_place
 from engine.core.stage_steps import StageSteps, compute_last
 from tests.worker.ranks.gloo_ranks import GlooRanks
 from worker.ranks.rank_places import RankPlace
@@ -53,7 +53,10 @@ def follow(place: RankPlace, directory: Path, store: Path | None) -> None:
             continue  # rank 0 refuses too
         steps = StageSteps(worker, ranks.stage)
         while message := next(messages, b""):
-            step = decode_step(message)
+            step = decode_order(message)
+            if isinstance(step, AdapterOrder):
+                change_adapters(worker, step)
+                continue
             if ranks.stage.is_last:
                 result = StageResult(*compute_last(worker, ranks.stage, step.plan))
                 if results is not None and ranks.stage.count > 1:

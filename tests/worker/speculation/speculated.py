@@ -1,14 +1,16 @@
 """A scheduler over a real worker, with drafts that a test makes up in place of the worker's own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import DraftSupply, SchedulerConfig
 from scheduler.messages import (
     FinishReason,
+    ModelRunnerOutput,
     SamplingParams,
+    SchedulerOutput,
     SequenceId,
     SequenceInputs,
     SequenceOutput,
@@ -23,6 +25,7 @@ from worker.worker_config import ModelFacts
 Answer = tuple[list[int], list[TokenLogprobs], FinishReason | None]
 """Tokens, log-probabilities, end of one sequence."""
 
+Drafts = Mapping[SequenceId, tuple[int, ...]]
 Guess = Callable[[int, list[int]], tuple[int, ...]]
 """Drafts for a sequence, given its number and the tokens generated so far."""
 
@@ -39,6 +42,9 @@ class Speculated:
     adapters: Sequence[str] = ("",)
     """Requests take turns with them."""
     next_id: int = 1
+    offers: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """Drafts by sequence and number of tokens generated, of the last time."""
+    num_drafted: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
 
@@ -59,29 +65,41 @@ class Speculated:
         answers: list[Answer] = [([], [], None) for _ in requests]
         while scheduler.has_unfinished_requests:
             plan = scheduler.schedule(now_s=0.0)
+            result = None if plan.is_empty else self._execute(plan)
             outputs = (
-                scheduler.take_outputs()
-                if plan.is_empty
-                else scheduler.update_from_output(plan, self.worker.execute(plan))
+                scheduler.take_outputs() if result is None else scheduler.update_from_output(plan, result)
             )
             self._take(outputs.get(0, []), first, answers)
             for number in aborted:
                 if len(answers[number][0]) >= 3 and answers[number][2] is None:
                     scheduler.finish_requests([SequenceId(first + number)], FinishReason.ABORTED)
                     self._take(scheduler.take_outputs().get(0, []), first, answers)
-            scheduler.update_draft_token_ids(
-                {
-                    seq.sequence_id: guess(seq.sequence_id - first, answers[seq.sequence_id - first][0])
-                    for seq in scheduler.running_sequences()
-                }
-            )
+            drafts: Drafts = {
+                seq.sequence_id: guess(seq.sequence_id - first, answers[seq.sequence_id - first][0])
+                for seq in scheduler.running_sequences()
+            }
+            drafts = drafts if result is None else self._drafts(drafts, result)
+            self._note_offers(drafts, first, answers)
+            scheduler.update_draft_token_ids(drafts)
             check_invariants(scheduler)
         released = tuple(SequenceId(first + offset) for offset in range(len(requests)))
         self.worker.execute(scheduler.schedule(now_s=0.0)._replace(released=released))
         stats = scheduler.stats()
+        self.num_drafted += stats.num_draft_tokens
         self.num_accepted += stats.num_accepted_tokens
         self.num_preemptions += sum(count.num for count in stats.preemptions)
         return answers
+
+    def _note_offers(self, drafts: Drafts, first: int, answers: list[Answer]) -> None:
+        for sequence_id, offer in drafts.items():
+            number = sequence_id - first
+            self.offers[number, len(answers[number][0])] = offer
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute(plan)
+
+    def _drafts(self, made_up: Drafts, result: ModelRunnerOutput) -> Drafts:
+        return made_up
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -102,6 +120,32 @@ class Speculated:
             tokens += output.token_ids
             logprobs += output.logprobs
             answers[number] = (tokens, logprobs, output.finish_reason)
+
+
+@dataclass
+class ModelDrafted(Speculated):
+    """The same with drafts of the worker's draft model, so many for each sequence."""
+
+    num_asked: int = 3
+    ask_every: int = 1
+    """Steps from one for which drafts are asked to the next."""
+    num_steps: int = 0
+
+    def _settings(self) -> dict[str, Any]:
+        supply = DraftSupply.ASKED if self.num_asked else DraftSupply.FREE
+        return {**super()._settings(), "max_drafts": self.num_asked, "draft_supply": supply}
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_steps += 1
+        return super()._execute(plan if self.num_steps % self.ask_every == 0 else without_asking(plan))
+
+    def _drafts(self, made_up: Drafts, result: ModelRunnerOutput) -> Drafts:
+        return result.draft_token_ids
+
+
+def without_asking(plan: SchedulerOutput) -> SchedulerOutput:
+    """Take away what a plan asks of a draft model."""
+    return plan._replace(num_drafts_wanted={})
 
 
 def oracle(expected: Sequence[Answer], num: int) -> Guess:

@@ -26,7 +26,7 @@ def sigmoid(x):  # noqa: ANN201 - Triton's own type
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr) -> tl.tensor:
     """act(gate) * up in float32; ACTIVATION as GateActivation numbers them."""
     if ACTIVATION == 1:
         return gate * sigmoid(gate) * up
@@ -44,7 +44,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, num_gates, ACTIVATION: tl.constexpr, BLOC
     row_ptr = gate_up_ptr + token * 2 * num_gates
     gate = tl.load(row_ptr + gates, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row_ptr + num_gates + gates, mask=mask, other=0.0).to(tl.float32)
-    out = _gated(gate, up, ACTIVATION)
+    out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + token * num_gates + gates, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -134,6 +134,14 @@ def _rotate_and_write_kernel(
     )
 
 
+def _lines_of_one_stride(rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Return [T, R] each. Halves of the lines of a table are taken as they are."""
+    cosines_TR, sines_TR = rotation[0][0], rotation[1][0]
+    if cosines_TR.stride() == sines_TR.stride() and cosines_TR.stride(1) == 1:
+        return cosines_TR, sines_TR
+    return cosines_TR.contiguous(), sines_TR.contiguous()
+
+
 def rotate_and_write(
     merged_TM: Tensor,
     heads: HeadShape,
@@ -153,7 +161,7 @@ def rotate_and_write(
     queries_THD = torch.empty(
         (num_tokens, heads.num_query_heads, heads.key_dim), dtype=merged_TM.dtype, device=merged_TM.device
     )
-    cosines, sines = (None, None) if rotation is None else (angles[0].contiguous() for angles in rotation)
+    cosines, sines = (None, None) if rotation is None else _lines_of_one_stride(rotation)
     widest = triton.next_power_of_2(max(heads.key_dim, heads.value_dim))
     rows = max(_NUMBERS_PER_PROGRAM // widest, 1)
     num_tiles = triton.cdiv(num_tokens * heads.num_query_heads, rows)

@@ -1,0 +1,180 @@
+"""FlashAttention 3 attends where a trial at load found it right and faster; here a stand-in computes."""
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.gpu.test_attention_kernels import LAYER, Case, Step, assert_close
+from worker.devices.device import CpuDevice
+from worker.gpu.gpu_attention import choose_attention
+from worker.gpu.trials import flash_attention
+from worker.gpu.trials.flash_attention import FlashAttention3
+from worker.gpu.triton_attention import TritonAttention
+from worker.worker_config import WorkerConfig
+
+STEP = Case([(20, 1), (3, 1), (9, 5)], dtype=torch.float16, softcap=20.0)
+DECODES = Case([(20, 1), (3, 1)], dtype=torch.float16, softcap=20.0)
+
+
+class StandIn:
+    """Computes as the library documents: causal from the bottom right corner, no padding rows."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.change: Callable[[Tensor], Tensor] = lambda out_THD: out_THD
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Tensor:
+        self.num_calls += 1
+        assert causal
+        assert window_size == (-1, -1)
+        assert {each.dtype for each in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        assert len(page_table) == len(cache_seqlens) == len(cu_seqlens_q) - 1
+        out = torch.full_like(q, torch.nan)
+        starts = cu_seqlens_q.tolist()
+        for row, (start, end) in enumerate(pairwise(starts)):
+            num_keys = int(cache_seqlens[row])
+            assert end - start <= max_seqlen_q
+            blocks = page_table[row, : -(-num_keys // k_cache.shape[1])].long()
+            keys, values = (each[blocks].flatten(0, 1)[:num_keys].float() for each in (k_cache, v_cache))
+            groups = q.shape[1] // k_cache.shape[2]
+            keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+            scores = torch.einsum("thd,khd->htk", q[start:end].float(), keys) * softmax_scale
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            seen = torch.arange(num_keys) <= torch.arange(num_keys - (end - start), num_keys)[:, None]
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[start:end] = torch.einsum("htk,khd->thd", weights, values).to(q.dtype)
+        return self.change(out)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in, module = StandIn(), ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = stand_in.flash_attn_with_kvcache  # type: ignore[attr-defined]
+    module.__spec__ = type(sys.__spec__)("flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    return stand_in
+
+
+class Stopwatch(CpuDevice):
+    """Runs what is timed, and tells first the time of our kernels, then that of the library."""
+
+    def __init__(self, ours: float, theirs: float) -> None:
+        super().__init__(WorkerConfig(model_path="", num_threads=1))
+        self._told = [ours, theirs] * 4
+
+    def seconds_of(self, work: Any) -> float | None:
+        work()
+        return self._told.pop(0)
+
+
+def tried(case: Case, device: CpuDevice) -> tuple[Step, FlashAttention3]:
+    """Attend once as the check at load does."""
+    step = Step(case)
+    step.cache.pool_NE[0] = 0  # of the blocks that are timed, one is padding's
+    backend = FlashAttention3(step.cache, device)
+    backend.begin_step(step.metadata)
+    assert_close(backend.attend(LAYER, step.query, step.key, step.value, step.options), step.expected())
+    return step, backend
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"), [(STEP, (0, 6, 12)), (DECODES, (4, 4, 4))], ids=["mixed", "decodes"]
+)
+def test_steps_that_passed_the_trial_are_the_librarys_and_padding_gets_zeros(library, case, sizes):
+    step, backend = tried(case, Stopwatch(2.0, 1.0))
+    step.triton, before = backend, library.num_calls
+    num_decodes, num_sequences, num_tokens = sizes
+    found = step.attend_padded(num_decodes=num_decodes, num_sequences=num_sequences, num_tokens=num_tokens)
+    num_real = step.query.shape[1]
+    assert library.num_calls == before + 1
+    assert_close(found[:num_real], step.expected())
+    assert not found[num_real:].any()
+
+
+def test_lines_of_the_tables_are_found_by_the_workers_rows(library):
+    step, backend = tried(DECODES, Stopwatch(2.0, 1.0))
+    step.triton = backend
+    begin = backend.begin_batch
+
+    def begin_by_rows(batch: Any) -> None:
+        order = torch.tensor([1, 0], dtype=torch.int32)
+        begin(batch._replace(block_tables_CB=batch.block_tables_CB[order.long()], table_rows_R=order))
+
+    backend.begin_batch = begin_by_rows  # type: ignore[method-assign]
+    before = library.num_calls
+    assert_close(step.attend_padded(num_decodes=2, num_sequences=2, num_tokens=2), step.expected())
+    assert library.num_calls == before + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "times", "words"),
+    [
+        (lambda out: out * 1.05, (2.0, 1.0), "is wrong by 5.0e-02"),
+        (lambda out: out, (1.0, 1.0), "left"),
+        (lambda out: out.view(-1, 7), (2.0, 1.0), "fails: shape"),
+    ],
+    ids=["wrong", "no faster", "refused"],
+)
+def test_our_kernels_stay_where_the_library_is_wrong_slow_or_refuses(library, change, times, words, caplog):
+    caplog.set_level("INFO")
+    library.change = change
+    step, backend = tried(DECODES, Stopwatch(*times))
+    assert words in caplog.text
+    step.triton, before = backend, library.num_calls
+    assert_close(step.attend_padded(num_decodes=2, num_sequences=2, num_tokens=2), step.expected())
+    assert library.num_calls == before
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": torch.float32},
+        {"window": 7},
+        {"chunk": 8},
+        {"has_sinks": True},
+    ],
+    ids=str,
+)
+def test_layers_that_it_does_not_take_are_never_given_to_it(library, changed, caplog):
+    caplog.set_level("INFO")
+    tried(STEP._replace(**changed), Stopwatch(2.0, 1.0))
+    assert not library.num_calls
+    assert ("is not given prompts of 2 KV heads of 8" in caplog.text) != ("dtype" in changed)
+
+
+def test_a_version_with_another_signature_is_refused_with_the_reason(library, monkeypatch, caplog):
+    def older(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> None: ...
+
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", older)
+    assert "has no cache_seqlens, page_table" in flash_attention.find_obstacle()
+    assert choose_attention("fa3") is TritonAttention
+    assert "--attention-backend fa3: flash_attn_with_kvcache of this version" in caplog.text
+
+
+def test_without_the_library_our_kernels_attend(caplog):
+    assert choose_attention("fa3") is TritonAttention
+    assert "flash_attn_interface is not installed; Triton's kernels attend" in caplog.text
+
+
+def test_an_installed_library_is_opened(library):
+    assert choose_attention("fa3") is FlashAttention3

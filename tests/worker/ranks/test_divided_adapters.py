@@ -1,0 +1,125 @@
+"""Adapters of a model on two processes: what they compute, and that both have the same ones."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.messages import SequenceId
+from tests.adapters import LINEARS, write_adapter
+from tests.checkpoints import make_checkpoint
+from tests.worker.adapters.test_adapted_models import LIMITS, SCORED
+from tests.worker.adapters.test_against_peft import make
+from tests.worker.conftest import BLOCK_SIZE
+from tests.worker.plan_driver import PlanDriver
+from tests.worker.ranks.divided import DividedWorker
+from tests.worker.ranks.test_divided_models import OVERRIDES, PROMPT, config_of
+from worker.adapters import adapter_store
+from worker.worker import Worker
+from worker.worker_config import AdapterFolder, WorkerConfig
+from worker.worker_errors import AdapterRefused
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+WAYS = {"two shards": (2, 1), "two stages": (1, 2)}
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+def divided(request: pytest.FixtureRequest) -> Iterator[DividedWorker]:
+    num_shards, num_stages = request.param
+    worker = DividedWorker(num_shards, num_stages=num_stages)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapted")
+
+
+def config_with(base: Path, adapters: list[Path]) -> WorkerConfig:
+    named = tuple(AdapterFolder(each.name, str(each)) for each in adapters)
+    return replace(config_of(base, 1), adapter_limits=LIMITS, adapters=named)
+
+
+def divide(config: WorkerConfig, divided: DividedWorker) -> WorkerConfig:
+    return replace(config, num_ranks=divided.num_shards, num_stages=divided.num_stages)
+
+
+def mixed(worker: Any, identities: list[str]) -> list[list[dict[int, float]]]:
+    """Log-probabilities of three steps with a row of each adapter and one of the base."""
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    rows = [driver.add(PROMPT[: 6 + place], SCORED, adapter=each) for place, each in enumerate(identities)]
+    found = []
+    for _ in range(3):
+        output = driver.step(dict.fromkeys(rows))
+        assert not output.failures
+        found.append([dict(output.logprobs[SequenceId(row)][0].top) for row in rows])
+    driver.release_all()
+    return found
+
+
+def adapters_of(family: str, base: Path, folder: Path) -> list[Path]:
+    if "moe" not in family:
+        return [
+            write_adapter(folder / "all", base, rank=16),
+            write_adapter(folder / "some", base, rank=3, seed=2, targets=["v_proj", "up_proj", "o_proj"]),
+        ]
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    make(base, folder / "all", r=4, target_modules=["q_proj"], target_parameters=experts)
+    make(base, folder / "some", r=2, target_modules=[], target_parameters=experts[1:])
+    return [folder / "all", folder / "some"]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_two_processes_compute_the_adapters_that_one_does(
+    family: str, divided: DividedWorker, folder: Path
+) -> None:
+    place = folder / f"{family}-{divided.num_shards}"
+    overrides = {"num_key_value_heads": 1} if family == "phi3" else OVERRIDES.get(family, {})
+    base = make_checkpoint(family, place / "base", **overrides)
+    if family == "phi3":
+        targets = ["qkv_proj", "gate_up_proj", "down_proj"]
+        adapters = [write_adapter(place / "all", base, targets=targets)]
+    else:
+        adapters = adapters_of(family, base, place)
+    config = config_with(base, adapters)
+    alone = Worker(config)
+    identities = [each.identity for each in alone.load(lambda _progress: None).adapters]
+    expected = mixed(alone, [*identities, ""])
+    divided.load(divide(config, divided))
+    for found, wanted in zip(mixed(divided, [*identities, ""]), expected, strict=True):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(abs(ours[token] - theirs[token]) < 2e-4 for token in theirs)
+    assert len({str(each) for each in expected[0]}) == len(identities) + 1
+
+
+def test_what_not_all_ranks_read_alike_is_refused_on_all_and_steps_go_on(
+    divided: DividedWorker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = folder / f"alike-{divided.num_shards}"
+    base = make_checkpoint("llama", place / "base")
+    first = write_adapter(place / "first", base, targets=LINEARS)
+    second = write_adapter(place / "second", base, seed=2)
+    divided.load(divide(config_with(base, [first]), divided))
+    store = divided.adapters
+    (identity,) = store.resident
+    before = mixed(divided, [identity, ""])
+    read = adapter_store.read_adapter
+    with monkeypatch.context() as here:  # and not in the other process
+        here.setattr(
+            adapter_store,
+            "read_adapter",
+            lambda *args, **named: replace(read(*args, **named), digest="0" * 64),
+        )
+        with pytest.raises(AdapterRefused, match="not all ranks read the same files"):
+            store.load("second", str(second))
+    assert store.resident == (identity,)
+    assert mixed(divided, [identity, ""]) == before
+    loaded = store.load("second", str(second)).identity
+    assert mixed(divided, [identity, "", loaded])[0][:2] == before[0]
+    store.forget(loaded)
+    assert store.resident == (identity,)

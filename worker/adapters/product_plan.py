@@ -1,0 +1,73 @@
+"""The modules that a product of a device's kernels was made of, and where their outputs are.
+
+Owns: the plan of the updates of each product of a layer, whole or a rank's part of it.
+Never: packs updates (cpu/cpu_adapters.py, gpu/triton_adapters.py).
+
+Shapes: N outputs of a product.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor, arange, int64
+
+from worker.model.layer_call import LayerCall, in_halves
+from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts
+from worker.model.linear import Cut, Linear, PlainWeight
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """The modules of a product, and where their outputs are in its weight."""
+
+    names: tuple[str, ...]
+    """Names within the layer."""
+    ends: tuple[int, ...]
+    """The end of each module's outputs, as the modules have them; those of all ranks."""
+    order_N: Tensor
+    """The output that stands at each place of the product's weight."""
+    inputs: slice
+    """The inputs that this rank has."""
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], cut: Cut, order_N: Tensor | None = None) -> "ProductPlan":
+        """Plan a product of modules of one input; one module may hold the outputs of several segments.
+
+        `order_N` are the places of the cut's outputs in the product's weight, if they were moved.
+        """
+        ends = np.cumsum([segment.num_outputs for segment in cut.segments]).tolist()
+        if len(names) == 1:
+            ends = ends[-1:]
+        assert len(ends) == len(names), "each module is a segment"
+        outputs_N = cut.outputs_N if order_N is None else cut.outputs_N[order_N]
+        return cls(names, tuple(ends), outputs_N, cut.inputs)
+
+
+class LayerPlan(NamedTuple):
+    """The plans of a layer's products; None for those of an MLP that stays."""
+
+    query_key_value: ProductPlan
+    attention_output: ProductPlan
+    gate_up: ProductPlan | None
+    down: ProductPlan | None
+
+
+def plan_layer(parts: LayerParts, call: LayerCall, gate_up_order_N: Tensor | None = None) -> LayerPlan:
+    """Plan the updates of a layer whose gates and ups stand in this order, if they were moved."""
+    names, rows, mlp = parts.linear_names, parts.query_key_value, parts.mlp
+    cuts = parts.cuts
+    if cuts is None:
+        of_mlp = (mlp.gate_up.whole(), mlp.down.whole()) if isinstance(mlp, GatedMlp) else (None, None)
+        cuts = LayerCuts(rows.whole(), parts.attention_output.whole(), *of_mlp)
+    # Numbers that say which output they are, in the order that the rotation asks for.
+    numbers = Linear(PlainWeight(arange(rows.num_outputs)[:, None]), None, rows.segments)
+    order_N = in_halves(replace(parts, query_key_value=numbers), call).query_key_value.weight.dequantized(
+        int64
+    )
+    return LayerPlan(
+        ProductPlan.of(names.query_key_value, cuts.query_key_value, order_N[:, 0]),
+        ProductPlan.of((names.attention_output,), cuts.attention_output),
+        None if cuts.gate_up is None else ProductPlan.of(names.gate_up, cuts.gate_up, gate_up_order_N),
+        None if cuts.down is None else ProductPlan.of((names.down,), cuts.down),
+    )

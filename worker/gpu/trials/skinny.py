@@ -1,0 +1,254 @@
+"""Products of a layer with what stands before and behind them: a norm, gates, the addition to the residual.
+
+Owns: the choice, for each kind of product and each small number of rows, between cuBLAS with kernels beside
+it and one kernel of ours that does all of it. At load each kind is computed both ways, and timed on the
+device over the weights of all layers; ours is taken where it computes the same and is faster.
+Never: computes (kernels/skinny_products.py), or decides for formats that have kernels of their own.
+
+Shapes: T tokens, N outputs, K inputs.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import TritonError
+
+from worker.devices.device import Device
+from worker.gpu.gpu_products import Product, product_of
+from worker.gpu.kernels.activation import multiply_by_gates
+from worker.gpu.kernels.norm import norm
+from worker.gpu.kernels.skinny_products import (
+    MOST_ROWS,
+    Folds,
+    SkinnyTiles,
+    choose_skinny_tiles,
+    multiply_skinny,
+)
+from worker.model.layer_parts import GateActivation
+from worker.model.linear import Linear, PlainWeight
+
+log = logging.getLogger(__name__)
+
+_SIZES = (1, 4, MOST_ROWS)
+"""Rows of a trial; numbers in between are as the next one."""
+_LEAST_GAIN = 1.02
+# Error over magnitude, of one rounding more or less than cuBLAS and the kernels beside it have.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_MOST_TIMED_LAYERS = 64
+_SEED = 5
+
+
+class _Skinny(NamedTuple):
+    """The form in which our kernel takes a product."""
+
+    tiles: SkinnyTiles
+    arrivals: Tensor
+    sizes: frozenset[int]
+    """The sizes of a trial at which ours is taken."""
+
+
+class FoldedProduct:
+    """One product of a layer; by cuBLAS until a trial has chosen our kernel for some numbers of rows."""
+
+    def __init__(self, linear: Linear, folds: Folds) -> None:
+        self.linear, self._folds = linear, folds
+        self._product = product_of(linear)
+        self._skinny: _Skinny | None = None
+        self._is_wrapped = False
+
+    @property
+    def is_added(self) -> bool:
+        """Whether the product goes to the residual, and not to a tensor of its own."""
+        return self._folds.is_added
+
+    def multiply(self, x_TK: Tensor) -> Tensor:
+        """Return [T, N], or [T, N / 2] behind gates, of rows that are not normed yet."""
+        skinny = self._skinny
+        if skinny is not None and _size_of(len(x_TK)) in skinny.sizes:
+            return self._by_us(skinny, x_TK, None)
+        return self._by_cublas(x_TK)
+
+    def add_to(self, residual_TN: Tensor, x_TK: Tensor) -> None:
+        """Add the product, times the multiplier, in place."""
+        skinny = self._skinny
+        if skinny is not None and _size_of(len(x_TK)) in skinny.sizes:
+            self._by_us(skinny, x_TK, residual_TN)
+        else:
+            self._product.multiply_and_add(residual_TN, x_TK, self._folds.multiplier)
+
+    @cached_property
+    def _kernel_folds(self) -> Folds:
+        """Give the norm's weight in the rows' dtype, where that is exact: it takes half the instructions."""
+        norm = self._folds.norm
+        if norm is None:
+            return self._folds
+        weight_H = norm.weight_H.to(self._numbers_NK.dtype)
+        is_exact = torch.equal(weight_H.float(), norm.weight_H)
+        return self._folds._replace(norm=replace(norm, weight_H=weight_H)) if is_exact else self._folds
+
+    def wrap(self, wrapper: Callable[[Product], Product]) -> None:
+        """Compute by a product around the plain one, which is given normed rows: nothing is folded."""
+        self._product, self._skinny, self._is_wrapped = wrapper(self._product), None, True
+
+    def _by_us(self, skinny: _Skinny, x_TK: Tensor, out_TN: Tensor | None) -> Tensor:
+        linear = self.linear
+        assert isinstance(linear.weight, PlainWeight)
+        return multiply_skinny(
+            x_TK.contiguous(),
+            linear.weight.numbers_NK,
+            linear.bias_N,
+            self._kernel_folds,
+            skinny.tiles,
+            out_TN=out_TN,
+            arrivals=skinny.arrivals,
+        )
+
+    def _by_cublas(self, x_TK: Tensor) -> Tensor:
+        if self._folds.norm is not None:
+            x_TK = norm(x_TK, self._folds.norm)
+        out_TN = self._product.multiply(x_TK)
+        if self._folds.activation is GateActivation.NONE:
+            return out_TN
+        return multiply_by_gates(out_TN, self._folds.activation)
+
+    def kind(self) -> Hashable | None:
+        """Return a key of products that one trial speaks for; None where our kernel cannot take it."""
+        linear, folds = self.linear, self._folds
+        if self._is_wrapped or not isinstance(linear.weight, PlainWeight):
+            return None
+        if not linear.weight.numbers_NK.is_contiguous():
+            return None
+        # A row before its norm, times the norm's weight, may be too large for float16.
+        if folds.norm is not None and linear.weight.numbers_NK.dtype == torch.float16:
+            return None
+        return (
+            linear.weight.format,
+            linear.weight.shape,
+            linear.has_bias,
+            folds._replace(norm=None),
+            (folds.norm is not None),
+        )
+
+    def find_tiles(self, num_processors: int) -> SkinnyTiles:
+        """Find the tiles of a product that our kernel can take."""
+        return choose_skinny_tiles(self._numbers_NK, self._folds, num_processors)
+
+    def take(self, skinny: _Skinny | None) -> None:
+        """Compute by our kernel from now on, at the sizes that it is taken for; or always by cuBLAS."""
+        self._skinny = skinny
+
+    def run(self, x_TK: Tensor, residual_TN: Tensor) -> Tensor:
+        """Compute as a layer does; an added product is added to `residual_TN`, which is returned then."""
+        if not self.is_added:
+            return self.multiply(x_TK)
+        self.add_to(residual_TN, x_TK)
+        return residual_TN
+
+    def examples(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Make rows to multiply, and a residual to add to."""
+        weight_NK, generator = self._numbers_NK, torch.Generator().manual_seed(_SEED)
+        num_outputs, num_inputs = weight_NK.shape
+        rows_TK = torch.randn((num_rows, num_inputs), generator=generator)
+        residual_TN = torch.randn((num_rows, num_outputs), generator=generator)
+        return rows_TK.to(weight_NK), residual_TN.to(weight_NK)
+
+    def describe(self) -> str:
+        """Name the product for a person."""
+        named = (
+            ("norm", self._folds.norm is not None),
+            ("gates", self._folds.activation is not GateActivation.NONE),
+            ("addition", self._folds.is_added),
+        )
+        folded = "".join(f" with its {name}" for name, is_there in named if is_there)
+        return f"{' x '.join(map(str, self.linear.weight.shape))}{folded}"
+
+    @property
+    def _numbers_NK(self) -> Tensor:
+        assert isinstance(self.linear.weight, PlainWeight)
+        return self.linear.weight.numbers_NK
+
+
+def _size_of(num_rows: int) -> int:
+    return next((size for size in _SIZES if num_rows <= size), 0)
+
+
+def choose_products(products: Iterable[FoldedProduct], device: Device) -> None:
+    """Try our kernel for each kind of product, and take it where it is right and faster."""
+    kinds: dict[Hashable, list[FoldedProduct]] = defaultdict(list)
+    for product in products:
+        kind = product.kind()
+        if kind is not None:
+            kinds[kind].append(product)
+    for alike in kinds.values():
+        try:
+            _choose(alike, device)
+        except (TritonError, RuntimeError) as error:  # a smaller device may not have room for it
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("our product of %s cannot be tried: %s; cuBLAS stays", alike[0].describe(), reason)
+
+
+@torch.inference_mode()
+def _choose(alike: list[FoldedProduct], device: Device) -> None:
+    tiles = alike[0].find_tiles(device.num_processors)
+    num_counters = alike[0].examples(1)[1].shape[1]  # more than there are tiles of outputs
+    arrivals = device.zeros(num_counters, torch.int32)
+    taken, words = set[int](), []
+    for size in _SIZES:
+        ours = _Skinny(tiles, arrivals, frozenset({size}))
+        seconds_plain = _time(alike, size, None, device)
+        if seconds_plain is None:
+            return  # nothing is gained where time tells nothing
+        error = _error_of(alike[0], size, ours)
+        if not error <= _TOLERANCE[alike[0].examples(1)[0].dtype]:
+            log.warning("our product of %s is wrong by %.1e: cuBLAS stays", alike[0].describe(), error)
+            break
+        seconds = _time(alike, size, ours, device)
+        if seconds is not None and seconds * _LEAST_GAIN < seconds_plain:
+            taken.add(size)
+        words.append(f"{size}: {_microseconds(seconds)} for {_microseconds(seconds_plain)}")
+    else:
+        for product in alike:
+            product.take(_Skinny(tiles, arrivals, frozenset(taken)) if taken else None)
+        log.info("product of %s, ours for cuBLAS by rows: %s", alike[0].describe(), ", ".join(words))
+
+
+def _error_of(product: FoldedProduct, size: int, ours: _Skinny) -> float:
+    """Return the error of our kernel over the magnitude of what cuBLAS and the kernels beside it compute."""
+    x_TK, residual_TN = product.examples(size)
+    expected_TN, found_TN = (
+        _run_by(product, skinny, x_TK, residual_TN.clone()).float() for skinny in (None, ours)
+    )
+    if product.is_added:
+        expected_TN, found_TN = expected_TN - residual_TN.float(), found_TN - residual_TN.float()
+    return float(((found_TN - expected_TN).norm() / expected_TN.norm().clamp_min(1e-9)).nan_to_num(torch.inf))
+
+
+def _run_by(product: FoldedProduct, skinny: _Skinny | None, x_TK: Tensor, residual_TN: Tensor) -> Tensor:
+    product.take(skinny)
+    try:
+        return product.run(x_TK, residual_TN)
+    finally:
+        product.take(None)
+
+
+def _time(alike: list[FoldedProduct], size: int, skinny: _Skinny | None, device: Device) -> float | None:
+    """Measure one product, one after the other over the weights of all layers, which no cache holds."""
+    x_TK, residual_TN = alike[0].examples(size)
+    timed = alike[:_MOST_TIMED_LAYERS]
+
+    def work() -> None:
+        for product in timed:
+            _run_by(product, skinny, x_TK, residual_TN)
+
+    seconds = device.seconds_of(work)
+    return None if seconds is None else seconds / len(timed)
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.1f} us"

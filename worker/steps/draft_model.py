@@ -1,0 +1,254 @@
+"""Drafts by a smaller model, whose keys and values lie in the blocks of the sequences themselves.
+
+Owns: the passes of the draft model, and which of its keys and values are there. A block of the pool holds
+those of both models, so that a preemption, a swap or a cached prefix moves or keeps both:
+
+    tokens of a row     p p p p p p p p t t t t  ?
+    model               written by steps ....... |
+    draft model         written here . |  behind: caught up when drafts are asked for
+
+Prompts are caught up in the step that computes them, single tokens when drafts are wanted next.
+Never: verifies a draft, or decides how many are worth their time (scheduler/step/draft_choice.py).
+Source: speculative decoding, arXiv:2211.17192; here a draft is sampled with the uniform of its position, and
+not judged by probabilities.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from scheduler.messages import BlockCopy, ScheduledSequence, SchedulerOutput, SequenceId
+from worker.sampling.row_sampler import RowSampler
+from worker.sampling.sampling_state import SamplingRow
+from worker.steps.model_runner import StepRunner
+from worker.steps.row_table import RowTable
+from worker.steps.step_inputs import StepInputs, build_inputs
+
+
+class DraftSizes(NamedTuple):
+    """Limits of a draft model."""
+
+    vocab_size: int
+    """Tokens that it reads and samples; ids behind are read as token 0."""
+    sampled_vocab_size: int
+    """Tokens that the model samples; no guess is behind those of the draft model."""
+    max_len: int
+    """Its context window: sequences beyond it get no drafts."""
+    max_tokens: int
+    """Most tokens of a pass."""
+    num_blocks: int
+    num_host_blocks: int
+
+
+class _Ahead(NamedTuple):
+    """Drafts of a row whose keys and values were written, up to the one before the last."""
+
+    num_tokens: int
+    """Tokens of the row when they were made."""
+    drafts: tuple[int, ...]
+
+
+class _Filled:
+    """Number of leading positions of each block whose keys and values the draft model has written."""
+
+    def __init__(self, sizes: DraftSizes, block_size: int) -> None:
+        self._device = np.zeros(sizes.num_blocks + 1, np.int64)
+        self._host = np.zeros(sizes.num_host_blocks + 1, np.int64)
+        self._device[0] = block_size  # stands for blocks that a window has passed
+        self._block_size = block_size
+
+    def move(self, plan: SchedulerOutput) -> None:
+        """Follow the copies of a plan."""
+        for source, target, copies in (
+            (self._device, self._host, plan.swap_out),
+            (self._host, self._device, plan.swap_in),
+            (self._device, self._device, plan.copies),
+        ):
+            if copies:
+                sources, targets = _ends(copies)
+                target[targets] = source[sources]
+
+    def lower(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> None:
+        """Note that other tokens may be at these places now."""
+        np.minimum.at(self._device, blocks_T, offsets_T)
+
+    def raise_to(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> None:
+        """Note places that were written, all before them being there."""
+        np.maximum.at(self._device, blocks_T, offsets_T + 1)
+
+    def count(self, block_ids: NDArray[np.int32]) -> int:
+        """Count the positions from the first of these blocks on that are there without a gap."""
+        filled = self._device[block_ids]
+        gaps = np.flatnonzero(filled < self._block_size)
+        first = int(gaps[0]) if len(gaps) else len(filled)
+        return first * self._block_size + (int(filled[first]) if len(gaps) else 0)
+
+
+class DraftModel:
+    """Passes of the draft model over rows of the worker. Only where the host knows every token."""
+
+    def __init__(self, steps: StepRunner, rows: RowTable, sampler: RowSampler, sizes: DraftSizes) -> None:
+        self._steps = steps
+        self._rows = rows
+        self._sampler = sampler
+        self._sizes = sizes
+        self._filled = _Filled(sizes, rows.block_size)
+        self._ahead: dict[int, _Ahead] = {}
+
+    def move_blocks(self, plan: SchedulerOutput) -> None:
+        """Follow the copies of a plan, before its step."""
+        self._filled.move(plan)
+
+    def remove(self, row: int) -> None:
+        """Forget a row; an unknown one is ignored."""
+        self._ahead.pop(row, None)
+
+    def follow(self, inputs: StepInputs, drafted: Iterable[SequenceId]) -> None:
+        """Take in a step that the model has computed: catch up with its prompts."""
+        metadata = inputs.metadata
+        self._filled.lower(metadata.token_blocks, metadata.token_offsets)
+        if metadata.num_decodes == len(inputs.shares):
+            return
+        passed = set(drafted)
+        shares: list[ScheduledSequence] = []
+        num_left = self._sizes.max_tokens
+        for share in inputs.shares:
+            if share.num_tokens > 1 and share.sequence_id not in passed:
+                end = min(share.start + share.num_tokens, self._sizes.max_len)
+                start = self._num_filled(share.sequence_id, end)
+                num_tokens = min(end - start, num_left)
+                if num_tokens > 0:
+                    shares.append(ScheduledSequence(share.sequence_id, start, num_tokens, samples=False))
+                    num_left -= num_tokens
+        if shares and (lag := self._inputs(shares)) is not None:
+            self._compute(lag)
+
+    def propose(
+        self, wanted: Mapping[SequenceId, int]
+    ) -> tuple[dict[SequenceId, tuple[int, ...]], tuple[tuple[int, float], ...]]:
+        """Guess up to so many tokens of each sequence, one place of all of them in a pass.
+
+        Returns the guesses, and tokens and seconds of each pass.
+        """
+        drafts: dict[SequenceId, list[int]] = {}
+        passes: list[tuple[int, float]] = []
+        shares = self._first_shares(wanted)
+        views = {share.sequence_id: self._sampler.preview(self._row(share.sequence_id)) for share in shares}
+        try:
+            while shares and (inputs := self._inputs(shares)) is not None:
+                began_s = time.perf_counter()
+                shares = []
+                for sequence_id, token_id in self._guess(inputs, views).items():
+                    drafts.setdefault(sequence_id, []).append(token_id)
+                    views[sequence_id] = views[sequence_id].after(token_id)
+                    row = self._rows.hold_drafts(sequence_id, (token_id,))
+                    if len(drafts[sequence_id]) < wanted[sequence_id] and self._has_place(row):
+                        position = int(self._rows.num_tokens_C[row]) - 1
+                        shares.append(ScheduledSequence(sequence_id, position, 1, samples=True))
+                passes.append((len(inputs.input_ids_T), time.perf_counter() - began_s))
+        finally:
+            for sequence_id, found in drafts.items():
+                row = self._row(sequence_id)
+                self._rows.drop_drafts(row, len(found))
+                self._ahead[row] = _Ahead(int(self._rows.num_tokens_C[row]), tuple(found))
+        return {sequence_id: tuple(found) for sequence_id, found in drafts.items()}, tuple(passes)
+
+    def _first_shares(self, wanted: Mapping[SequenceId, int]) -> list[ScheduledSequence]:
+        """List what the draft model has not computed of each sequence, as much as a pass takes."""
+        shares, num_left = [], self._sizes.max_tokens
+        for sequence_id in wanted:
+            row = self._rows.row_of(sequence_id)
+            if row is None or not self._has_place(row):
+                continue
+            num_tokens = int(self._rows.num_tokens_C[row])
+            # The last token is computed in any case, for its logits.
+            start = self._num_filled(sequence_id, num_tokens - 1)
+            num_new = num_tokens - start
+            if num_new > num_left:
+                shares += self._part(sequence_id, start, num_left)
+                break
+            shares.append(ScheduledSequence(sequence_id, start, num_new, samples=True))
+            num_left -= num_new
+        return shares
+
+    def _part(self, sequence_id: SequenceId, start: int, num_tokens: int) -> list[ScheduledSequence]:
+        return [ScheduledSequence(sequence_id, start, num_tokens, samples=False)] if num_tokens else []
+
+    def _has_place(self, row: int) -> bool:
+        """Tell whether the last token of a row can be computed."""
+        num_tokens = int(self._rows.num_tokens_C[row])
+        return num_tokens <= min(
+            int(self._rows.num_blocks_C[row]) * self._rows.block_size,
+            self._sizes.max_len,
+            self._rows.token_ids_CL.shape[1] - 1,
+        )
+
+    def _num_filled(self, sequence_id: SequenceId, end: int) -> int:
+        """Count the leading positions of a sequence, `end` at most, whose keys and values are there."""
+        row, block_size = self._row(sequence_id), self._rows.block_size
+        self._take_in_ahead(row)
+        first = self._rows.first_read(max(end - 1, 0)) // block_size  # blocks before may be others'
+        blocks = self._rows.block_ids_CB[row, first : -(-end // block_size)]
+        return min(first * block_size + self._filled.count(blocks), end)
+
+    def _take_in_ahead(self, row: int) -> None:
+        """Note the keys and values of drafts that turned out to be right."""
+        ahead = self._ahead.pop(row, None)
+        if ahead is None:
+            return
+        start, drafts = ahead
+        sampled = self._rows.tokens_of(row)[start:].tolist()
+        num_right = 0
+        for draft, token_id in zip(drafts[:-1], sampled, strict=False):  # the last was never computed
+            if draft != token_id:
+                break
+            num_right += 1
+        positions = np.arange(start - 1, start + num_right)
+        blocks = self._rows.block_ids_CB[row, positions // self._rows.block_size]
+        self._filled.raise_to(blocks, positions % self._rows.block_size)
+
+    def _guess(self, inputs: StepInputs, views: Mapping[SequenceId, SamplingRow]) -> dict[SequenceId, int]:
+        """Compute a pass and sample from it; a sequence that would end has no guess."""
+        logits_NV = self._compute(inputs)
+        if not inputs.sequence_ids:
+            return {}
+        chosen = [views[each] for each in inputs.sequence_ids]
+        guesses = self._sampler.guess(logits_NV, chosen)
+        return {
+            sequence_id: token_id
+            for sequence_id, view, token_id in zip(inputs.sequence_ids, chosen, guesses, strict=True)
+            if token_id is not None and token_id not in view.params.stop_token_ids
+        }
+
+    def _inputs(self, shares: list[ScheduledSequence]) -> StepInputs | None:
+        num_tokens = sum(share.num_tokens for share in shares)
+        inputs = build_inputs(SchedulerOutput(0, (), (), {}, tuple(shares), num_tokens), self._rows, {})
+        if inputs is None:
+            return None
+        ids_T = inputs.input_ids_T
+        return replace(inputs, input_ids_T=np.where(ids_T < self._sizes.vocab_size, ids_T, 0))
+
+    def _compute(self, inputs: StepInputs) -> Tensor:
+        """Compute a pass; returns logits [N, V] as wide as the model's."""
+        logits_NV = self._steps.compute(inputs)
+        self._filled.raise_to(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
+        num_more = self._sizes.sampled_vocab_size - logits_NV.shape[1]
+        return pad(logits_NV, (0, num_more), value=-torch.inf) if num_more else logits_NV
+
+    def _row(self, sequence_id: SequenceId) -> int:
+        row = self._rows.row_of(sequence_id)
+        assert row is not None, "a plan asks for drafts of known sequences"
+        return row
+
+
+def _ends(copies: Sequence[BlockCopy]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sources and the targets of copies."""
+    sources, targets = np.array(copies, np.int64).T
+    return sources, targets
