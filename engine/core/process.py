@@ -39,8 +39,8 @@ from engine.processes.transport import EngineSide
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
+from worker.devices.put_off import import_torch
 from worker.ranks.rank_places import make_places
-from worker.startup.put_off import import_torch
 from worker.worker_config import LoadProgress, ModelFacts
 
 if TYPE_CHECKING:

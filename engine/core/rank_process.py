@@ -33,8 +33,8 @@ from engine.processes.child_process import (
 )
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.transport import PulseSide
+from worker.devices.put_off import import_torch
 from worker.ranks.rank_places import RankPlace
-from worker.startup.put_off import import_torch
 from worker.worker_errors import AdapterRefused
 
 if TYPE_CHECKING:

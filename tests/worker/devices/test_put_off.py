@@ -24,7 +24,7 @@ def in_a_process(code: str) -> Any:
 def seen(tiny_model: Path) -> dict[str, Any]:
     return in_a_process(f"""
         import json, sys
-        from worker.startup.put_off import import_torch
+        from worker.devices.put_off import import_torch
 
         import_torch("cpu")
         import torch
@@ -59,7 +59,7 @@ def test_each_is_the_real_one_once_something_of_it_is_used(seen: dict[str, Any])
 def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:
     assert in_a_process("""
         import json, sys
-        from worker.startup.put_off import import_torch
+        from worker.devices.put_off import import_torch
 
         import_torch("cuda")
         print(json.dumps("torch" not in sys.modules and "torch.export" not in sys.modules))
