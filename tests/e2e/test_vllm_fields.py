@@ -34,7 +34,7 @@ CHAT = {
     **{
         "logprobs": True,
         "top_logprobs": 2,
-        "max_completion_tokens": 3,
+        "max_completion_tokens": 2,
         "tools": [TOOL],
         "tool_choice": "none",
     },
