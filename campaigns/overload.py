@@ -41,6 +41,9 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 """Bounds of what Retry-After may say."""
 _REFUSAL_P99_S = 0.050
 _MAX_TTFT_RATIO = 1.2
+_MIN_SERVED_RATIO = 0.9
+"""Served requests a second with the crowd outside, as a share of those without: the crowd's client takes its
+part of the same cores."""
 
 
 @dataclass(slots=True)
@@ -157,12 +160,17 @@ class Rounds:
 
     @property
     def capacity_hz(self) -> float:
-        return len(self.alone.e2e_s) / self.alone.took_s
+        return _rate(self.alone)
 
     @property
     def ttft_ratio(self) -> float:
         """Ratio of the 99th percentiles, with the crowd outside and without."""
         return _p(self.overload.ttft_s, 99) / _p(self.full_queue.ttft_s, 99)
+
+    @property
+    def served_ratio(self) -> float:
+        """Ratio of the served requests a second, with the crowd outside and without."""
+        return _rate(self.overload) / _rate(self.full_queue)
 
     def faults(self) -> list[str]:
         """Faults that were found; nothing on a good day."""
@@ -171,6 +179,8 @@ class Rounds:
             faults.append(f"the 99th percentile of the 429s is over {_REFUSAL_P99_S * 1e3:.0f} ms")
         if self.ttft_ratio > _MAX_TTFT_RATIO:
             faults.append(f"the crowd outside makes the first token {self.ttft_ratio:.2f} times as late")
+        if self.served_ratio < _MIN_SERVED_RATIO:
+            faults.append(f"the crowd outside leaves {self.served_ratio:.2f} of those who are served")
         told = self.overload.retry_after_s
         if told and not _MIN_RETRY_S <= min(told) <= max(told) <= _MAX_RETRY_S:
             faults.append(f"Retry-After was from {min(told)} to {max(told)} s")
@@ -194,6 +204,7 @@ class Rounds:
             f"Retry-After: from {min(told, default=0)} to {max(told, default=0)} s; "
             f"the queue needs {NUM_PLACES / self.capacity_hz:.2f} s to empty",
             f"time to first token, p99: {self.ttft_ratio:.2f} times that without the crowd",
+            f"served: {self.served_ratio:.2f} of those without the crowd",
             f"requests sent late by ms: p50 {_ms(late, 50):.1f}, p99 {_ms(late, 99):.1f}",
             f"cores busy: client {self.cores.client:.2f}, API process {self.cores.api:.2f}, "
             f"engine process {self.cores.engine:.2f}",
@@ -207,10 +218,14 @@ class Rounds:
 
 def _row(name: str, seen: Seen) -> str:
     return (
-        f"{name:22}{len(seen.e2e_s) / seen.took_s:10.1f}{len(seen.refused_s) / seen.took_s:11.1f}"
+        f"{name:22}{_rate(seen):10.1f}{len(seen.refused_s) / seen.took_s:11.1f}"
         f"{_ms(seen.ttft_s, 50):10.0f}{_ms(seen.ttft_s, 99):8.0f}{_ms(seen.e2e_s, 50):9.0f}"
         f"{_ms(seen.e2e_s, 99):8.0f}"
     )
+
+
+def _rate(seen: Seen) -> float:
+    return len(seen.e2e_s) / seen.took_s
 
 
 def _p(seconds: Sequence[float], percent: float) -> float:

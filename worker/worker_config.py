@@ -119,6 +119,8 @@ class WorkerConfig:
     num_ranks: int = 1
     """Processes that compute a stage together, each with a shard of its layers. They share the memory
     that is asked for here."""
+    num_nodes: int = 1
+    """Machines that the stages are on, as many on each. Memory that is asked for here is that of one."""
     num_engines: int = 1
     """Engines that load at the same time; on CPUs they share cores and free memory, on GPUs the host's."""
 

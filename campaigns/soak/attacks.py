@@ -2,7 +2,8 @@
 
 Owns: large bodies, dear grammars, silent and half-closed connections, processes that stand still; a probe and
 a neighbour's stream that show what all of it does to others.
-Never: kills (run.py), or judges the neighbour's pauses, which are the machine's as well: they are printed.
+Never: kills (run.py), or judges all of the neighbour's pauses, which are the machine's as well: they are
+printed, and the longest are faults.
 """
 
 import asyncio
@@ -28,6 +29,9 @@ _NUM_SILENT, _SILENT_S = 300, 5.0
 _STANDS_STILL_S = 1.0
 _PROBE_EVERY_S = 0.5
 _LARGE = 3 * _MIB + _MIB // 2
+_MAX_PAUSE_S = 2.0
+"""Pause of the neighbour's stream that is a fault. Twenty times what is promised: the machine does other
+work, and the clients of the soak are a crowd themselves."""
 _AMBIGUOUS = "start: s\ns: /[a-z ]/ | s s | s s s | s s s s"
 
 
@@ -40,8 +44,9 @@ class Attacks:
         self._is_engine_gone = is_engine_gone
         self.ends: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
+        self._is_still = False
         self.pauses_s: list[float] = []
-        """Times between two events of the neighbour's stream."""
+        """Times between two events of the neighbour's stream, but for those while a process stood still."""
         self.probes_s: list[float] = []
 
     async def run(self, until: asyncio.Event) -> None:
@@ -147,11 +152,14 @@ class Attacks:
         if pid is None or self._is_engine_gone():
             return
         os.kill(pid, signal.SIGSTOP)
+        self._is_still = True
         try:
             await asyncio.sleep(_STANDS_STILL_S)
         finally:
             os.kill(pid, signal.SIGCONT)
         self.ends["stood still"] += 1
+        await asyncio.sleep(_STANDS_STILL_S)  # until all have caught up
+        self._is_still = False
 
     async def _probe(self) -> None:
         target, sent_s = self._server.target, time.perf_counter()
@@ -169,14 +177,19 @@ class Attacks:
 
         def on_event(_: bytes, now_s: float) -> None:
             nonlocal last_s
-            if last_s:
-                self.pauses_s.append(now_s - last_s)
+            if last_s and not self._is_still and not self._is_engine_gone():
+                self._note_pause(now_s - last_s)
             last_s = now_s
 
         fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "priority": -100}
         target = self._server.target
         wire = target.request("POST", "/v1/completions", orjson.dumps({"model": SERVED_NAME, **fields}))
         await exchange(target, wire, timeouts=Timeouts(whole_s=_TIMEOUT_S), on_event=on_event)
+
+    def _note_pause(self, pause_s: float) -> None:
+        self.pauses_s.append(pause_s)
+        if pause_s > _MAX_PAUSE_S:
+            self.faults[f"a pause of the neighbour's stream of {pause_s:.1f} s"] += 1
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self._server.target.host, self._server.target.port)

@@ -49,9 +49,19 @@ def faults(folder: Path, advisories: dict[str, Any]) -> list[str]:
             found.append(f"{file}: {pin} has no hash")
         name, _, version = pin.partition("==")
         for advisory in advisories["advisories"]:
-            if advisory["package"] == name and _key(version) < _key(advisory["fixed"]):
-                found.append(f"{file}: {pin} has {advisory['id']}, fixed in {advisory['fixed']}")
+            if advisory["package"] == name and _is_within(version, advisory):
+                end = f"fixed in {advisory['fixed']}" if advisory.get("fixed") else "without a fixed version"
+                found.append(f"{file}: {pin} has {advisory['id']}, {end}")
     return found
+
+
+def _is_within(version: str, advisory: dict[str, str]) -> bool:
+    """Whether a version is vulnerable: the ends are as in an OSV record, `fixed` empty if there is none."""
+    if _key(version) < _key(advisory.get("introduced", "0")):
+        return False
+    if last := advisory.get("last_affected"):
+        return _key(version) <= _key(last)
+    return not advisory["fixed"] or _key(version) < _key(advisory["fixed"])
 
 
 def _key(version: str) -> tuple[int, ...]:

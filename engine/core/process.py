@@ -15,17 +15,12 @@ import msgspec
 
 from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import BesideSteps, EngineLoop, Executor, WorkerBroken
-from engine.core.process_end import (
-    EXIT_UNEXPECTED,
-    EXIT_WORKER_BROKEN,
-    leave,
-    write_stacks_on_signal,
-)
 from engine.core.pulse import StepPulse
 from engine.core.rank_group import RankGroup
 from engine.core.step_trace import StepTrace
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
+from engine.nodes.first_node import gather_nodes
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import Loading, Ready, StartFailed
 from engine.processes.child_process import (
@@ -35,6 +30,12 @@ from engine.processes.child_process import (
     leave_signals_to_parent,
 )
 from engine.processes.garbage import keep_what_is_loaded
+from engine.processes.process_end import (
+    EXIT_UNEXPECTED,
+    EXIT_WORKER_BROKEN,
+    leave,
+    write_stacks_on_signal,
+)
 from engine.processes.transport import EngineSide
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
@@ -76,8 +77,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker_errors import StartupError
 
-    worker, group, stage = _open_worker(config, directory)
     try:
+        worker, group, stage = _open_worker(config, mailbox, directory)
         facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
     except StartupError as error:
         mailbox.send(StartFailed(what=error.what, fix=error.fix))
@@ -114,7 +115,9 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     return 0
 
 
-def _open_worker(config: EngineConfig, directory: Path) -> tuple["Worker", RankGroup | None, "Stage"]:
+def _open_worker(
+    config: EngineConfig, mailbox: EngineSide, directory: Path
+) -> tuple["Worker", RankGroup | None, "Stage"]:
     """Start the other ranks first, if there are any: all load at the same time."""
     num_stages, num_ranks = config.worker.num_stages, config.worker.num_ranks
     if num_stages * num_ranks == 1:
@@ -122,12 +125,16 @@ def _open_worker(config: EngineConfig, directory: Path) -> tuple["Worker", RankG
         from worker.worker import Worker
 
         return Worker(config.worker), None, ALONE.stage
-    places = make_places(num_stages, num_ranks)
-    group = RankGroup.start(directory, places)
+    places = make_places(num_stages, num_ranks, num_nodes=config.worker.num_nodes)
+    switchboard = None
+    if config.cluster is not None:
+        switchboard = gather_nodes(config, directory, lambda progress: mailbox.send(Loading(progress)))
+    group = RankGroup.start(directory, places, switchboard)
+    from engine.nodes.links import Links
     from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker
 
-    ranks = open_ranks(places[0])
+    ranks = open_ranks(places[0], None if switchboard is None else Links(directory, places[0]))
     return Worker(config.worker, ranks=ranks), group, ranks.stage
 
 

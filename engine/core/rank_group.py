@@ -17,25 +17,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-import msgspec
-
 from engine.core.adapter_desk import Adapters
 from engine.core.loop import Executor, Launched
-from engine.core.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
-from engine.core.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
 from engine.core.stage_steps import StageSteps
-from engine.processes import child_process
+from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
+from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
+from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.ranks.rank_places import RankPlace
 from worker.worker_config import AdapterFacts
 
 if TYPE_CHECKING:
+    from engine.nodes.switchboard import Switchboard
     from worker.ranks.stage import Stage
 
 log = logging.getLogger(__name__)
 
-RANK_MODULE = "engine.core.rank_process"
 _STACKS_S = 0.1
 """Time for the other ranks to write their stacks."""
 _GOODBYE_S = 1.0
@@ -45,12 +43,17 @@ class RankGroup:
     """The other ranks, from `start` to `close`. `launch` comes after `lead`."""
 
     def __init__(
-        self, children: list[subprocess.Popen[bytes]], plans: PlansOut, results: ResultsIn | None
+        self,
+        children: list[subprocess.Popen[bytes]],
+        plans: "PlansOut | Switchboard",
+        results: "ResultsIn | Switchboard | None",
+        switchboard: "Switchboard | None" = None,
     ) -> None:
         """Watch the children. `results` are those of the last stage, where there are several."""
         self._children = children
         self._plans = plans
         self._results = results
+        self._switchboard = switchboard
         self._worker: Executor
         self._steps: StageSteps | None = None
         self._sampled: list[list[int]] = []  # tokens that the other ranks do not know yet
@@ -60,27 +63,23 @@ class RankGroup:
         self._watch.start()
 
     @classmethod
-    def start(cls, directory: Path, places: list[RankPlace]) -> "RankGroup":
-        """Start all ranks but rank 0, in the main thread: children end with the thread that starts them."""
-        plans = PlansOut(directory, num_ranks=len(places))
-        results = ResultsIn(directory) if places[0].num_stages > 1 else None
-        level = str(log.getEffectiveLevel())
-        children = [
-            subprocess.Popen(
-                [
-                    *child_process.INTERPRETER,
-                    *("-m", RANK_MODULE),
-                    *(str(directory), str(os.getpid()), level, msgspec.json.encode(place).decode()),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=place.descriptors,
-            )
-            for place in places[1:]
-        ]
+    def start(
+        cls, directory: Path, places: list[RankPlace], switchboard: "Switchboard | None" = None
+    ) -> "RankGroup":
+        """Start all ranks of this node but rank 0, and those of other nodes over the switchboard."""
+        plans: PlansOut | Switchboard = switchboard or PlansOut(directory, num_ranks=len(places))
+        results: ResultsIn | Switchboard | None = switchboard
+        if results is None and places[0].num_stages > 1:
+            results = ResultsIn(directory)
+        children = [start_rank(directory, place) for place in places[1:]]
         for descriptor in {each for place in places[1:] for each in place.descriptors}:
             if descriptor not in places[0].descriptors:
                 os.close(descriptor)
-        return cls(children, plans, results)
+        group = cls(children, plans, results, switchboard)
+        if switchboard is not None:
+            switchboard.on_loss = group.end_for_node
+            switchboard.begin()
+        return group
 
     def lead(self, worker: Executor, stage: "Stage") -> None:
         """Carry out plans with `worker` as rank 0, which is in the first stage."""
@@ -132,6 +131,12 @@ class RankGroup:
         if self._results is not None:
             self._results.close()
 
+    def end_for_node(self, exit_code: int, what: str) -> None:
+        """End all: a node is lost, or a rank of it. For the thread of the switchboard."""
+        if exit_code != EXIT_START_FAILED:  # else it has reported why
+            log.critical("%s, and all ranks end with it", what)
+        self._end(exit_code)
+
     def _watch_all(self) -> None:
         """Wait until a rank ends; pass signals for stacks on meanwhile."""
         ranks_of = {os.pidfd_open(child.pid): rank for rank, child in enumerate(self._children, start=1)}
@@ -165,6 +170,8 @@ class RankGroup:
         self._end(EXIT_WORKER_BROKEN)
 
     def _ask_for_stacks(self) -> None:
+        if self._switchboard is not None:
+            self._switchboard.ask_for_stacks()
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.send_signal(SIGNAL_FOR_STACKS)

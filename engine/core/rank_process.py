@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.core.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.core.pulse import StepPulse
-from engine.core.rank_plans import AdapterOrder, PlansIn, ResultsOut, StageResult
 from engine.core.stage_steps import StageSteps, compute_last
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
+from engine.nodes.rank_plans import AdapterOrder, PlansIn, ResultsOut, StageResult
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -32,12 +31,14 @@ from engine.processes.child_process import (
     leave_signals_to_parent,
 )
 from engine.processes.garbage import keep_what_is_loaded
+from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.processes.transport import PulseSide
 from worker.devices.put_off import import_torch
 from worker.ranks.rank_places import RankPlace
 from worker.worker_errors import AdapterRefused
 
 if TYPE_CHECKING:
+    from engine.nodes.links import Links
     from worker.ranks.stage import Stage
     from worker.worker import Worker
 
@@ -60,15 +61,17 @@ def main(directory: Path, parent_pid: int, log_level: int, place: RankPlace) -> 
 
 def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     started_s = time.monotonic()
-    plans = PlansIn(directory, rank=place.rank)
     # Not at the top: importing torch takes seconds.
     import_torch(config.worker.device)
+    from engine.nodes.links import Links
     from worker.attention.interface import num_layers_begun
     from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker
     from worker.worker_errors import StartupError
 
-    ranks = open_ranks(place)
+    links = Links(directory, place) if place.is_linked else None
+    plans = links or PlansIn(directory, rank=place.rank)
+    ranks = open_ranks(place, links)
     worker = Worker(config.worker, ranks=ranks)
     try:
         worker.load(lambda _progress: None)
@@ -79,13 +82,16 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     keep_what_is_loaded()
     if place.num_stages > 1:
         StepPulse(directory, num_layers_begun).start()  # rank 0 may wait while a later stage computes
-    _carry_out(plans, worker, ranks.stage, ResultsOut(directory) if place.is_reporting else None)
+    results = (links or ResultsOut(directory)) if place.is_reporting else None
+    _carry_out(plans, worker, ranks.stage, results)
     plans.close()
     worker.close()
     return 0
 
 
-def _carry_out(plans: PlansIn, worker: "Worker", stage: "Stage", results: ResultsOut | None) -> None:
+def _carry_out(
+    plans: "PlansIn | Links", worker: "Worker", stage: "Stage", results: "ResultsOut | Links | None"
+) -> None:
     """Compute all steps until goodbye."""
     steps = None if stage.is_last else StageSteps(worker, stage)
     while (step := plans.receive()) is not None:

@@ -30,7 +30,7 @@ from scheduler.messages import Grammar
 _START_TIMEOUT_S = 60.0
 _MAX_WAITING = 32
 _MAX_REMEMBERED = 256
-_MAX_COST_S = 0.1
+_MAX_COST_S = 0.05
 """Limit for one sequence. The worker compiles between two steps; a schema of 300 properties takes 0.01 s."""
 _MAX_COST_OF_ALL_S = 2.0
 """Limit for all choices of a request: they begin in several steps (scheduler/step/budget.py), but slow all

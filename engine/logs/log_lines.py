@@ -41,6 +41,7 @@ class ProcessName(StrEnum):
     API = "api"
     ENGINE = "engine"
     RANK = "rank"
+    NODE = "node"
 
 
 def fields(**values: Field) -> dict[str, dict[str, Field]]:

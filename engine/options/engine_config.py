@@ -17,10 +17,12 @@ from engine.logs.log_lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import (
+    ClusterConfig,
     KVEventsConfig,
     check_device,
     check_engines,
     check_ranks,
+    cluster_config,
     device_of,
     kv_events_config,
     prefix_journal,
@@ -94,6 +96,8 @@ class EngineConfig:
     """Content of the reports on cached prefixes; None: nothing reads them."""
     kv_events: KVEventsConfig | None = None
     """Sockets on which these reports are published; None: they are not."""
+    cluster: ClusterConfig | None = None
+    """Machines that compute the model together; None: this one is alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,11 @@ def resolve(
     _check_checkpoint(folder)
     _check_checksums(options.checksums, folder)
     speculation = speculation_config(options, lambda draft: _find_draft_model(draft, environment))
-    return _engine_config(options, folder, name, speculation), ServerConfig(
+    cluster = cluster_config(options, environment)
+    engine = _engine_config(options, folder, name, speculation)
+    if cluster is not None:
+        engine = replace(engine, cluster=cluster, worker=replace(engine.worker, num_nodes=cluster.num_nodes))
+    return engine, ServerConfig(
         host=options.host,
         port=options.port,
         api_keys=options.api_key,

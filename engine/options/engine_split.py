@@ -6,7 +6,8 @@ Never: counts memory (`tokenyard doctor` does, worker/startup/survey.py).
 
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.options.option_declaration import OptionError
 from engine.options.options import Options
@@ -14,6 +15,7 @@ from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
+_LEAST_KEY_CHARS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,20 @@ class KVEventsConfig:
     port: int
     """Port of the events; old ones are asked for at the next."""
     topic: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The machines that compute one model, as one of them sees them."""
+
+    num_nodes: int
+    node: int
+    """Number of this one; 0 listens for requests, and for the others."""
+    host: str
+    """Address of the first."""
+    port: int
+    key: str = field(repr=False)
+    """Secret that all share."""
 
 
 def check_device(options: Options) -> None:
@@ -133,3 +149,93 @@ def kv_events_config(options: Options, served_name: str) -> KVEventsConfig | Non
         port=options.kv_events_port,
         topic=options.kv_events_topic or f"kv@{socket.gethostname()}@{served_name}",
     )
+
+
+def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterConfig | None:
+    """Check and resolve the options of nodes; None: this machine is alone. Raises OptionError."""
+    where = _where(options, environment)
+    if where is None:
+        return None
+    num_nodes, node, host = where
+    asked = f"--nnodes {num_nodes}"
+    if node >= num_nodes:
+        raise OptionError(
+            f"{asked} with --node-rank {node}", "nodes count from 0", f"give {num_nodes - 1} at most"
+        )
+    if options.pipeline_parallel_size % num_nodes:
+        raise OptionError(
+            f"{asked} with --pipeline-parallel-size {options.pipeline_parallel_size}",
+            "each node computes as many stages, and the ranks of a stage are on one node",
+            f"give --pipeline-parallel-size {num_nodes} or a multiple of it",
+        )
+    if options.data_parallel_size > 1:
+        raise OptionError(
+            f"{asked} with --data-parallel-size {options.data_parallel_size}",
+            "one engine has all nodes",
+            "start a group of nodes for each, behind a router (docs/deploy.md)",
+        )
+    if options.device.startswith("cuda"):
+        raise OptionError(
+            f"{asked} with --device {options.device}", "stages are for CPUs only", "use --device cpu"
+        )
+    if options.lora_modules or options.lora_directory:
+        raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")
+    if ":" in host:
+        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
+    if len(options.cluster_key or "") < _LEAST_KEY_CHARS:
+        raise OptionError(
+            asked,
+            f"nodes share a secret of {_LEAST_KEY_CHARS} characters or more, TOKENYARD_CLUSTER_KEY",
+            "make one with `openssl rand -hex 32`, and set it on all",
+        )
+    return ClusterConfig(
+        num_nodes=num_nodes, node=node, host=host, port=options.cluster_port, key=str(options.cluster_key)
+    )
+
+
+def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """Find number of nodes, number of this one and address of the first; flags win over the environment."""
+    is_lws = "LWS_LEADER_ADDRESS" in environment
+    names = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
+    if not is_lws:
+        names = ("WORLD_SIZE", "RANK", "MASTER_ADDR")
+    # All three or none: RANK alone stands in many environments.
+    given = [environment.get(name) for name in names]
+    num_nodes, node, host = given if all(given) else [None, None, None]
+    if options.nnodes is None and num_nodes is not None and not is_lws:
+        _check_torchrun(environment)
+    found = {
+        "--nnodes": _count(names[0], num_nodes) if options.nnodes is None else options.nnodes,
+        "--node-rank": _count(names[1], node) if options.node_rank is None else options.node_rank,
+        "--master-addr": host if options.master_addr is None else options.master_addr,
+    }
+    if found["--nnodes"] in (None, 1):
+        for flag, value in (("--node-rank", options.node_rank), ("--master-addr", options.master_addr)):
+            if value is not None:
+                raise OptionError(flag, "there is one node", "give --nnodes too, or leave it out")
+        return None
+    for flag, value in found.items():
+        if value is None:
+            raise OptionError(
+                f"--nnodes {options.nnodes}", f"{flag} is not known", f"give {flag}, on each node"
+            )
+    return int(str(found["--nnodes"])), int(str(found["--node-rank"])), str(found["--master-addr"])
+
+
+def _count(name: str, text: str | None) -> int | None:
+    if text is not None and not text.isdecimal():
+        raise OptionError(
+            f"{name}={text[:40]}", "it is no number", "set it as torchrun and LeaderWorkerSet do"
+        )
+    return None if text is None else int(text)
+
+
+def _check_torchrun(environment: Mapping[str, str]) -> None:
+    """Refuse several processes on a machine: those of a machine are started by its node."""
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    if local != "1":
+        raise OptionError(
+            f"LOCAL_WORLD_SIZE={local}",
+            "a node starts its processes itself",
+            "run torchrun with --nproc-per-node 1; --tensor-parallel-size is for the cores of a node",
+        )

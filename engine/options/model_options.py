@@ -145,6 +145,45 @@ class ModelOptions(EdgeOptions):
         "computed no faster.",
         default=1,
     )
+    nnodes: int | None = _option(
+        Group.MODEL,
+        Count(low=1, high=64, metavar="NODES"),
+        "Machines that compute the model together, each with as many stages of --pipeline-parallel-size. The "
+        "same command runs on all of them; the first listens for requests, and the memory that options ask "
+        "for is that of each. More machines hold larger models; each stage that is elsewhere makes a token "
+        "later by the time that its numbers travel.",
+        open_default="LWS_GROUP_SIZE, or WORLD_SIZE beside MASTER_ADDR, or 1",
+        default=None,
+    )
+    node_rank: int | None = _option(
+        Group.MODEL,
+        Count(low=0, high=63, metavar="NUMBER"),
+        "Number of this machine among --nnodes, from 0, which is the one that listens for requests.",
+        open_default="LWS_WORKER_INDEX, or RANK",
+        default=None,
+    )
+    master_addr: str | None = _option(
+        Group.MODEL,
+        Text(metavar="ADDRESS"),
+        "Address of the first machine, at which the others reach it; it listens there and nowhere else.",
+        open_default="LWS_LEADER_ADDRESS, or MASTER_ADDR",
+        default=None,
+    )
+    cluster_port: int = _option(
+        Group.MODEL,
+        Count(low=1, high=65535, metavar="PORT"),
+        "Port on the first machine for the others. MASTER_PORT is not read: torchrun uses it itself.",
+        default=29600,
+    )
+    cluster_key: str | None = _option(
+        Group.MODEL,
+        Text(metavar="KEY"),
+        "Secret that all machines share, of 32 characters or more; what they exchange is encrypted with keys "
+        "made of it. A flag can be seen by other users of a machine: prefer TOKENYARD_CLUSTER_KEY.",
+        is_secret=True,
+        open_default="none, and then there are no --nnodes",
+        default=None,
+    )
     cpu_kernels: str = _option(
         Group.MODEL,
         Choice(words=("auto", "off", "avx512-bf16", "avx512-expanded", "avx2", "plain")),

@@ -53,9 +53,7 @@ class EngineProcess:
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                # torch would make a folder of a name that others can foresee, in the folder that all share.
-                env=child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory.path / "torch"))
-                | _device_environment(config),
+                env=compute_environment(directory.path) | _device_environment(config),
             )
         except BaseException:
             if side is not None:
@@ -93,6 +91,12 @@ class EngineProcess:
     def clean_up(self) -> None:
         self.side.close()
         self._directory.remove()
+
+
+def compute_environment(directory: Path) -> dict[str, str]:
+    """Return the environment of a process that computes, with a directory of its own."""
+    # torch would make a folder of a name that others can foresee, in the folder that all share.
+    return child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory / "torch"))
 
 
 def _device_environment(config: EngineConfig) -> dict[str, str]:

@@ -76,6 +76,26 @@ class PulseSide:
         self._context.destroy()
 
 
+class RankReports:
+    """The end of a node without an API process, for what its ranks say; blocking calls."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._in = self._context.socket(zmq.PULL)
+        self._in.set_hwm(0)
+        self._in.bind(_address(directory, _TO_CLIENT))
+
+    def receive(self) -> list[ToClient]:
+        """Return all messages that have come."""
+        messages: list[ToClient] = []
+        while self._in.poll(0):
+            messages.append(decode_to_client(self._in.recv()))
+        return messages
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
 class EngineSide:
     """The engine process's end, with blocking calls: its loop waits for nothing else."""
 

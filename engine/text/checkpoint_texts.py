@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.text.tokenizer_trial import trial
 from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import merged
@@ -57,7 +58,8 @@ def load_texts(config: WorkerConfig) -> CheckpointTexts:
             Checksums.read(Path(config.checksums_file)).check_texts(folder)
         except StartupError as error:
             raise TokenizerError(error.what, error.fix) from error
-    tokenizer = Tokenizer.load(folder)
+    with trial(folder / "tokenizer.json"):
+        tokenizer = Tokenizer.load(folder)
     file = None if config.chat_template_file is None else Path(config.chat_template_file)
     template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
     return CheckpointTexts(tokenizer, template)

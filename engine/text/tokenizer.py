@@ -27,6 +27,8 @@ NAMED_SPECIAL_TOKENS = (
     "mask_token",
 )
 
+_PANIC = "PanicException"
+"""Name of the library's own error, which cannot be imported."""
 _BYTE_FALLBACK_TOKEN_LENGTH = len("<0x00>")
 
 
@@ -149,7 +151,7 @@ class Tokenizer:
         for each in (text, second or ""):
             _check_encodable(each, param=cut.param)
         if cut.max_tokens is None:
-            encoding = self._backend.encode(text, second, add_special_tokens=True)
+            encoding = self._encode(text if second is None else (text, second), SpecialTokens.KEEP)
         else:
             encoding = self._encode_cut(text, second, cut.max_tokens)
         types = encoding.type_ids
@@ -163,11 +165,11 @@ class Tokenizer:
                 f"must leave room for {num_texts} tokens beside {max_tokens - room} special ones",
                 param="truncate_prompt_tokens",
             )
-        first_encoding = self._backend.encode(text, add_special_tokens=False)
+        first_encoding = self._encode(text, SpecialTokens.SKIP)
         if second is None:
             first_encoding.truncate(room)
             return self._backend.post_process(first_encoding, None, add_special_tokens=True)
-        second_encoding = self._backend.encode(second, add_special_tokens=False)
+        second_encoding = self._encode(second, SpecialTokens.SKIP)
         num_first, num_second = len(first_encoding.ids), len(second_encoding.ids)
         if num_first + num_second > room:
             half = room // 2
@@ -199,10 +201,19 @@ class Tokenizer:
         return tuple(found)
 
     def _ids(self, text: str, special: SpecialTokens) -> tuple[int, ...]:
-        """Encode as a batch of one: only batches release the interpreter lock."""
+        return tuple(self._encode(text, special).ids)
+
+    def _encode(self, text: str | tuple[str, str], special: SpecialTokens) -> tokenizers.Encoding:
+        """Encode a text or a pair as a batch of one: only batches release the interpreter lock."""
         keep = special is SpecialTokens.KEEP
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=keep)
-        return tuple(encoding.ids)
+        try:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=keep)
+        except BaseException as error:
+            if type(error).__name__ != _PANIC:
+                raise
+            # An expression that backtracks too often, say. It is no Exception, and would end a thread.
+            raise RequestRejected(f"the model's tokenizer fails on this text: {error}"[:240]) from None
+        return encoding
 
     def id_of(self, token: str) -> int | None:
         """Look up a token; None if the vocabulary does not have it."""

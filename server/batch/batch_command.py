@@ -193,7 +193,14 @@ def _configs(serve_flags: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
     if source_of("request_timeout", sources) is Source.DEFAULT:
         # Nobody waits at the other end, and half of all requests wait in the queue by intent.
         options = replace(options, request_timeout=0.0)
-    return resolve(options)
+    engine, server = resolve(options)
+    if engine.cluster is not None and engine.cluster.node:
+        raise OptionError(
+            f"--node-rank {engine.cluster.node}",
+            "the first node reads the file",
+            "run `tokenyard serve` with the same options here",
+        )
+    return engine, server
 
 
 def _refuse(names: Any, why: str) -> None:

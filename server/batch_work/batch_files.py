@@ -18,8 +18,10 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from engine.errors import RequestRejected
 from server.endpoints import BATCH_PATHS
 from server.http.http_client import Reply
+from server.http.json_body import check_num_items
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 MAX_ID_CHARS = 512
@@ -70,6 +72,10 @@ class InputFile:
 def numbered_requests(content: bytes) -> Iterator[tuple[int, BatchRequest]]:
     """Requests of a file in memory, with their line numbers. Raises BatchFileError."""
     for number, line in _numbered_lines(io.BytesIO(content)):
+        try:
+            check_num_items(line)
+        except RequestRejected as error:
+            raise BatchFileError(f"line {number}: {error}") from None
         yield number, _request(line, f"line {number}")
 
 

@@ -89,6 +89,10 @@ def _serve(words: list[str]) -> int:
     ).read(words)
     sources = read_sources(flags, os.environ)
     engine_config, server_config = resolve(merge(sources))
+    if engine_config.cluster is not None and engine_config.cluster.node:
+        from engine.nodes.node_agent import run_node
+
+        return run_node(engine_config, server_config.log_level)
     server_config = replace(server_config, shown_options=rows_of(sources))
     with ExitStack() as stack:
         edge = server_config.edge

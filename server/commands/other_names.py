@@ -11,6 +11,7 @@ _OURS = {
         "num-shard": "tensor-parallel-size",
         "dp": "data-parallel-size",
         "data-parallel": "data-parallel-size",
+        "master-port": "cluster-port",
     },
     **{"c": "max-model-len", "ctx-size": "max-model-len", "max-total-tokens": "max-model-len"},
     **{"model-id": "model", "m": "model", "tokenizer": "model", "a": "served-model-name"},

@@ -135,7 +135,7 @@ class _Reader(Generic[ModelT]):
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Parse one JSON object. Raises RequestRejected with code invalid_json."""
     if len(raw) > _INLINE_BYTES:
-        _check_num_items(raw)
+        check_num_items(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -148,8 +148,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_num_items(raw: bytes) -> None:
-    """Refuse a body of very many items before any of them is built."""
+def check_num_items(raw: bytes) -> None:
+    """Raise RequestRejected for a body of very many items, before any of them is built."""
     if sum(map(raw.count, (b",", b"[", b"{"))) <= MAX_ITEMS:
         return
     # Exactly now: texts have commas too. Piece by piece, so that other threads have their turn.

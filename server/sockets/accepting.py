@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,14 @@ _PAUSE_S = 0.1
 """Seconds without accepting after the system had no descriptor or memory for a socket."""
 HANDSHAKE_TIMEOUT_S = 10.0
 _RESERVED_HANDSHAKE_TIMEOUT_S = 2.0
+HANDSHAKES_IN_A_TURN = 4
+"""TLS handshakes that begin in one turn of the event loop: each takes a millisecond or two of processor time,
+and thousands of clients may speak at once."""
+_HANDSHAKE_RECORD = 22
+_HELLO_HEAD_BYTES = 9
+"""Bytes of the heads of the record and of the message in it."""
+_MAX_HELLO_BYTES = 16 * 1024 + 5
+_FIRST_LOOK_S, _MAX_LOOK_S = 0.002, 0.25
 _GOODBYE_S = 5.0
 """Seconds in which a client may confirm the end of an encrypted connection."""
 
@@ -66,6 +75,33 @@ class ClientServer(uvicorn.Server):
         return made
 
 
+class Turns:
+    """A line that lets a few pass in each turn of the event loop, in the order in which they came."""
+
+    def __init__(self, num_in_a_turn: int) -> None:
+        self._num_in_a_turn = num_in_a_turn
+        self._line: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Return when it is this one's turn. One that is cancelled leaves the line."""
+        loop = asyncio.get_running_loop()
+        if not self._line:
+            loop.call_soon(self._let_pass)
+        passed = loop.create_future()
+        self._line.append(passed)
+        await passed
+
+    def _let_pass(self) -> None:
+        num_left = self._num_in_a_turn
+        while self._line and num_left:
+            passed = self._line.popleft()
+            if not passed.done():  # cancelled
+                passed.set_result(None)
+                num_left -= 1
+        if self._line:
+            asyncio.get_running_loop().call_soon(self._let_pass)
+
+
 class Acceptor:
     """The accept loop of one listening socket."""
 
@@ -75,6 +111,7 @@ class Acceptor:
         self._context = server.context
         self._loop = asyncio.get_running_loop()
         self._places = server.places
+        self._handshakes = Turns(HANDSHAKES_IN_A_TURN)
         self._opening: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._no_files = RareLog(log, logging.ERROR, "no descriptor for a connection, %d times")
@@ -139,6 +176,10 @@ class Acceptor:
         is_reserved = place is not None and place.is_reserved
         timeout_s = _RESERVED_HANDSHAKE_TIMEOUT_S if is_reserved else HANDSHAKE_TIMEOUT_S
         try:
+            if self._context is not None:
+                async with asyncio.timeout(timeout_s):
+                    await self._hear(client)
+                    await self._handshakes.wait()
             await self._loop.connect_accepted_socket(
                 lambda: self._server.new_connection(place),
                 client,
@@ -154,3 +195,40 @@ class Acceptor:
                 client.close()
                 if place is not None:
                     place.leave()
+
+    async def _hear(self, client: socket.socket) -> None:
+        """Wait for a whole ClientHello, and leave it unread: one that is silent or slow costs no turn."""
+        heard = self._loop.create_future()
+        self._loop.add_reader(client, _wake, heard)
+        try:
+            await heard
+        finally:
+            self._loop.remove_reader(client)
+        pause_s = _FIRST_LOOK_S
+        while not is_whole_hello(client.recv(_MAX_HELLO_BYTES, socket.MSG_PEEK)):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_LOOK_S)
+
+
+def _wake(heard: "asyncio.Future[None]") -> None:
+    """Set the result once: a reader is called until it is removed."""
+    if not heard.done():
+        heard.set_result(None)
+
+
+def is_whole_hello(seen: bytes) -> bool:
+    """Whether a handshake can begin with these bytes. Raises ConnectionAbortedError if none ever can.
+
+    A ClientHello that is divided into several records is refused: no usual client sends one, and its last
+    piece could come from thousands at once. Source: RFC 8446, sections 4 and 5.1.
+    """
+    if not seen:
+        raise ConnectionAbortedError
+    if seen[0] != _HANDSHAKE_RECORD:
+        return True  # no TLS, which costs nothing
+    if len(seen) < _HELLO_HEAD_BYTES:
+        return False
+    num_in_record, num_in_hello = int.from_bytes(seen[3:5]), int.from_bytes(seen[6:9])
+    if num_in_record < num_in_hello + 4:
+        raise ConnectionAbortedError
+    return len(seen) >= num_in_record + 5

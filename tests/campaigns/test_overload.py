@@ -46,6 +46,7 @@ def test_a_good_round_has_no_fault_and_says_what_it_measured() -> None:
     [
         (seen(refused_s=0.06), "99th percentile of the 429s"),
         (seen(ttft_s=0.13), "1.30 times as late"),
+        (replace(seen(), took_s=12.0), "leaves 0.83 of those"),
         (seen(retry_after_s=0), "Retry-After was from 0 to 0 s"),
         (seen(retry_after_s=61), "Retry-After"),
         (replace(seen(), others=Counter({"HTTP 500": 3})), "3 times HTTP 500"),

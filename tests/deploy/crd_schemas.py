@@ -1,10 +1,10 @@
 """The custom resources that we write, as JSON schemas: the part of each that we use, and nothing else.
 
 Owns: fields and types for KEDA's ScaledObject, the Prometheus operator's PodMonitor, the Gateway API's
-HTTPRoute and the inference extension's InferencePool. A field that is not here is a mistake, or a reason to
-look it up and add it.
-Source: the CRDs of keda.sh v1alpha1, monitoring.coreos.com v1, gateway.networking.k8s.io v1 and
-inference.networking.k8s.io v1, as their projects publish them.
+HTTPRoute, the inference extension's InferencePool and LeaderWorkerSet, whose pods are checked as a
+Deployment's. A field that is not here is a mistake, or a reason to look it up and add it.
+Source: the CRDs of keda.sh v1alpha1, monitoring.coreos.com v1, gateway.networking.k8s.io v1,
+inference.networking.k8s.io v1 and leaderworkerset.x-k8s.io v1, as their projects publish them.
 """
 
 from typing import Any
@@ -158,9 +158,30 @@ HTTP_ROUTE = _resource(
         }
     ),
 )
+_POD_TEMPLATE = _object({"metadata": _object({"labels": _LABELS}), "spec": {"type": "object"}})
+LEADER_WORKER_SET = _resource(
+    "leaderworkerset.x-k8s.io/v1",
+    "LeaderWorkerSet",
+    _object(
+        {
+            "leaderWorkerTemplate": _object(
+                {"size": {"type": "integer", "minimum": 1}, "workerTemplate": _POD_TEMPLATE},
+                {
+                    "leaderTemplate": _POD_TEMPLATE,
+                    "restartPolicy": {"enum": ["None", "RecreateGroupOnPodRestart"]},
+                },
+            )
+        },
+        {
+            "replicas": {"type": "integer", "minimum": 0},
+            "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        },
+    ),
+)
 SCHEMAS: dict[str, dict[str, Any]] = {
     "ScaledObject": SCALED_OBJECT,
     "PodMonitor": POD_MONITOR,
     "InferencePool": INFERENCE_POOL,
     "HTTPRoute": HTTP_ROUTE,
+    "LeaderWorkerSet": LEADER_WORKER_SET,
 }

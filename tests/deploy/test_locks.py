@@ -74,6 +74,34 @@ def test_a_vulnerable_version_and_one_without_a_hash_are_named(tmp_path: Path) -
     ]
 
 
+def test_the_list_is_renewed_from_records_in_the_osv_format(tmp_path: Path) -> None:
+    (tmp_path / "cpu.txt").write_text("h11==0.14.0\nidna==3.10\nTorch==2.10\n")
+    records = tmp_path / "vulns" / "h11"
+    records.mkdir(parents=True)
+    ranges = "[{type: ECOSYSTEM, events: [{introduced: 2.1}, {fixed: 2.10}, {introduced: 2.9}]}]"
+    torch = f"[{{package: {{ecosystem: PyPI, name: torch}}, ranges: {ranges}}}]"
+    (records / "PYSEC-1.yaml").write_text(f"id: PYSEC-1\naliases: [GHSA-x, CVE-1]\naffected: {torch}")
+    events = [{"introduced": "0"}, {"last_affected": "0.14.0"}]
+    package = {"ecosystem": "PyPI", "name": "H11"}
+    affected = [
+        {
+            "package": package,
+            "ranges": [{"type": "GIT", "events": []}, {"type": "ECOSYSTEM", "events": events}],
+        }
+    ]
+    record = {"id": "GHSA-2", "affected": affected}
+    (records / "GHSA-2.json").write_text(json.dumps(record))
+    (records / "GHSA-3.json").write_text(json.dumps({**record, "id": "GHSA-3", "withdrawn": "2026-01-01"}))
+    command = [sys.executable, str(ROOT / "scripts" / "write_advisories.py"), str(tmp_path / "vulns")]
+    subprocess.run([*command, "--as-of", "today", "--locks", str(tmp_path)], check=True, timeout=30)
+    written = json.loads((tmp_path / "advisories.json").read_text())
+    assert written["as_of"] == "today"
+    assert [fault for fault in audit_locks.faults(tmp_path, written) if "hash" not in fault] == [
+        "cpu.txt: h11==0.14.0 has GHSA-2, without a fixed version",
+        "cpu.txt: torch==2.10 has CVE-1, without a fixed version",
+    ]
+
+
 @pytest.fixture(scope="module")
 def bill(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("dpkg")

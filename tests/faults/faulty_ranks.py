@@ -10,7 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine.core import process, rank_group, rank_process
+from engine.core import process, rank_process
+from engine.nodes import rank_start
 from worker.cpu.cpu_layer import CpuLayer
 from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 
@@ -60,7 +61,7 @@ def main() -> int:
         plant(directory, place.rank)
         return rank_process.main(directory, int(numbers[0]), int(numbers[1]), place)
     os.dup2(os.open(numbers[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    rank_group.RANK_MODULE = NAME
+    rank_start.RANK_MODULE = NAME
     plant(directory, rank=0)
     return process.main(directory, parent_pid=int(numbers[0]), log_level=int(numbers[1]))
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -74,6 +75,12 @@ async def test_kill_9_of_the_engine_fails_what_has_begun_at_once_and_a_new_one_t
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def num_tokens_of_a_long_reply(server: RunningServer) -> int:
+    body = {"prompt": "Once upon", "max_tokens": 480, "ignore_eos": True}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    return reply.json()["usage"]["completion_tokens"]
+
+
 def test_an_engine_that_stands_still_is_reported_and_replaced_but_not_one_whose_server_stood_still_too(
     tiny_model: Path,
     tmp_path: Path,
@@ -81,13 +88,18 @@ def test_an_engine_that_stands_still_is_reported_and_replaced_but_not_one_whose_
     with running_server(tmp_path, str(tiny_model), "--heartbeat-timeout", "3") as server:
         pid = server.engine_pid
         assert pid is not None
-        for each in (server.process.pid, pid):  # as when a container is frozen
-            os.kill(each, signal.SIGSTOP)
-        time.sleep(5)
-        os.kill(server.process.pid, signal.SIGCONT)
-        time.sleep(0.3)  # the engine is a little later
-        os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: is_ready(server), within_s=3)
+        with ThreadPoolExecutor(8) as clients:
+            under_way = [clients.submit(num_tokens_of_a_long_reply, server) for _ in range(8)]
+            wait_for(lambda: server.metric("tokenyard:num_requests_running") == 8, within_s=20)
+            for each in (server.process.pid, pid):  # as when a container is frozen
+                os.kill(each, signal.SIGSTOP)
+            time.sleep(5)
+            assert not any(each.done() for each in under_way)
+            os.kill(server.process.pid, signal.SIGCONT)
+            time.sleep(0.3)  # the engine is a little later
+            os.kill(pid, signal.SIGCONT)
+            wait_for(lambda: is_ready(server), within_s=3)
+            assert [each.result(60) for each in under_way] == [480] * 8, "nobody has lost anything"
         assert server.engine_pid == pid
         assert "has not moved" not in server.text(), "not even for a moment"
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,3 +182,39 @@ def test_a_server_out_of_descriptors_answers_again_when_there_are_some(
         assert running.process.poll() is None
         assert running.metric("tokenyard:engine_restarts_total") == 0
     assert (tmp_path / "server.log").stat().st_size < 20_000
+
+
+def cap_memory(pid: int) -> None:
+    """Let a process map nothing more: what a limit without a killer does."""
+    found = re.search(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    resource.prlimit(pid, resource.RLIMIT_AS, (int(found[1]) * 1024, resource.RLIM_INFINITY))
+
+
+def statuses_of(running: RunningServer, bodies: list[dict[str, Any]]) -> set[int]:
+    """Statuses of requests that are sent at once. Each has an answer in OpenAI's form."""
+    url = f"{running.url}/v1/completions"
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        replies = list(clients.map(lambda body: httpx.post(url, json=body, timeout=60), bodies))
+    assert all("choices" in reply.json() or reply.json()["error"]["code"] for reply in replies)
+    return {reply.status_code for reply in replies}
+
+
+def test_an_engine_that_gets_no_more_memory_costs_no_request_its_answer_and_serves_again_when_it_does(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    wide = [{"prompt": [5 + i] * 400, "max_tokens": 40, "n": 4, "ignore_eos": True} for i in range(16)]
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        server(command_of(tiny_model, port), port, tmp_path, log) as running,
+    ):
+        engine_pid = running.engine_pid
+        assert engine_pid is not None
+        cap_memory(engine_pid)
+        assert statuses_of(running, wide) <= {200, 429, 500, 503}
+        if running.engine_pid == engine_pid:  # else another one has taken over, without the limit
+            resource.prlimit(engine_pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        wait_for(lambda: is_ready(running), within_s=READY_WITHIN_S)
+        complete(running)
+        assert running.process.poll() is None

@@ -19,10 +19,10 @@ from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
 # Four of these may be compiled in a step.
-GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+", cost_s=0.012)
-ONE_S, TWO_S = 0.012, 0.024
-DEAR = replace(GRAMMAR, cost_s=0.1)
-CHEAP = replace(GRAMMAR, cost_s=0.0024)
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+", cost_s=0.006)
+ONE_S, TWO_S = 0.006, 0.012
+DEAR = replace(GRAMMAR, cost_s=0.05)
+CHEAP = replace(GRAMMAR, cost_s=0.0012)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

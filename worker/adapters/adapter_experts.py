@@ -88,16 +88,19 @@ class ExpertsSize(NamedTuple):
         return updates
 
     def _side_by_side(self, name: str, own: list[tuple[int, LowRank]]) -> LowRank:
-        down_RK = torch.cat([update.down_RK for _, update in own])
-        up_NR = torch.zeros((2 * self.num_gates, len(down_RK)))
+        up_NR = torch.zeros((2 * self.num_gates, sum(update.rank for _, update in own)))
         first_rank = 0
         for start, update in own:
-            if len(update.up_NR) != self.num_gates:
-                raise AdapterRefused(f"the tensors of {name} are for {len(update.up_NR)} gates or ups")
+            found = (len(update.up_NR), update.down_RK.shape[1])
+            if found != (self.num_gates, self.hidden_size):
+                raise AdapterRefused(
+                    f"the tensors of {name} are for {found[1]} inputs and {found[0]} gates or ups, "
+                    f"and it has {self.hidden_size} and {self.num_gates}"
+                )
             place = (slice(start, start + self.num_gates), slice(first_rank, first_rank + update.rank))
             up_NR[place] = update.scale * update.up_NR.float()
             first_rank += update.rank
-        return LowRank(down_RK, up_NR, 1.0)
+        return LowRank(torch.cat([update.down_RK for _, update in own]), up_NR, 1.0)
 
 
 def size_experts(module: Any) -> ExpertsSize:

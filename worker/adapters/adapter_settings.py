@@ -95,6 +95,11 @@ class AdapterSettings:
             return False
         return self.layers is None or isinstance(self.targets, SchemaValidator) or self._counts(module)
 
+    def name_of(self, module: str) -> str:
+        """Return the name that patterns know a layer by: that of its weight, where that is the target."""
+        weight = f"{module}.weight"
+        return weight if self.include_parameter(weight) else module
+
     def include_parameter(self, name: str) -> bool:
         """Tell whether a parameter of this name is a target."""
         return _matches(self.parameters, name)

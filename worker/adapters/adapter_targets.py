@@ -72,7 +72,8 @@ class Targets:
                 )
         of_experts = {layer for name, size in self.experts.items() for layer in size.layers(name)}
         for name in (*self.sizes, *(self.reasons if files.settings.targets is not None else ())):
-            if name not in of_experts and files.settings.include(name) and name not in updates:
+            is_target = files.settings.include(name) or files.settings.name_of(name) != name
+            if is_target and name not in of_experts and name not in updates:
                 raise AdapterRefused(f"{name} is a target of adapter_config.json and has no tensors")
         if not updates:
             raise AdapterRefused("it updates no layer")
@@ -88,7 +89,7 @@ class Targets:
             if name not in self.sizes:
                 why = self.reasons.get(name, "the model has no linear layer of this name")
                 raise AdapterRefused(f"the tensors of {name} find no layer: {why}")
-            updates[name] = both.low_rank(name, files.settings)
+            updates[name] = both.low_rank(files.settings.name_of(name), files.settings)
         return updates
 
 

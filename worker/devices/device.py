@@ -182,7 +182,7 @@ class CpuDevice:
         self._kv_cache_bytes = config.kv_cache_bytes
         self._swap_space_bytes = config.swap_space_bytes
         self._num_engines = config.num_engines
-        num_shares = config.num_ranks * config.num_stages * config.num_engines
+        num_shares = config.num_ranks * config.num_stages * config.num_engines // config.num_nodes
         torch.set_num_threads(config.num_threads or max(1, usable_cores() // num_shares))
 
     def describe(self) -> str:

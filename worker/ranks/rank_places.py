@@ -1,7 +1,8 @@
 """The places of ranks in the grid of stages and shards, and the memory and sockets that each inherits.
 
 Owns: who shares what. Shards of a stage sum over a page of their own; all ranks agree over another; each rank
-sends its hidden states to the one with the same shard in the next stage.
+sends its hidden states to the one with the same shard in the next stage. Where ranks are on several nodes, a
+node has whole stages, and ranks agree and send over links (engine/nodes) in the place of memory.
 Never: needs torch, so that the ranks can be started before anything slow is imported.
 """
 
@@ -20,18 +21,36 @@ class PipeEnd(msgspec.Struct, frozen=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """One rank in the grid. `page` is that of its stage, `world` that of all ranks; file descriptors."""
+    """One rank in the grid. `page` is that of its stage, `world` that of all ranks; file descriptors.
+
+    What is None although the grid has it comes over a link from another node.
+    """
 
     stage: int
     shard: int
     num_stages: int
     num_shards: int
     page: int
-    world: int
+    world: int | None
     inlet: PipeEnd | None
     """Way from the stage before; None in the first."""
     outlet: PipeEnd | None
     """Way to the next stage; None in the last."""
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether some ranks are on other nodes."""
+        return self.world is None
+
+    @property
+    def needs_inlet(self) -> bool:
+        """Whether hidden states come over a link."""
+        return self.inlet is None and self.stage > 0
+
+    @property
+    def needs_outlet(self) -> bool:
+        """Whether hidden states leave over a link."""
+        return self.outlet is None and self.stage < self.num_stages - 1
 
     @property
     def rank(self) -> int:
@@ -47,14 +66,20 @@ class RankPlace(msgspec.Struct, frozen=True):
     def descriptors(self) -> tuple[int, ...]:
         """List all that a process of this rank must inherit."""
         ends = [end for end in (self.inlet, self.outlet) if end is not None]
-        return (self.page, self.world, *(each for end in ends for each in (end.page, end.socket)))
+        world = () if self.world is None else (self.world,)
+        return (self.page, *world, *(each for end in ends for each in (end.page, end.socket)))
 
 
-def make_places(num_stages: int, num_shards: int) -> list[RankPlace]:
-    """Allocate everything for all ranks, in the order of ranks. Raises OSError."""
-    world = make_page()
-    pages = [make_page() for _ in range(num_stages)]
-    ways = [[_make_way() for _ in range(num_shards)] for _ in range(num_stages - 1)]
+def make_places(num_stages: int, num_shards: int, *, node: int = 0, num_nodes: int = 1) -> list[RankPlace]:
+    """Allocate everything for the ranks of one node, in the order of ranks. Raises OSError.
+
+    The number of stages is a multiple of the number of nodes.
+    """
+    world = make_page() if num_nodes == 1 else None
+    num_own = num_stages // num_nodes
+    own = range(node * num_own, (node + 1) * num_own)
+    pages = {stage: make_page() for stage in own}
+    ways = {stage: [_make_way() for _ in range(num_shards)] for stage in own[:-1]}
     return [
         RankPlace(
             stage=stage,
@@ -63,10 +88,10 @@ def make_places(num_stages: int, num_shards: int) -> list[RankPlace]:
             num_shards=num_shards,
             page=pages[stage],
             world=world,
-            inlet=ways[stage - 1][shard][1] if stage else None,
-            outlet=ways[stage][shard][0] if stage < num_stages - 1 else None,
+            inlet=ways[stage - 1][shard][1] if stage - 1 in ways else None,
+            outlet=ways[stage][shard][0] if stage in ways else None,
         )
-        for stage in range(num_stages)
+        for stage in own
         for shard in range(num_shards)
     ]
 

@@ -24,6 +24,18 @@ class Reducer(NamedTuple):
     context: int | None
 
 
+class World(Protocol):
+    """All ranks of all stages, as one of them sees them."""
+
+    rank: int
+
+    def join(self, library: Path) -> None:
+        """See Ranks."""
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """Return the numbers of each rank, int64 [ranks, numbers]; each brings as many."""
+
+
 class Ranks(Protocol):
     """The ranks of one model, as one of them sees them."""
 

@@ -11,15 +11,22 @@ import hashlib
 import mmap
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.ranks.rank_places import RankPlace
-from worker.ranks.ranks import Reducer
+from worker.ranks.ranks import Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
-from worker.ranks.stage import ONLY_STAGE, SharedReceiver, SharedSender, Stage
+from worker.ranks.stage import (
+    ONLY_STAGE,
+    HiddenReceiver,
+    HiddenSender,
+    SharedReceiver,
+    SharedSender,
+    Stage,
+)
 from worker.worker_errors import StartupError
 
 
@@ -33,14 +40,14 @@ class SharedRanks:
         rank: int,
         size: int,
         stage: Stage = ONLY_STAGE,
-        world: "SharedRanks | None" = None,
+        world: World | None = None,
     ) -> None:
         """Map the memory behind a file descriptor, which may be closed afterwards.
 
         `world` are the ranks of all stages, where there are several.
         """
         self.rank, self.size, self.stage = rank, size, stage
-        self._world = world or self
+        self._world: World = world or self
         self._page = mmap.mmap(page, PAGE_BYTES)
         self._library: Any = None
         self._ranks: int | None = None
@@ -84,11 +91,11 @@ class SharedRanks:
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """See Ranks."""
-        return [int(number) for number in self._of_all(numbers)[0]]
+        return [int(number) for number in self.of_all(numbers)[0]]
 
     def agree_min(self, number: int) -> int:
         """See Ranks."""
-        return int(self._world._of_all([number]).min())
+        return int(self._world.of_all([number]).min())
 
     def all_have(self, text: str) -> bool:
         """See Ranks."""
@@ -107,9 +114,10 @@ class SharedRanks:
 
     def _digests(self, text: str) -> Tensor:
         digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
-        return self._world._of_all([int.from_bytes(digest, "big")]).reshape(-1)
+        return self._world.of_all([int.from_bytes(digest, "big")]).reshape(-1)
 
-    def _of_all(self, numbers: list[int]) -> Tensor:
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """See World."""
         found = self._gather(torch.tensor([numbers], dtype=torch.int64), is_wanted=True)
         assert found is not None
         return found[:, 0]
@@ -121,14 +129,44 @@ class SharedRanks:
         return parts
 
 
-def open_ranks(place: RankPlace) -> SharedRanks:
-    """Open what a process has inherited for its place."""
-    size = place.num_stages * place.num_shards
-    stage = Stage(
-        place.stage,
-        place.num_stages,
-        inlet=None if place.inlet is None else SharedReceiver(place.inlet),
-        outlet=None if place.outlet is None else SharedSender(place.outlet),
+class Links(Protocol):
+    """Links of a rank to other nodes, in the place of shared memory."""
+
+    def world(self) -> World: ...
+
+    def inlet(self) -> HiddenReceiver: ...
+
+    def outlet(self) -> HiddenSender: ...
+
+
+def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks:
+    """Open what a process has inherited for its place, and `links` for what it has not."""
+    return SharedRanks(
+        place.page,
+        rank=place.shard,
+        size=place.num_shards,
+        stage=Stage(
+            place.stage, place.num_stages, inlet=_inlet_of(place, links), outlet=_outlet_of(place, links)
+        ),
+        world=_world_of(place, links),
     )
-    world = SharedRanks(place.world, rank=place.rank, size=size) if place.num_stages > 1 else None
-    return SharedRanks(place.page, rank=place.shard, size=place.num_shards, stage=stage, world=world)
+
+
+def _inlet_of(place: RankPlace, links: Links | None) -> HiddenReceiver | None:
+    if place.inlet is not None:
+        return SharedReceiver(place.inlet)
+    return links.inlet() if links is not None and place.needs_inlet else None
+
+
+def _outlet_of(place: RankPlace, links: Links | None) -> HiddenSender | None:
+    if place.outlet is not None:
+        return SharedSender(place.outlet)
+    return links.outlet() if links is not None and place.needs_outlet else None
+
+
+def _world_of(place: RankPlace, links: Links | None) -> World | None:
+    if place.world is None:
+        assert links is not None, "ranks of other nodes are reached over links"
+        return links.world()
+    size = place.num_stages * place.num_shards
+    return SharedRanks(place.world, rank=place.rank, size=size) if place.num_stages > 1 else None

@@ -53,6 +53,8 @@ class Stage:
     outlet: HiddenSender | None = None
     sampled: deque[list[int]] = field(default_factory=deque)
     """Tokens of steps, as the last stage sampled them: on their way out there, on their way in elsewhere."""
+    head_layers: float = 0.0
+    """Number of layers that the output layer, which the last stage has too, counts for."""
 
     @property
     def is_last(self) -> bool:
@@ -65,13 +67,29 @@ class Stage:
                 end.close()
 
     def layers_of(self, num_layers: int) -> range:
-        """Return the places of this stage's layers; the first stages have one more where they are uneven.
+        """Return the places of this stage's layers, so that the slowest stage has as little as can be.
 
-        The last has the output layer too.
+        The first stages have one more where they are uneven.
         """
-        size, rest = divmod(num_layers, self.count)
+        num_before = self.count - 1
+        if num_before == 0 or num_layers < self.count:  # too few are refused where they are counted
+            return range(num_layers) if self.is_last else range(0)
+
+        def slowest(num_last: int) -> float:
+            return max(-(-(num_layers - num_last) // num_before), num_last + self.head_layers)
+
+        num_last = min(range(1, num_layers - num_before + 1), key=slowest)
+        if self.is_last:
+            return range(num_layers - num_last, num_layers)
+        size, rest = divmod(num_layers - num_last, num_before)
         start = self.index * size + min(self.index, rest)
         return range(start, start + size + (self.index < rest))
+
+    def node_of(self, num_nodes: int) -> range:
+        """Return all stages that are on the node of this one."""
+        num_own = self.count // num_nodes
+        first = self.index // num_own * num_own
+        return range(first, first + num_own)
 
 
 ONLY_STAGE = Stage(0, 1)
@@ -103,7 +121,7 @@ class SharedSender(_SharedEnd):
 
     def send(self, hidden: Tensor) -> None:
         """See HiddenSender."""
-        for part in _pieces_of(hidden):
+        for part in pieces_of(hidden, _PIECE_BYTES):
             if self._num_free == 0:
                 self._num_free += len(_received(self._socket, 1))
             self._num_free -= 1
@@ -116,7 +134,7 @@ class SharedReceiver(_SharedEnd):
 
     def receive(self, hidden: Tensor) -> None:
         """See HiddenReceiver."""
-        for part in _pieces_of(hidden):
+        for part in pieces_of(hidden, _PIECE_BYTES):
             length = int.from_bytes(_received(self._socket, _LENGTH_BYTES), "little")
             if length != len(part):
                 raise ValueError(f"stages do not compute the same: {length} bytes came for {len(part)}")
@@ -124,9 +142,10 @@ class SharedReceiver(_SharedEnd):
             self._socket.sendall(b".")
 
 
-def _pieces_of(hidden: Tensor) -> tuple[Tensor, ...]:
+def pieces_of(hidden: Tensor, num_bytes: int) -> tuple[Tensor, ...]:
+    """Cut the bytes of hidden states into pieces of so many at most, which share their memory."""
     assert hidden.is_contiguous()
-    return torch.split(hidden.view(-1).view(torch.uint8), _PIECE_BYTES)
+    return torch.split(hidden.view(-1).view(torch.uint8), num_bytes)
 
 
 def _received(from_peer: socket.socket, count: int) -> bytes:

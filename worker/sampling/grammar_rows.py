@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
+from math import inf
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from scheduler.messages import Grammar
 from worker.sampling.grammar_library import Bitmask, GrammarRefused, new_bitmasks, new_matcher, open_tokenizer
-from worker.sampling.mask_budget import RowAccount, StepAccount
+from worker.sampling.mask_budget import MAX_REPLAY_S, RowAccount, StepAccount
 
 _MAX_THREADS = 8
 _ALONE_S = 0.001
@@ -53,6 +54,8 @@ class RowGrammar:
         """The reason why no token can be sampled any more; empty if there is none."""
         self.mask: Bitmask | None = None
         """Mask that was computed already, as of a copy that `Grammars.along` made."""
+        self._unread: list[int] = []
+        """Tokens of the text that the matcher has not consumed yet: that is part of a mask's price."""
         self._is_complete = False  # of such a copy, which has no matcher
 
     @property
@@ -69,13 +72,23 @@ class RowGrammar:
 
     def record(self, token_id: int) -> None:
         """Advance by a generated token."""
-        if self.is_active:
-            if self._matcher is not None:
-                began_s = time.thread_time()
-                self._matcher.consume_token(token_id)
-                self.account.advance_s = time.thread_time() - began_s
-        else:
+        if not self.is_active:
             self.is_active = token_id == self._begins_after
+        elif self._matcher is not None:
+            self._unread.append(token_id)
+
+    def read(self, *, max_s: float = inf) -> None:
+        """Advance the matcher to the end of the text. The row ends if that takes longer than `max_s`."""
+        if self._matcher is None or not self._unread:
+            return
+        began_s = time.thread_time()
+        for num_read, token_id in enumerate(self._unread, 1):
+            self._matcher.consume_token(token_id)
+            self.account.advance_s = time.thread_time() - began_s
+            if self.account.advance_s > max_s and num_read < len(self._unread):
+                self.end_as_too_dear()
+                break
+        self._unread.clear()
 
     def as_now(self, mask: Bitmask | None) -> "RowGrammar":
         """Copy the position, to sample from later: the matcher will be elsewhere by then."""
@@ -87,6 +100,7 @@ class RowGrammar:
         """Whether a token, which does not end the sequence, may be the next one."""
         if not self.is_active or self._matcher is None:
             return not self.failure
+        self.read()
         return not self._matcher.is_stopped() and self._matcher.validate_tokens([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -100,14 +114,18 @@ class RowGrammar:
             num_free = list(token_ids).index(self._begins_after) + 1
         if self._matcher is None or not token_ids[num_free:]:
             return len(token_ids)
+        self.read()
         if self._matcher.is_stopped():
             return num_free
         return num_free + self._matcher.validate_tokens(list(token_ids[num_free:]))
 
     def go_back(self, num_consumed: int, *, to: "RowGrammar") -> None:
         """Undo the last tokens that the matcher consumed; `to` is a copy that was made before them."""
-        if self._matcher is not None and num_consumed:
-            self._matcher.rollback(num_consumed)
+        num_unread = min(num_consumed, len(self._unread))
+        if num_unread:
+            del self._unread[-num_unread:]
+        if self._matcher is not None and num_consumed > num_unread:
+            self._matcher.rollback(num_consumed - num_unread)
         self.is_active, self.failure = to.is_active, to.failure
 
     def check(self) -> None:
@@ -162,6 +180,7 @@ class Grammars:
         row = RowGrammar(matcher, grammar.begins_after, name=hash((grammar.kind, grammar.text)))
         for token_id in generated:
             row.record(token_id)
+        row.read(max_s=MAX_REPLAY_S)
         row.account = RowAccount()  # a preemption is not the row's fault
         return row
 
@@ -258,6 +277,7 @@ class Grammars:
                 row.end_as_too_dear()
                 continue
             _num_masks_begun += 1
+            row.read()
             began_s = time.thread_time()
             matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
             self._step.pay(row.name, row.account.pay_mask(time.thread_time() - began_s))

@@ -14,7 +14,9 @@ TOKEN_ALLOWANCE_S = 0.005
 """Seconds that each token adds to what a row may spend. A usual schema takes a hundredth of it."""
 MAX_OVERDRAFT_S = 0.05
 """Seconds by which a row may exceed its allowance: one very dear mask, or ten of twice the allowance."""
-MAX_STEP_S = 0.03
+MAX_REPLAY_S = 0.05
+"""Seconds for all that a row had generated before it was preempted: thousands of tokens of a usual schema."""
+MAX_STEP_S = 0.02
 """Seconds for all masks of a step, for each thread. Beyond, only modest rows get theirs."""
 MODEST_S = 0.0005
 """Seconds below which a mask is never refused: 256 of them are computed by two threads in 0.064 s."""

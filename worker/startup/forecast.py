@@ -138,7 +138,7 @@ def forecast(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=budget_bytes // config.num_ranks,
+            budget_bytes=budget_bytes // config.num_ranks * config.num_nodes,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
@@ -147,7 +147,7 @@ def forecast(
     )
     device.check_swap_space(
         swap_bytes=config.swap_space_bytes,
-        cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks,
+        cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks // config.num_nodes,
     )
     return Forecast(
         layout=layout,

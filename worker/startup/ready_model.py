@@ -87,11 +87,11 @@ def start_loaded(
     ranks = loaded.ranks
     stage.enter(LoadPhase.MEASURING)
     whole_layout = _probe_layout(config, device, loaded, runner)
-    layouts, toolkit = _divide(whole_layout, ranks), _open_toolkit(config, device, loaded, stage)
+    layouts, toolkit = _divide(loaded, whole_layout), _open_toolkit(config, device, loaded, stage)
     adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
-    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve)
-    size = _agreed(_size(config, layouts.all_stages, budget_bytes // ranks.size, checkpoint_len), ranks)
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
+    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len, ranks), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
     _correct(loaded, size.max_model_len)
@@ -149,7 +149,9 @@ def _open_host_pool(
 ) -> HostPool:
     """Make a pool of as many blocks as each stage has. Raises StartupError."""
     num_blocks = num_host_blocks(
-        swap_bytes=config.swap_space_bytes // ranks.size, block_bytes=layouts.all_stages.block_bytes
+        swap_bytes=int(config.swap_space_bytes / _share_of_node(config, layouts.all_stages, ranks))
+        // ranks.size,
+        block_bytes=layouts.all_stages.block_bytes,
     )
     return HostPool(num_blocks * cache.layout.block_bytes, cache, device)
 
@@ -211,12 +213,17 @@ def _describe_origin(config: WorkerConfig) -> str:
     words = [f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
     if config.model_path:
         for file in find_weights(Path(config.model_path)):
-            words.append(f"{file.path.name} {file.num_bytes} {file.path.stat().st_mtime_ns}")
+            words.append(f"{file.path.name} {file.num_bytes}")
+            if config.num_nodes == 1:  # else contents were compared when a node came: times differ there
+                words.append(str(file.path.stat().st_mtime_ns))
     return ", ".join(words)
 
 
-def _divide(layout: BlockLayout, ranks: Ranks) -> _Layouts:
-    """Keep the heads of one rank. Raises StartupError where they cannot be divided."""
+def _divide(loaded: LoadedModel, layout: BlockLayout) -> _Layouts:
+    """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
+    ranks = loaded.ranks
+    if ranks.stage.count > 1:
+        ranks.stage = replace(ranks.stage, head_layers=_head_layers(loaded, len(layout.layers)))
     try:
         divided = shard_layout(layout, ranks.size)
         return _Layouts(divided, _of_stage(divided, ranks))
@@ -232,6 +239,24 @@ def _of_stage(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
     keys = list(layout.layers)
     own = [keys[place] for place in stage.layers_of(num_layers)]
     return replace(layout, layers={key: layout.layers[key] for key in own})
+
+
+def _head_layers(loaded: LoadedModel, num_layers: int) -> float:
+    """Count the output layer's weights in layers; the embedding is looked up, which costs nothing."""
+    num_head = loaded.vocab_size * int(loaded.text_config.hidden_size)
+    num_ends = num_head if loaded.text_config.tie_word_embeddings else 2 * num_head
+    return num_head * num_layers / max(num_head, loaded.num_parameters - num_ends)
+
+
+def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
+    """Count the blocks' bytes that are on this node, of those on all."""
+    if config.num_nodes == 1:
+        return 1.0
+    num_layers, stage = len(layout.layers), ranks.stage
+    keys = list(layout.layers)
+    stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
+    own = {keys[place]: layout.layers[keys[place]] for each in stages for place in each.layers_of(num_layers)}
+    return replace(layout, layers=own).block_bytes / layout.block_bytes
 
 
 def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
@@ -329,13 +354,15 @@ def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, run
     )
 
 
-def _size(config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int) -> CacheSize:
+def _size(
+    config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int, ranks: Ranks
+) -> CacheSize:
     window = layout.sliding_window
     return size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=budget_bytes,
+            budget_bytes=int(budget_bytes / _share_of_node(config, layout, ranks)),
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,

@@ -88,6 +88,8 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
     num_processes = config.num_ranks * config.num_stages
     if num_processes > 1:
         weights += f", divided among {num_processes} ranks"
+    if config.num_nodes > 1:
+        weights += f" on {config.num_nodes} nodes"
     refuse_ranks(config, kind, device)
     if kind.task is not Task.GENERATE or kind.is_encoder:
         yield _fine("memory", f"{weights}; not looked at: what a step takes")

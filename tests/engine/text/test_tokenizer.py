@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import DecoderKind, SpecialTokens, Tokenizer, TokenizerError, decoder_rule
+from engine.types import TextCut
 from tests.engine import small_tokenizers
 
 
@@ -28,11 +29,20 @@ def test_a_prompt_gets_the_special_tokens_of_the_post_processor_and_a_rendered_c
     assert [tokenizer.token_string(token_id) for token_id in prompt] == ["<s>", "hello", " world"]
 
 
-def test_a_long_text_does_not_hold_up_other_threads(folder) -> None:
+@pytest.mark.parametrize(
+    "encode",
+    [
+        Tokenizer.encode_prompt,
+        lambda tokenizer, text: tokenizer.encode_text(text, TextCut(param="input")),
+        lambda tokenizer, text: tokenizer.encode_text("a", TextCut(param="input", max_tokens=9), second=text),
+    ],
+    ids=["prompt", "to pool", "cut"],
+)
+def test_a_long_text_does_not_hold_up_other_threads(folder, encode) -> None:
     tokenizer = Tokenizer.load(folder)
     with ThreadPoolExecutor(1) as pool:
         started_s = last_s = time.perf_counter()
-        encoding = pool.submit(tokenizer.encode_prompt, "hello world, hello there " * 20_000)
+        encoding = pool.submit(encode, tokenizer, "hello world, hello there " * 20_000)
         longest_gap_s = 0.0
         while not encoding.done():
             time.sleep(0.001)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.sockets.accepting import Acceptor
+from server.sockets.accepting import Acceptor, Turns, is_whole_hello
 from server.sockets.places import QUIET_S, RESERVED_PLACES, Place, Places
 from server.sockets.rare_log import RareLog
 
@@ -100,6 +100,48 @@ class FullSystem:
     def accept(self) -> None:
         self.num_asked += 1
         raise OSError(errno.EMFILE, "too many open files")
+
+
+async def test_of_a_crowd_that_speaks_at_once_a_few_begin_in_each_turn_of_the_loop() -> None:
+    turns, begun = Turns(4), []
+
+    async def begin(place: int) -> None:
+        await turns.wait()
+        begun.append(place)
+
+    crowd = [asyncio.create_task(begin(place)) for place in range(40)]
+    await asyncio.sleep(0)
+    for place in (3, 30):
+        crowd[place].cancel()
+    most = 0
+    while not all(each.done() for each in crowd):
+        num_before = len(begun)
+        await asyncio.sleep(0)
+        most = max(most, len(begun) - num_before)
+    assert most == 4
+    assert begun == [place for place in range(40) if place not in (3, 30)]
+
+
+def hello(num_bytes: int, *, num_in_record: int | None = None) -> bytes:
+    num_in_record = num_bytes + 4 if num_in_record is None else num_in_record
+    head = b"\x16\x03\x01" + num_in_record.to_bytes(2) + b"\x01" + num_bytes.to_bytes(3)
+    return head + bytes(num_bytes)
+
+
+@pytest.mark.parametrize("num_seen", [1, 8, 9, 208])
+def test_a_handshake_waits_for_the_whole_of_the_clients_first_message(num_seen: int) -> None:
+    assert not is_whole_hello(hello(200)[:num_seen])
+    assert is_whole_hello(hello(200))
+
+
+@pytest.mark.parametrize("seen", [b"", hello(200, num_in_record=100)[:109]])
+def test_one_that_leaves_or_divides_its_first_message_gets_no_handshake(seen: bytes) -> None:
+    with pytest.raises(ConnectionAbortedError):
+        is_whole_hello(seen)
+
+
+def test_one_that_speaks_no_tls_need_not_be_waited_for() -> None:
+    assert is_whole_hello(b"GET / HTTP/1.1")
 
 
 async def test_without_descriptors_it_tries_once_and_waits_and_a_silent_client_is_ended(caplog) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from server.app import build_app
 from server.batch_work.app_client import AppClient
+from server.batch_work.batch_files import BatchFileError, numbered_requests
 from server.batch_work.batch_queue import BatchQueue
 from tests.server.conftest import EDGE, Settings, connect
 
@@ -201,3 +202,9 @@ async def test_on_a_full_disk_an_upload_is_refused_and_the_next_one_with_room_is
     ] * 3
     await upload(client, line())
     assert len((await client.get("/v1/files", headers=KEYS)).json()["data"]) == 1
+
+
+def test_a_line_of_very_many_items_is_refused_before_any_is_built():
+    content = f'{line()}\n{{"custom_id":"two","body":[{"[]," * 400_000}[]]}}'.encode()
+    with pytest.raises(BatchFileError, match=r"line 2: .* more than \d+ items"):
+        list(numbered_requests(content))

@@ -14,8 +14,8 @@ import msgspec
 
 from engine.core.loop import Launched
 from engine.core.rank_group import RankAdapters
-from engine.core.rank_plans import RankStep, ResultsIn, encode_plan
 from engine.core.stage_steps import StageSteps
+from engine.nodes.rank_plans import RankStep, ResultsIn, encode_plan
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.worker.ranks.follower import open_place, send
 from worker.ranks.rank_places import make_places

@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from engine.core.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from engine.core.rank_process import change_adapters, read_place
 from engine.core.stage_steps import StageSteps, compute_last
+from engine.nodes.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from tests.worker.ranks.gloo_ranks import GlooRanks
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import Ranks

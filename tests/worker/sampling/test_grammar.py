@@ -23,6 +23,7 @@ from worker.devices.device import CpuDevice
 from worker.sampling import grammar_rows
 from worker.sampling.grammar_library import GrammarRefused, as_lark, new_matcher, open_tokenizer
 from worker.sampling.grammar_rows import Grammars, RowGrammar
+from worker.sampling.mask_budget import MAX_REPLAY_S, MAX_STEP_S
 from worker.sampling.sampler import Sampler
 from worker.worker_config import WorkerConfig
 
@@ -341,10 +342,21 @@ def test_a_grammar_that_fails_is_told_from_a_model_that_does(demo: World) -> Non
 class _Matcher:
     """A mask whose cost is what the test says; the library's own depends on the machine."""
 
-    def __init__(self, clock: "_Clock", cost_s: float) -> None:
+    def __init__(self, clock: "_Clock", cost_s: float, advance_s: float = 0.0) -> None:
         self._clock = clock
         self._cost_s = cost_s
-        self.num_masks = 0
+        self._advance_s = advance_s
+        self.num_masks = self.num_consumed = 0
+
+    def consume_token(self, token_id: int) -> None:
+        self.num_consumed += 1
+        self._clock.spend(self._advance_s)
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_consumed -= num_tokens
+
+    def is_stopped(self) -> bool:
+        return False
 
     def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
         self.num_masks += 1
@@ -389,13 +401,17 @@ def num_masks(rows: Sequence[RowGrammar]) -> int:
     return sum(row._matcher.num_masks for row in rows)
 
 
+def num_consumed(rows: Sequence[RowGrammar]) -> int:
+    return sum(row._matcher.num_consumed for row in rows)
+
+
 def test_of_many_choices_that_grow_dear_at_one_token_a_few_are_computed_and_no_neighbour_ends(
     clock: _Clock, grammars: Grammars
 ) -> None:
     dear, modest = _rows(clock, [0.03] * 128, name=1), _rows(clock, [0.0004] * 100, name=2)
     grammars.begin_step()
     grammars.bitmasks([*dear, *modest])
-    budget = 0.03 * min(8, os.cpu_count() or 1)
+    budget = MAX_STEP_S * min(8, os.cpu_count() or 1)
     assert num_masks(dear) <= budget / 0.03 + 10  # and one more for each thread
     assert sum(bool(row.failure) for row in dear) == 128 - num_masks(dear)
     assert num_masks(modest) == 100
@@ -440,7 +456,42 @@ def test_the_masks_of_a_step_have_one_budget_in_however_many_parts_they_are_comp
     grammars.begin_step()
     for part in range(0, 64, 4):
         grammars.bitmasks(rows[part : part + 4])
-    assert num_masks(rows) <= 0.03 * min(8, os.cpu_count() or 1) / 0.03 + 12
+    assert num_masks(rows) <= MAX_STEP_S * min(8, os.cpu_count() or 1) / 0.03 + 12
+
+
+def test_to_advance_by_a_token_is_part_of_the_steps_budget(clock: _Clock, grammars: Grammars) -> None:
+    rows = [RowGrammar(_Matcher(clock, 0.0001, advance_s=0.03), None) for _ in range(64)]
+    for row in rows:
+        row.record(7)
+    assert not any(row._matcher.num_consumed for row in rows), (
+        "a token is read when its successor's mask is due"
+    )
+    grammars.begin_step()
+    grammars.bitmasks(rows)
+    assert (
+        sum(row._matcher.num_consumed for row in rows) <= MAX_STEP_S * min(8, os.cpu_count() or 1) / 0.03 + 12
+    )
+
+
+def test_what_was_not_read_yet_is_taken_back_without_the_matcher(clock: _Clock) -> None:
+    row = RowGrammar(_Matcher(clock, 0.0), None)
+    before = row.as_now(None)
+    for token_id in (7, 8):
+        row.record(token_id)
+    row.read()
+    row.record(9)
+    row.go_back(2, to=before)
+    assert num_consumed([row]) == 1
+
+
+def test_a_text_that_takes_too_long_to_read_again_ends_its_row(clock: _Clock) -> None:
+    cheap, dear = (RowGrammar(_Matcher(clock, 0.0, advance_s), None) for advance_s in (1e-5, 0.001))
+    for row in (cheap, dear):
+        [row.record(token_id) for token_id in range(1000)]
+        row.read(max_s=MAX_REPLAY_S)
+    assert (num_consumed([cheap]), cheap.failure) == (1000, "")
+    assert num_consumed([dear]) <= MAX_REPLAY_S / 0.001 + 2
+    assert "more processor time" in dear.failure
 
 
 def test_masks_count_as_progress(clock: _Clock, grammars: Grammars) -> None:

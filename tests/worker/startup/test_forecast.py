@@ -160,3 +160,36 @@ def test_adapters_are_read_and_what_they_may_take_is_what_loading_allows(
         *_, last = survey(divided)
         sizes.append(float(last.what.split(" in memory, ")[1].split()[0]))
     assert sizes[1] == pytest.approx(2 * sizes[0], abs=0.02), "each rank may have the larger part"
+
+
+def memory_line(config: WorkerConfig) -> str:
+    (found,) = [each for each in survey(config) if each.topic == "memory"]
+    assert found.verdict is Verdict.OK
+    return found.what
+
+
+def num_tokens_of(line: str) -> int:
+    """Tokens that the KV cache holds, as the line says."""
+    return int(line.partition("for ")[2].partition(" tokens")[0].replace(",", ""))
+
+
+def test_engines_stages_and_nodes_each_change_the_figures_as_they_divide_memory(tiny_model: Path) -> None:
+    alone, engines, stages = (
+        memory_line(config_of(tiny_model, **asked)) for asked in ({}, {"num_engines": 2}, {"num_stages": 2})
+    )
+    assert "for each of 2 engines" in engines
+    assert "in each engine" in engines
+    assert "divided among 2 ranks" in stages
+    assert "on each of 2 ranks" in stages
+    assert num_tokens_of(stages) == num_tokens_of(alone)
+    nodes = memory_line(config_of(tiny_model, num_stages=2, num_nodes=2))
+    assert "divided among 2 ranks on 2 nodes" in nodes
+    block_size = CpuDevice(config_of(tiny_model)).default_block_size
+    more = num_tokens_of(nodes) - 2 * num_tokens_of(alone)
+    assert more in (block_size, 2 * block_size), "one block is for padding, and halves of blocks are joined"
+
+
+def test_more_engines_than_the_memory_holds_are_a_fault(tiny_model: Path) -> None:
+    found = list(survey(config_of(tiny_model, num_engines=10**7)))
+    assert [each.verdict for each in found if each.topic == "memory"] == [Verdict.FAULT]
+    assert "for 10000000 engines" in next(each.what for each in found if each.topic == "memory")

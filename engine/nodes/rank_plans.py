@@ -51,7 +51,7 @@ class StageResult(NamedTuple):
 
 
 decode_order = msgspec.msgpack.Decoder(RankStep | AdapterOrder).decode
-_decode_result = msgspec.msgpack.Decoder(StageResult).decode
+decode_result = msgspec.msgpack.Decoder(StageResult).decode
 
 
 def _address(directory: Path, rank: int) -> str:
@@ -119,7 +119,7 @@ class ResultsIn:
 
     def receive(self) -> StageResult:
         """Wait for the result of the oldest step. A rank that ends meanwhile ends this process."""
-        return _decode_result(self._socket.recv())
+        return decode_result(self._socket.recv())
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.rank_plans import decode_plan, encode_plan
+from engine.nodes.rank_plans import decode_plan, encode_plan
 from scheduler.messages import (
     BlockCopy,
     BlockId,

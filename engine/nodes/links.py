@@ -1,0 +1,164 @@
+"""The links of one rank, where some are on other nodes: plans, results, agreement, hidden states.
+
+Owns: one connection for each of them to the switchboard of the first node, and the end of the rank when one
+is cut: what was under way is lost, and a rank that went on would compute something else.
+Never: listens. Ranks of the first node connect within its directory, the others by an address, with keys.
+
+Shapes: S ranks, N numbers.
+"""
+
+import logging
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from engine.nodes.link_address import (
+    INLET,
+    OUTLET,
+    PLANS,
+    RESULTS,
+    WORLD,
+    channel_id,
+    read_link,
+    secure,
+)
+from engine.nodes.node_messages import MAX_MESSAGE_BYTES
+from engine.nodes.rank_plans import AdapterOrder, RankStep, StageResult, decode_order, encode_plan
+from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
+from worker.ranks.rank_places import RankPlace
+from worker.ranks.stage import pieces_of
+
+log = logging.getLogger(__name__)
+
+_OPEN_MS = 20_000
+_LOOK_MS = 500
+_PIECE_BYTES = 16 << 20
+_PING_MS, _PONG_WITHIN_MS = 1_000, 4_000
+
+
+class Links:
+    """All links of a rank, open until the process ends. Each is for one thread at a time."""
+
+    def __init__(self, directory: Path, place: RankPlace) -> None:
+        """Connect. Raises zmq.Again where there is no answer."""
+        self._link = read_link(directory)
+        self._rank = place.rank
+        self._context = zmq.Context(io_threads=1)
+        self._monitors: list[zmq.Socket[bytes]] = []
+        names = [WORLD]
+        names += [PLANS] if place.rank else []
+        names += [RESULTS] if place.is_reporting else []
+        names += [INLET] if place.needs_inlet else []
+        names += [OUTLET] if place.needs_outlet else []
+        self._sockets = {name: self._open(name) for name in names}
+        self._is_closing = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="links", daemon=True)
+        self._watching.start()
+
+    def world(self) -> "LinkedWorld":
+        """Return the agreement of all ranks."""
+        return LinkedWorld(self._sockets[WORLD], self._rank)
+
+    def inlet(self) -> "LinkedReceiver":
+        """Return the way from the stage before."""
+        return LinkedReceiver(self._sockets[INLET])
+
+    def outlet(self) -> "LinkedSender":
+        """Return the way to the next stage."""
+        return LinkedSender(self._sockets[OUTLET])
+
+    def receive(self) -> RankStep | AdapterOrder | None:
+        """Wait for the next step, or for what comes before it; None at the end."""
+        message = self._sockets[PLANS].recv()
+        return decode_order(message) if message else None
+
+    def send(self, result: StageResult) -> None:
+        """Post the result of a step."""
+        self._sockets[RESULTS].send(encode_plan(result))
+
+    def close(self) -> None:
+        """Close; what was posted has a second to leave."""
+        self._is_closing.set()
+        self._watching.join()
+        self._context.destroy(linger=1000)
+
+    def _open(self, channel: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.set_hwm(0)  # the plans in flight bound what is under way
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.identity = channel_id(self._link.life, channel, self._rank)
+        if self._link.key is not None:
+            secure(socket, self._link.key)
+            socket.reconnect_ivl = -1
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, _PONG_WITHIN_MS
+            self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        socket.rcvtimeo = _OPEN_MS
+        socket.connect(self._link.address)
+        socket.send(b"")  # the switchboard knows its peers by their first message
+        socket.recv()
+        socket.rcvtimeo = -1
+        return socket
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        for monitor in self._monitors:
+            poller.register(monitor, zmq.POLLIN)
+        while self._monitors and not self._is_closing.is_set():
+            if poller.poll(_LOOK_MS):
+                log.critical("the link to the first node is cut: rank %d ends", self._rank)
+                leave(EXIT_WORKER_BROKEN)
+
+
+class LinkedWorld:
+    """See World."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", rank: int) -> None:
+        self._socket = socket
+        self.rank = rank
+
+    def join(self, library: Path) -> None:
+        """Do nothing: the exchange needs no kernels."""
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """See World."""
+        self._socket.send(msgspec.msgpack.encode(numbers))
+        numbers_SN = msgspec.msgpack.decode(self._socket.recv(), type=list[list[int]])
+        return torch.tensor(numbers_SN, dtype=torch.int64)
+
+
+class LinkedSender:
+    """See HiddenSender. Plans in flight bound what is under way: nothing is waited for."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+
+    def send(self, hidden: Tensor) -> None:
+        """See HiddenSender."""
+        for part in pieces_of(hidden, _PIECE_BYTES):
+            self._socket.send(part.numpy().data)
+
+    def close(self) -> None:
+        """Do nothing: see Links."""
+
+
+class LinkedReceiver:
+    """See HiddenReceiver."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+
+    def receive(self, hidden: Tensor) -> None:
+        """See HiddenReceiver."""
+        for part in pieces_of(hidden, _PIECE_BYTES):
+            came = np.frombuffer(self._socket.recv(copy=False).buffer, dtype=np.uint8)
+            if len(came) != len(part):
+                raise ValueError(f"stages do not compute the same: {len(came)} bytes came for {len(part)}")
+            part.numpy()[:] = came
+
+    def close(self) -> None:
+        """Do nothing: see Links."""

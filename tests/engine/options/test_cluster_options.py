@@ -1,0 +1,77 @@
+"""Place of a node, by flags or by the environment of torchrun or LeaderWorkerSet, and refusals."""
+
+import pytest
+
+from engine.options.engine_config import resolve
+from engine.options.engine_split import ClusterConfig
+from engine.options.option_declaration import OptionError
+from engine.options.option_sources import read_options
+
+KEY = "k" * 32
+BASE = {"pipeline_parallel_size": "2", "cluster_key": KEY}
+FLAGS = {"nnodes": "2", "node_rank": "1", "master_addr": "10.0.0.1"}
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "10.0.0.1"}
+SECOND_OF_TWO = ClusterConfig(num_nodes=2, node=1, host="10.0.0.1", port=29600, key=KEY)
+
+
+def cluster_of(given: dict[str, str], environment: dict[str, str]) -> ClusterConfig | None:
+    config, _ = resolve(read_options(given, {}), environment=environment)
+    assert config.worker.num_nodes == (config.cluster.num_nodes if config.cluster else 1)
+    return config.cluster
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        (FLAGS, {}),
+        ({}, TORCHRUN),
+        ({}, LWS),
+        ({}, {**LWS, "WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "other"}),
+        (FLAGS, {"WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "other"}),
+        ({"node_rank": "1"}, {**TORCHRUN, "RANK": "0"}),
+    ],
+)
+def test_a_node_knows_its_place(flags: dict[str, str], environment: dict[str, str]) -> None:
+    assert cluster_of(BASE | flags, environment) == SECOND_OF_TWO
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"WORLD_SIZE": "8", "RANK": "3"}, {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}]
+)
+def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> None:
+    assert cluster_of({}, environment) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "line"),
+    [
+        (
+            {**FLAGS, "node_rank": "2"},
+            {},
+            "--nnodes 2 with --node-rank 2: nodes count from 0; give 1 at most",
+        ),
+        ({"nnodes": "2", "node_rank": "1"}, {}, "--master-addr is not known"),
+        ({"node_rank": "1"}, {}, "--node-rank: there is one node; give --nnodes too"),
+        ({**FLAGS, "pipeline_parallel_size": "3"}, {}, "give --pipeline-parallel-size 2 or a multiple of it"),
+        ({**FLAGS, "data_parallel_size": "2"}, {}, "one engine has all nodes"),
+        ({**FLAGS, "master_addr": "::1"}, {}, "--master-addr ::1: nodes meet over IPv4"),
+        ({**FLAGS, "lora_modules": "a=/a"}, {}, "--nnodes 2 with adapters: they are for one machine yet"),
+        ({**FLAGS, "device": "cuda"}, {}, "use --device cpu"),
+        ({**FLAGS, "cluster_key": "short"}, {}, "32 characters or more, TOKENYARD_CLUSTER_KEY"),
+        ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, "run torchrun with --nproc-per-node 1"),
+        ({}, {**LWS, "LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE=two: it is no number"),
+    ],
+)
+def test_a_wrong_place_is_refused_in_one_line(
+    given: dict[str, str], environment: dict[str, str], line: str
+) -> None:
+    with pytest.raises(OptionError) as refusal:
+        cluster_of(BASE | given, environment)
+    assert line in str(refusal.value)
+    assert "short" not in str(refusal.value), "a secret is not shown"
+
+
+def test_the_secret_is_in_no_text_of_the_configuration() -> None:
+    config, _ = resolve(read_options(BASE | FLAGS, {}), environment={})
+    assert KEY not in repr(config)
