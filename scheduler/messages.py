@@ -60,9 +60,8 @@ class Grammar:
 class SamplingParams:
     """Sampling of the next token of a sequence, and conditions under which there is none.
 
-    The order of application is fixed: grammar, logit bias, bans (minimum length, bad words, all that is
-    not allowed), penalties, temperature, min-p, top-k, top-p, random draw. The scheduler reads only the last
-    group.
+    They apply in a fixed order: grammar, logit bias, bans (minimum length, bad words, all that is not
+    allowed), penalties, temperature, min-p, top-k, top-p, random draw. The scheduler reads the last group.
     """
 
     temperature: float = 1.0
@@ -79,6 +78,8 @@ class SamplingParams:
     """64 bits, unsigned. Always set: a request without one is given a random one on arrival."""
     num_logprobs: int | None = None
     """Number of alternatives to report beside the chosen token; None reports no log-probability at all."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Distinct tokens that are reported in place of the likeliest ones, if any log-probability is."""
     num_prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, from the second on; the prefix cache is then not read."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -189,7 +190,8 @@ class TokenLogprobs(NamedTuple):
     rank: int
     """1 is the most likely token."""
     top: tuple[tuple[int, float], ...]
-    """The `num_logprobs` most likely tokens with their log-probabilities, best first."""
+    """The `num_logprobs` most likely tokens with their log-probabilities, best first; for `logprob_token_ids`
+    the generated token, then each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,12 @@ Owns: the assembly: the schemas of bodies and events, which FastAPI does not see
 Never: the documentation of one route, which stands beside it (server/http/endpoint.py has the helpers).
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import ast
+import inspect
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,7 +17,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.http.endpoint import MODEL_REFERENCE, Endpoint
+from server.http.endpoint import MODEL_REFERENCE, Endpoint, ReplyModel
+from server.wire_model import WireModel
 
 
 def document(
@@ -29,6 +35,7 @@ def document(
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     refusals = {model: names for each in endpoints for model, names in each.requests.items()}
     schemas |= _schemas(refusals, [event for each in endpoints for event in each.events])
+    _describe_fields(schemas)
     for model, names in refusals.items():
         _name_refusals(schemas[model.__name__], names)
     if without_key is not None:
@@ -48,6 +55,42 @@ def _schemas(requests: Iterable[type[BaseModel]], events: Iterable[type[BaseMode
     )
     found: dict[str, Any] = definitions["$defs"]
     return found
+
+
+def _describe_fields(schemas: dict[str, Any]) -> None:
+    """Give each field the text that stands below it in its class.
+
+    Here, when the document is first asked for: pydantic would read all sources at every start.
+    """
+    for model in _subclasses(WireModel, ReplyModel):
+        described = schemas.get(model.__name__, {}).get("properties", {})
+        for each in model.__mro__:
+            for name, text in _field_texts(each.__module__).get(each.__qualname__, {}).items():
+                if name in described:
+                    described[name].setdefault("description", text)
+
+
+def _subclasses(*models: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for model in models:
+        yield model
+        yield from _subclasses(*model.__subclasses__())
+
+
+@cache
+def _field_texts(module: str) -> dict[str, dict[str, str]]:
+    """Texts below the fields of each class of a module of ours."""
+    if not module.startswith("server."):
+        return {}
+    classes = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {each.name: dict(_texts_below(each.body)) for each in classes if isinstance(each, ast.ClassDef)}
+
+
+def _texts_below(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, below in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield field.target.id, inspect.cleandoc(text)
 
 
 def _name_refusals(schema: dict[str, Any], names: Collection[str]) -> None:

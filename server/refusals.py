@@ -28,7 +28,6 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": EMPTY,
-    "logprob_token_ids": EMPTY,
     "prompt_embeds": (),  # tensors from outside are never read
     "repetition_detection": (),
     "return_prompt_text": OFF,
@@ -43,7 +42,6 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
 _REASONS: Final = {
     "chat_template": "a template is a program, and comes with the checkpoint only",
     "logits_processors": "code from outside is never run",
-    "logprob_token_ids": "log-probabilities are those of the likeliest tokens: ask for more of them",
     "prompt_embeds": "tensors from outside are never read",
     "thinking_token_budget": "reasoning_effort says how long a model thinks, where its template reads it",
     "use_beam_search": "every choice is sampled by itself: ask for several with n, or best_of in completions",

@@ -1,5 +1,7 @@
 """The base class of all JSON objects from outside."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -7,3 +9,8 @@ class WireModel(BaseModel):
     """A JSON object from outside: no type is coerced, unknown keys are counted elsewhere."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+def shown_as(**body: Any) -> ConfigDict:
+    """The configuration of a model whose document has this example of it."""
+    return ConfigDict(json_schema_extra={"examples": [body]})

@@ -291,7 +291,7 @@ def _measure_on_nothing(step: Step) -> HostCost:
         return _measure_on(device, step)
 
 
-def _no_reports(_logits: Tensor, where_I: Tensor, _tokens: Tensor, num_top: int) -> Tensor:
+def _no_reports(_logits: Tensor, where_I: Tensor, _tokens: Tensor, num_top: int, _given_IG: Tensor) -> Tensor:
     """All alike: the tokens 0, 1, 2 and so on, from the best."""
     return (
         torch.tensor([-1.0, 1.0, *(-1.0 - n for n in range(num_top)), *range(num_top)])

@@ -40,6 +40,7 @@ from engine.processes.transport import EngineSide
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
+from worker.devices.put_off import import_torch
 from worker.ranks.rank_places import make_places
 from worker.worker_config import LoadProgress, ModelFacts
 
@@ -76,6 +77,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     # Not at the top: importing torch takes seconds, and the first message should leave before.
+    import_torch(config.worker.device)
     from worker.attention.interface import num_layers_begun
     from worker.sampling.grammar_rows import num_masks_begun
     from worker.worker_errors import StartupError

@@ -33,6 +33,7 @@ from engine.processes.child_process import (
 from engine.processes.garbage import keep_what_is_loaded
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.processes.transport import PulseSide
+from worker.devices.put_off import import_torch
 from worker.ranks.rank_places import RankPlace
 from worker.worker_errors import AdapterRefused
 
@@ -61,6 +62,7 @@ def main(directory: Path, parent_pid: int, log_level: int, place: RankPlace) -> 
 def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     started_s = time.monotonic()
     # Not at the top: importing torch takes seconds.
+    import_torch(config.worker.device)
     from engine.nodes.links import Links
     from worker.attention.interface import num_layers_begun
     from worker.ranks.shared_ranks import open_ranks

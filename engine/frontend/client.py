@@ -107,6 +107,10 @@ class AsyncEngine:
         """Start the engine process and return at once; `health` shows how far the model is loaded."""
         self._supervision = asyncio.create_task(self._supervise())
 
+    async def begun(self) -> None:
+        """Wait until the first engine processes have been started, or could not be."""
+        await self._engines.begun()
+
     async def gave_up(self) -> GaveUp | None:
         """Wait until no engine process will run any more, and return why; None after `close`."""
         assert self._supervision is not None, "start first"

@@ -46,6 +46,10 @@ class EngineGroup:
         """Process id of each engine; None while it has no process."""
         return [each.pid for each in self._engines]
 
+    async def begun(self) -> None:
+        """Wait until the first process of each engine has been started, or could not be."""
+        await asyncio.gather(*(each.begun.wait() for each in self._engines))
+
     def send(self, engine: int, message: ToEngine) -> None:
         """Post a message to one engine; lost without a process."""
         self._engines[engine].send(message)

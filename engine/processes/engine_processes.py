@@ -75,6 +75,8 @@ class EngineProcesses:
         self._on_message = on_message
         self._on_death = on_death
         self._process: EngineProcess | None = None
+        self.begun = asyncio.Event()
+        """Set once the first process was started, or could not be."""
         self._stopping = asyncio.Event()
         self._is_replacing = True
         self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
@@ -124,6 +126,8 @@ class EngineProcesses:
             process = await EngineProcess.start(self._config)
         except (OSError, zmq.ZMQError) as error:
             return Death(cause=DeathCause.CRASH, what=f"could not be started: {error}")
+        finally:
+            self.begun.set()
         self._process = process
         watch = HangWatch(timeout_s=self._config.heartbeat_timeout_s)
         receiver = asyncio.create_task(self._receive(process, watch))

@@ -19,7 +19,7 @@ from server.generate.protocol import (
     Text,
     wrong_shape,
 )
-from server.wire_model import WireModel
+from server.wire_model import WireModel, shown_as
 
 MAX_OPTION_KEYS = 16
 
@@ -131,6 +131,8 @@ class AnthropicOutputConfig(WireModel):
 class CountTokensRequest(SamplingFields):
     """The body of POST /v1/messages/count_tokens."""
 
+    model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}])
+
     messages: Annotated[list[AnthropicTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: AnthropicBlocks | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -146,6 +148,8 @@ class CountTokensRequest(SamplingFields):
 
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
+
+    model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}], max_tokens=60)
 
     max_tokens: NumTokens
     """Cut to the room that the context window leaves."""

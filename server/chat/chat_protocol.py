@@ -19,7 +19,7 @@ from server.generate.protocol import (
     wrong_shape,
 )
 from server.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS
-from server.wire_model import WireModel
+from server.wire_model import WireModel, shown_as
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
@@ -103,6 +103,10 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 
 class ChatCompletionRequest(GenerationFields):
     """The body of POST /v1/chat/completions."""
+
+    model_config = shown_as(
+        messages=[{"role": "user", "content": "What is the capital of France?"}], max_completion_tokens=60
+    )
 
     messages: Messages
     max_completion_tokens: NumTokens | None = None

@@ -57,6 +57,8 @@ def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str
     check_fields(body, info)
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise RequestRejected("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
     messages = _template_messages(body.messages, info.chat_template)
     check_num_chars(_num_chars(messages), info, param="messages")
     return messages

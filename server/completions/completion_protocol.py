@@ -10,6 +10,7 @@ from pydantic import Field
 
 from server.generate.protocol import INT32_MAX, MAX_N, GenerationFields, NumLogprobs, Prompts, Text
 from server.refusals import REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS
+from server.wire_model import shown_as
 
 COMPLETION_REFUSALS: Final = {
     **REFUSED_OF_OPENAI,
@@ -20,6 +21,8 @@ COMPLETION_REFUSALS: Final = {
 
 class CompletionRequest(GenerationFields):
     """The body of POST /v1/completions."""
+
+    model_config = shown_as(prompt="Once upon a time", max_tokens=30)
 
     prompt: Prompts
     suffix: Text | None = None

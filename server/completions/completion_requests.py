@@ -59,6 +59,12 @@ def check_completion(body: CompletionRequest, info: ModelInfo) -> None:
             "max_tokens: 0 is allowed with echo only, for the prompt alone; else it must be at least 1",
             param="max_tokens",
         )
+    if body.logprob_token_ids and (body.logprobs is None or body.max_tokens == 0):
+        raise RequestRejected(
+            "logprob_token_ids needs logprobs to be set, and max_tokens of at least 1: it is about generated"
+            " tokens",
+            param="logprob_token_ids",
+        )
     for prompt in body.prompt:
         _check_prompt(body, prompt, info)
 

@@ -99,6 +99,7 @@ def check_fields(body: GenerationFields, info: ModelInfo) -> None:
     for name, token_ids in (
         ("stop_token_ids", body.stop_token_ids),
         ("allowed_token_ids", body.allowed_token_ids),
+        ("logprob_token_ids", body.logprob_token_ids),
     ):
         check_token_ids(token_ids or (), info, param=name)
     if body.prompt_logprobs is not None and body.stream:
@@ -191,6 +192,7 @@ def _sampling_params(
         grammar=grammar,
         seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
         num_logprobs=wanted.num_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         num_prompt_logprobs=wanted.num_prompt_logprobs,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,

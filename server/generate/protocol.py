@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 1024
@@ -114,6 +115,10 @@ StopTokenIds = Annotated[
 AllowedTokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
     Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True),
+]
+LogprobTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
+    Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True),
 ]
 BadWords = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
@@ -227,6 +232,8 @@ class GenerationFields(SamplingFields):
     """The end of the prompt at which truncate_prompt_tokens cuts; left if absent."""
     prompt_logprobs: NumLogprobs | None = None
     """Number of alternatives for each token of the prompt."""
+    logprob_token_ids: LogprobTokenIds | None = None
+    """Tokens whose log-probabilities are reported in place of the likeliest ones; needs logprobs."""
     include_metrics: bool | None = None
     """Return the times of the request with its reply; only of one choice of one prompt."""
     return_token_ids: bool | None = None

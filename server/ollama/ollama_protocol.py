@@ -13,7 +13,7 @@ from server.chat.chat_protocol import MAX_MESSAGES
 from server.chat.tool_protocol import MAX_TOOLS, FunctionName, Tools
 from server.generate.protocol import INT32_MAX, Penalty, Seed, ServiceFields, Stop, Text, TopP, wrong_shape
 from server.generate.structured_output import Schema
-from server.wire_model import WireModel
+from server.wire_model import WireModel, shown_as
 
 TURN_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
 PROMPT_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
@@ -103,6 +103,8 @@ class OllamaFields(ServiceFields):
 class OllamaChatRequest(OllamaFields):
     """The body of POST /api/chat."""
 
+    model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}], stream=False)
+
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Absent or empty: the reply says that the model is loaded."""
     tools: Tools | None = None
@@ -110,6 +112,8 @@ class OllamaChatRequest(OllamaFields):
 
 class OllamaGenerateRequest(OllamaFields):
     """The body of POST /api/generate: one turn, by the chat template."""
+
+    model_config = shown_as(prompt="Hello!", stream=False)
 
     prompt: Text | None = None
     """Absent or empty: the reply says that the model is loaded."""

@@ -23,7 +23,7 @@ from server.http.edge import Edge, edge_of
 from server.http.endpoint import Endpoint, ReplyModel, documentation
 from server.http.json_body import read_request
 from server.refusals import unsupported
-from server.wire_model import WireModel
+from server.wire_model import WireModel, shown_as
 
 TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
 """Fields refused by name, unless set to one of these values, or to null."""
@@ -39,6 +39,8 @@ _CHAT_FIELDS = (
 
 class TokenizeRequest(WireModel):
     """The body of POST /tokenize: a prompt, or messages, as they would be generated from."""
+
+    model_config = shown_as(prompt="Once upon a time")
 
     model: Name | None = None
     prompt: Text | None = None
@@ -62,6 +64,8 @@ MAX_DECODED_TOKENS = 64 * 1024
 
 class DetokenizeRequest(WireModel):
     """The body of POST /detokenize."""
+
+    model_config = shown_as(tokens=[5, 6, 7])
 
     model: Name | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]

@@ -1,4 +1,4 @@
-"""GET / and /page/...: the files of the web page.
+"""GET /, /docs and /page/...: the files of the web page, and of the page about the API.
 
 Owns: which files there are, and the headers that keep the page to itself.
 Never: data: the page asks for it like any client, with the key that was typed into it.
@@ -20,7 +20,7 @@ from server.error_replies import RouteNotFound
 from server.http.endpoint import Endpoint
 
 _FOLDER = Path(__file__).parent / "web"
-_INDEX = "index.html"
+_PAGES = {"/": "index.html", "/docs": "docs.html"}
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -63,20 +63,21 @@ FILES = {path.name: _read(path) for path in sorted(_FOLDER.iterdir()) if path.su
 router = APIRouter()
 ENDPOINT = Endpoint(
     router=router,
-    keyless_paths=frozenset({"/", *(f"/page/{name}" for name in FILES if name != _INDEX)}),
+    keyless_paths=frozenset(_PAGES) | {f"/page/{name}" for name in FILES.keys() - _PAGES.values()},
 )
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
 async def show_page(request: Request) -> Response:
-    """The page itself."""
-    return _answer(request, _INDEX)
+    """Chat and yard, or the API as /openapi.json describes it."""
+    return _answer(request, _PAGES[request.scope["route"].path])
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def show_file(request: Request, name: str) -> Response:
-    """A script, a style or a picture of it."""
-    if name not in FILES or name == _INDEX:
+    """A script, a style or a picture of them."""
+    if name not in FILES or name in _PAGES.values():
         raise RouteNotFound(f"the page has no file {name[:64]!r}")
     return _answer(request, name)
 

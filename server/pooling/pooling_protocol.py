@@ -16,7 +16,7 @@ from server.generate.protocol import (
     as_prompts,
     wrong_shape,
 )
-from server.wire_model import WireModel
+from server.wire_model import WireModel, shown_as
 
 MAX_INPUTS = 2048
 """OpenAI's bound; documents of one ranking too."""
@@ -103,6 +103,8 @@ class PoolingFields(ServiceFields):
 class EmbeddingRequest(PoolingFields):
     """The body of POST /v1/embeddings."""
 
+    model_config = shown_as(input=["A yard of tokens.", "A crane."])
+
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     """base64 is that of the float32 numbers, little-endian."""
@@ -113,12 +115,16 @@ class EmbeddingRequest(PoolingFields):
 class ScoreRequest(PoolingFields):
     """The body of POST /v1/score: one text with each of several, or several with as many."""
 
+    model_config = shown_as(text_1="What is a yard?", text_2=["A place with tracks.", "A fish."])
+
     text_1: Texts
     text_2: Texts
 
 
 class RerankRequest(PoolingFields):
     """The body of POST /v1/rerank."""
+
+    model_config = shown_as(query="What is a yard?", documents=["A fish.", "A place with tracks."])
 
     query: _Text
     documents: Documents

@@ -15,11 +15,14 @@ from server.generate.protocol import (
     INT32_MAX,
     MAX_LOGPROBS,
     MAX_TEXT_CHARS,
+    LogitBias,
     NumTokens,
     ReasoningEffort,
     SamplingFields,
+    Stop,
 )
-from server.wire_model import WireModel
+from server.generate.structured_output import StructuredOutputsField
+from server.wire_model import WireModel, shown_as
 
 MAX_TOOLS = 128
 MAX_INCLUDES = 16
@@ -183,6 +186,8 @@ ToolChoice = Annotated[
 class ResponsesRequest(SamplingFields):
     """The body of POST /v1/responses. Its metadata is returned with the response."""
 
+    model_config = shown_as(input="Count from 3 to 8.", max_output_tokens=60)
+
     input: Input
     """A text, or the items of a conversation."""
     instructions: _Text | None = None
@@ -210,6 +215,14 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives to each token; asks for logprobs by itself."""
 
+    # As vLLM has them here too.
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputsField | None = None
+
     @property
     def default_priority(self) -> int:
         """The last place in line for what nobody waits for."""
@@ -232,6 +245,12 @@ PASSED_ON: Final = (
     "first_token_timeout",
     "cache_salt",
     "user",
+    "logit_bias",
+    "stop",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "structured_outputs",
 )
 """Fields that mean for a response what they mean for a chat completion."""
 
@@ -245,12 +264,13 @@ RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "image": (),
     "max_tool_calls": (),
     "moderation": (),
+    "previous_input_messages": ([],),
+    "previous_response": (),
     "prompt": (),
     "prompt_cache_options": (),
     "stream_options": ({}, {"include_obfuscation": False}),
     # Of the other endpoints: here they have other names, or no meaning.
     "functions": ([],),
-    "logit_bias": ({},),
     "logprobs": _OFF,
     "max_completion_tokens": (),
     "max_tokens": (),
@@ -258,6 +278,5 @@ RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
     "reasoning_effort": (),
     "response_format": (),
-    "stop": ([],),
 }
 """Fields refused by name, unless set to one of these values, or to null."""

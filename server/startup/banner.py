@@ -48,8 +48,9 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
 def _addresses(server: ServerConfig, url: str) -> list[tuple[str, str]]:
     if server.edge.uds is not None:  # no address that a browser could open
         return [("listens on", server.edge.uds)]
-    listens = ("listens on", f"{url}   (API description: {url}/openapi.json)")
-    return [listens] if server.edge.page is Page.OFF else [listens, ("web page", f"{url}/")]
+    if server.edge.page is Page.OFF:
+        return [("listens on", f"{url}   (API description: {url}/openapi.json)")]
+    return [("listens on", f"{url}   (API: {url}/docs)"), ("web page", f"{url}/")]
 
 
 def _purpose(info: ModelInfo) -> str:

@@ -9,7 +9,7 @@ import yaml
 from engine.options.options import Options
 from server.error_catalogue import CATALOGUE
 from server.http.endpoint import ErrorReplyBody
-from server.startup.launch import _KEEP_ALIVE_S
+from server.startup.serving import _KEEP_ALIVE_S
 from tests.deploy.manifests import KUBERNETES, ROOT
 
 FOLDER = ROOT / "deploy" / "proxies"

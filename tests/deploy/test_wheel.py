@@ -1,6 +1,7 @@
 """Installed names: one at the top level, and a command that no file of another project can take over."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,6 +62,16 @@ def test_a_wheel_holds_every_module_and_the_files_beside_them(wheel: Path) -> No
         *(path for path in (ROOT / "server" / "page" / "web").iterdir() if path.is_file()),
     ]
     assert packed == {f"tokenyard/inside/{path.relative_to(ROOT).as_posix()}" for path in wanted}
+
+
+def test_the_description_of_a_wheel_leads_nowhere_that_a_wheel_does_not_have(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [path] = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        head, _, text = archive.read(path).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    assert "tokenyard serve" in text
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert all(target.startswith("#") for target in targets), targets
 
 
 @pytest.mark.parametrize("words", [("tokenyard",), ("python", "-m", "tokenyard")], ids=["command", "module"])

@@ -278,6 +278,34 @@ async def test_twenty_logprobs_and_no_more(client):
 # Terms of service.
 
 
+async def test_named_tokens_are_reported_with_the_numbers_that_the_likeliest_have(client, tokenizer):
+    asked = {"max_tokens": 3, "return_tokens_as_token_ids": True}
+    (ranked,) = (await complete(client, logprobs=20, **asked))["choices"]
+    best = ranked["logprobs"]["top_logprobs"]
+    wanted = [int(name.removeprefix("token_id:")) for name in best[0]][:0:-1]
+    (named,) = (await complete(client, logprobs=0, logprob_token_ids=wanted, **asked))["choices"]
+    assert named["text"] == ranked["text"]
+    first = named["logprobs"]["top_logprobs"][0]
+    assert list(first)[1:] == [f"token_id:{each}" for each in wanted], "the token drawn, then those asked for"
+    assert first == pytest.approx(best[0], abs=1e-4)
+    chat = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2, **GREEDY}
+    reply = await client.post("/v1/chat/completions", json={**chat, "logprob_token_ids": [5, 6, 7, 8]})
+    for token in reply.json()["choices"][0]["logprobs"]["content"]:
+        assert token["top_logprobs"][0] == {name: token[name] for name in ("token", "logprob", "bytes")}
+        named_bytes = [bytes(entry["bytes"]) for entry in token["top_logprobs"][1:]]
+        assert named_bytes == [tokenizer.token_bytes(each) for each in (5, 6, 7, 8)]
+
+
+async def test_tokens_are_named_where_there_are_log_probabilities(client):
+    assert await refused(client, logprob_token_ids=[1]) == "logprob_token_ids"
+    assert await refused(client, logprob_token_ids=[10**6], logprobs=1) == "logprob_token_ids"
+    alone = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    assert await refused(client, logprob_token_ids=[1], **alone) == "logprob_token_ids"
+    chat = {"messages": [{"role": "user", "content": "hello"}], "logprob_token_ids": [1]}
+    reply = await client.post("/v1/chat/completions", json=chat)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprob_token_ids")
+
+
 async def test_priority_cache_salt_and_user_are_taken_and_the_salt_parts_the_cache(client):
     def cached(reply: dict[str, Any]) -> int:
         return reply["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -94,6 +94,16 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=str(Path(IMAGES) / name))
 
 
+def film(page: Any) -> None:
+    """Take the frames of the README's moving picture: scripts/moving_picture.py."""
+    page.set_viewport_size({"width": 1060, "height": 700})
+    for number in range(14):
+        picture(page, f"frame-{number:02}.png")
+        page.wait_for_timeout(250)
+    page.set_viewport_size({"width": 1280, "height": 860})
+    page.wait_for_timeout(500)
+
+
 def ask(server: RunningServer, number: int) -> int:
     body = {
         "prompt": f"Once upon a time, in the land of the number {number},",
@@ -179,8 +189,8 @@ def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer
         page.wait_for_selector("#running li[data-id]")
         page.wait_for_selector("#waiting li[data-id] .why")
         page.wait_for_selector("#events li:not(.empty)")
-        if IMAGES:
-            page.wait_for_timeout(1500)  # a picture with more steps in it
+        if IMAGES:  # pictures with more steps in them
+            film(page)
         page.click("#pause")
         picture(page, "page-yard.png")
         page.locator("#running li[data-id]").first.click()
@@ -215,6 +225,26 @@ def test_the_server_tab_names_options_with_their_origin(page: Any) -> None:
     assert "--num-gpu-blocks-override" in rows
     assert "environment" in rows
     assert KEY not in page.content()
+
+
+def test_the_api_is_read_and_tried_without_another_server(page: Any, server: RunningServer) -> None:
+    page.goto(f"{server.url}/docs")
+    page.get_by_text("Anthropic's API").wait_for()
+    page.fill("#filter", "logprob_token_ids")
+    assert page.locator(".operation:visible").count() == 2, "those that have the field"
+    chat = page.locator("[id='post/v1/chat/completions']")
+    chat.locator("summary").click()
+    chat.get_by_text("The newer name of max_tokens").wait_for()
+    chat.get_by_role("button", name="Send").click()
+    page.wait_for_function(
+        "() => document.querySelector('.operation[open] pre').textContent.includes('usage')"
+    )
+    assert "Paris" in chat.locator("pre").inner_text()
+    for scheme, width in (("light", 1280), ("dark", 1280), ("light", 360)):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 860})
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        picture(page, f"docs-{scheme}-{width}.png")
 
 
 def test_the_text_of_a_model_stays_text(page: Any) -> None:

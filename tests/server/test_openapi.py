@@ -6,7 +6,7 @@ from collections import Counter
 from pydantic import BaseModel
 
 from server.app import build_app
-from server.endpoints import OPEN_PATHS
+from server.endpoints import OPEN_PATHS, PUBLIC
 from server.http.endpoint import ReplyModel
 from server.operations.admin import LiveSequence
 from server.wire_model import WireModel
@@ -39,6 +39,20 @@ async def test_every_reference_leads_somewhere(client):
     references = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
     assert references
     assert references <= set(document["components"]["schemas"])
+
+
+async def test_fields_have_the_texts_of_their_classes_and_bodies_have_examples(client):
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    chat = schemas["ChatCompletionRequest"]["properties"]
+    assert chat["max_completion_tokens"]["description"].startswith("The newer name of max_tokens"), "its own"
+    assert "nice(1)" in chat["priority"]["description"], "of a class that it extends"
+    shown = 0
+    for endpoint in PUBLIC:
+        for model in endpoint.requests:
+            for example in schemas[model.__name__].get("examples", ()):
+                model.model_validate(example)
+                shown += 1
+    assert shown >= 12
 
 
 def test_a_rank_may_hold_a_time_limit_that_is_not_set():

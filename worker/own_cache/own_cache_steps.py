@@ -22,7 +22,7 @@ from scheduler.messages import (
 )
 from worker.adapters.adapter_store import AdapterStore
 from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way
-from worker.sampling.logits import report_logprobs
+from worker.sampling.logits import Alternatives, report_logprobs
 from worker.sampling.sampler import Sampler
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import add_row, apply_changes
@@ -230,4 +230,4 @@ def _scores(logits_SV: Tensor, next_ids: list[int], num_top: int) -> list[TokenL
     """Score each of S tokens of a prompt. Raises SequenceRefused."""
     if not bool(logits_SV.amax(-1).isfinite().all()):
         raise SequenceRefused("logits of the prompt are not finite")
-    return report_logprobs(logits_SV, next_ids, [num_top] * len(next_ids))
+    return report_logprobs(logits_SV, next_ids, [Alternatives(num_top)] * len(next_ids))

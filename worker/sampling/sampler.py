@@ -17,7 +17,7 @@ import torch
 from worker.devices.device import Device
 from worker.sampling.draw import BLOCK, LEAST_TOP_P, Draw, draw, pick_best
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.logits import edit_logits, report_logprobs
+from worker.sampling.logits import alternatives_of, edit_logits, report_logprobs
 from worker.sampling.row_sampler import LaunchedSample, PendingSample, RowSampler, SampleResult
 from worker.sampling.sampling_state import SamplingRow
 
@@ -114,7 +114,7 @@ class Sampler(RowSampler):
     def _report_lines(
         self, logits: torch.Tensor, lines: list[int], states: Sequence[SamplingRow], result: SampleResult
     ) -> None:
-        num_top = [states[n].params.num_logprobs or 0 for n in lines]
+        alternatives = [alternatives_of(states[n].params) for n in lines]
         token_ids = [result.token_ids[n] for n in lines]
-        report = report_logprobs(self._load(logits, lines), token_ids, num_top)
+        report = report_logprobs(self._load(logits, lines), token_ids, alternatives)
         result.logprobs.update(zip(lines, report, strict=True))

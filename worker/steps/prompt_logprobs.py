@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.messages import NewSequence, ScheduledSequence, SequenceId, TokenLogprobs
-from worker.sampling.logits import report_logprobs
+from worker.sampling.logits import Alternatives, report_logprobs
 from worker.steps.model_runner import BodyOutputs, StepRunner
 from worker.steps.row_table import RowTable
 
@@ -90,7 +90,8 @@ class PromptScorer:
             if not bool(logits_SV.amax(-1).isfinite().all()):
                 found.failures[part.sequence_id] = "logits of the prompt are not finite"
                 continue
-            entries = report_logprobs(logits_SV, part.next_ids, [part.num_top] * len(part.next_ids))
+            alternatives = [Alternatives(part.num_top)] * len(part.next_ids)
+            entries = report_logprobs(logits_SV, part.next_ids, alternatives)
             found.logprobs[part.sequence_id] = (*found.logprobs.get(part.sequence_id, ()), *entries)
         return found
 

@@ -16,7 +16,7 @@ _MAX_ZIPPED_BYTES = 100_000
 
 
 def paths() -> list[str]:
-    return ["/", *(f"/page/{name}" for name in FILES if name != "index.html")]
+    return ["/", "/docs", *(f"/page/{name}" for name in FILES if name not in ("index.html", "docs.html"))]
 
 
 async def test_the_page_and_its_files_need_no_key_and_keep_to_this_origin(engine):
@@ -58,16 +58,20 @@ async def test_a_file_that_is_known_is_not_sent_again(client):
 
 
 async def test_there_is_no_other_file(client):
-    for name in ("index.html", "nothing.js", "..%2Fpage.py", "page.py"):
+    for name in ("index.html", "docs.html", "nothing.js", "..%2Fpage.py", "page.py"):
         assert (await client.get(f"/page/{name}")).status_code == 404
 
 
 @pytest.mark.parametrize(
     ("page", "enable_admin", "expected"),
     [
-        (Page.OFF, False, {"/": 405, "/admin/events": 404, "/admin/server": 404, "/admin/requests": 404}),
+        (
+            Page.OFF,
+            False,
+            {"/docs": 404, "/": 405, "/admin/events": 404, "/admin/server": 404, "/admin/requests": 404},
+        ),
         (Page.OFF, True, {"/": 405, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 200}),
-        (Page.CHAT, False, {"/": 200, "/admin/events": 404, "/admin/server": 404}),
+        (Page.CHAT, False, {"/docs": 200, "/": 200, "/admin/events": 404, "/admin/server": 404}),
         (Page.CHAT, True, {"/": 200, "/admin/events": 200, "/admin/server": 200}),
         (Page.YARD, False, {"/": 200, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 404}),
     ],

@@ -290,7 +290,11 @@ async def test_without_truncation_too_long_is_an_error(client):
         ({"background": True, "store": False}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"stop": ["x"]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
         ({"max_tokens": 4}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"include": ["web_search_call.results"]}, "include[0]"),
@@ -333,6 +337,18 @@ def test_fields_that_a_chat_has_too_have_the_same_bounds_here():
         "top_logprobs",
     ):
         assert ours[name] == theirs[name], name
+
+
+async def test_fields_of_vllm_mean_what_they_mean_for_a_chat(client, engine):
+    body = {"logit_bias": {"7": 2}, "stop": "end", "include_stop_str_in_output": True}
+    await create(client, **body, skip_special_tokens=False, structured_outputs={"choice": ["a", "b"]})
+    (request,) = engine.requests
+    assert (request.stop, request.include_stop_str_in_output) == (("end",), True)
+    assert not request.skip_special_tokens
+    assert request.params.logit_bias == ((7, 2.0),)
+    assert request.params.grammar is not None
+    await create(client, ignore_eos=True)
+    assert not engine.requests[-1].params.stop_token_ids
 
 
 async def test_a_body_without_input_is_told_so(client):

@@ -138,6 +138,7 @@ def test_more_edited_rows_than_there_is_memory_for_at_once(gpu, monkeypatch):
 def test_reports_are_those_of_the_cpu(gpu):
     asks = [replace(GREEDY, num_logprobs=n % 5) if n % 7 else GREEDY for n in range(40)]
     asks[3] = replace(asks[3], temperature=2.0, logit_bias=((4, 9.0),))
+    asks[8] = asks[9] = replace(asks[9], logprob_token_ids=(7, 2, VOCAB - 1))
     rows: Rows = [(params, [0], []) for params in asks]
     logits = random_logits(6, 40, VOCAB)
     logits[5, 1:] = -math.inf

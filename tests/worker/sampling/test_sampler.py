@@ -14,7 +14,7 @@ from scheduler.messages import SamplingParams
 from tests.worker.sampling_oracle import choose
 from worker.devices.device import CpuDevice
 from worker.sampling.draw import BLOCK, Draw, draw
-from worker.sampling.logits import report_logprobs
+from worker.sampling.logits import Alternatives, report_logprobs
 from worker.sampling.sampler import Sampler
 from worker.sampling.sampling_state import SamplingRow
 from worker.worker_config import WorkerConfig
@@ -263,9 +263,28 @@ def test_logprobs_are_those_of_the_raw_logits(row, num_logprobs, temperature, se
 def test_the_drawn_token_takes_the_place_of_an_equal_one_that_is_listed_before_it() -> None:
     """Two are asked for, and both of the second best weigh the same."""
     logits = logits_of([3.0, 2.0, 0.5, 2.0, *[0.0] * (VOCAB - 4)])
-    [report] = report_logprobs(logits, [3], [2])
+    [report] = report_logprobs(logits, [3], [Alternatives(2)])
     assert report.rank == 2
     assert [token_id for token_id, _ in report.top] == [0, 3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows_of_logits, st.lists(tokens, min_size=1, max_size=5, unique=True), st.integers(0, 3))
+def test_a_row_may_name_the_tokens_that_are_reported_beside_one_that_asks_for_the_likeliest(
+    row, given_ids, num_top
+) -> None:
+    row[1] = -math.inf
+    names = replace(GREEDY, num_logprobs=3, logprob_token_ids=tuple(given_ids))
+    ranks = replace(GREEDY, num_logprobs=num_top)
+    sampler = sampler_with((names, [0], []), (ranks, [0], []), (names, [0], []))
+    result = sampler.sample(logits_of(row, row, row), [0, 1, 2])
+    report, expected = result.logprobs[0], torch.log_softmax(torch.tensor(row), 0)
+    assert report == result.logprobs[2]
+    assert [n for n, _ in report.top] == list(dict.fromkeys([report.token_id, *given_ids]))
+    assert [logprob for _, logprob in report.top] == pytest.approx(
+        [float(expected[n]) for n, _ in report.top]
+    )
+    assert result.logprobs[1] == sampler_with((ranks, [0], [])).sample(logits_of(row), [0]).logprobs[0]
 
 
 def test_only_rows_that_ask_get_logprobs() -> None:

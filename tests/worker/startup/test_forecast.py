@@ -1,6 +1,8 @@
 """Memory as doctor forecasts it is what loading then finds."""
 
+import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from worker.worker_config import AdapterFolder, AdapterLimits, WorkerConfig
 from worker.worker_errors import StartupError
 
 KV_CACHE_BYTES = 4 << 20
+CALCULATOR = Path(__file__).parents[3] / "docs" / "sizing.mjs"
 
 
 def config_of(folder: Path, **rest: object) -> WorkerConfig:
@@ -35,6 +38,46 @@ def test_the_forecast_is_what_loading_finds(family: str, tmp_path: Path) -> None
     assert found.size.max_model_len == facts.max_model_len
     assert found.layout.block_size == facts.block_size
     assert str(found.layout.dtype).removeprefix("torch.") == facts.dtype
+
+
+def calculated(script: str) -> dict[str, dict[str, float]]:
+    """The JSON that a script prints which has the calculator of docs/sizing.md."""
+    whole = (
+        f'import {{ MODELS, sizes }} from "{CALCULATOR.as_uri()}"; import {{ readFileSync }} from "node:fs";'
+    )
+    command = ["node", "--input-type=module", "-e", whole + script]
+    return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the calculator of docs/sizing.md needs node")
+def test_the_calculator_of_the_documentation_computes_the_same_sizes(tmp_path: Path) -> None:
+    found = {}
+    for family in ("llama", "qwen2", "qwen3"):
+        config = config_of(make_checkpoint(family, tmp_path / family))
+        kind, device = find_kind(config), CpuDevice(config)
+        num_bytes = weight_bytes(config, kind, device)
+        found[config.model_path] = (num_bytes, forecast(config, kind, device, num_bytes).layout)
+    asked = {folder: str(layout.dtype).removeprefix("torch.") for folder, (_, layout) in found.items()}
+    computed = calculated(
+        f"""const asked = Object.entries({json.dumps(asked)}).map(([folder, format]) => [folder,
+              sizes(JSON.parse(readFileSync(`${{folder}}/config.json`, "utf-8")),
+                    {{ format, sequences: 3, tokens: 7 }})]);
+            console.log(JSON.stringify(Object.fromEntries(asked)))"""
+    )
+    for folder, (num_bytes, layout) in found.items():
+        assert computed[folder]["perToken"] == layout.block_bytes / layout.block_size
+        assert computed[folder]["cache"] == 21 * computed[folder]["perToken"]
+        # Norms and biases are not counted: they are thousandths of a model of a useful size.
+        assert computed[folder]["weights"] == pytest.approx(num_bytes, rel=0.02)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the calculator of docs/sizing.md needs node")
+def test_the_models_of_the_calculator_have_the_parameters_that_were_published() -> None:
+    published = {"SmolLM2 135M": 134.5e6, "Qwen3 0.6B": 596e6, "Qwen3 4B": 4.02e9, "Qwen3 8B": 8.19e9}
+    script = """console.log(JSON.stringify(Object.fromEntries(
+                  Object.entries(MODELS).map(([name, config]) => [name, sizes(config)]))))"""
+    computed = {name: found["parameters"] for name, found in calculated(script).items()}
+    assert computed == pytest.approx(published | {"Llama 3.1 8B": 8.03e9}, rel=0.003)
 
 
 def test_all_is_well_with_a_model_that_fits(tiny_model: Path) -> None:

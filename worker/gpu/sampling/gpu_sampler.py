@@ -11,7 +11,8 @@ A step samples all rows whose logits are not edited, greedy or not. The others a
 same outcome. Logits from elsewhere (tests, a first try) are all sampled in `begin`.
 Nothing of this depends on a result, so that a batch without truncation costs one pass over its logits.
 
-Shapes: N positions, F fields of a row, V vocabulary, C rows of the worker, I lines that are reported on.
+Shapes: N positions, F fields of a row, V vocabulary, C rows of the worker, I lines that are reported on, G
+tokens that a line's request names.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from worker.gpu.sampling.token_counts import GpuTokenCounts
 from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw, pick_best
 from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.logits import measure_logprobs, write_reports
+from worker.sampling.logits import alternatives_of, given_ids_NG, measure_logprobs, write_reports
 from worker.sampling.row_sampler import LaunchedSample, RowSampler, SampleResult
 from worker.sampling.sampling_state import SamplingRow, uniforms
 
@@ -188,11 +189,13 @@ class GpuSampler(RowSampler):
 
     def _measure(self, logits_NV: Tensor, places: list[int], states: Sequence[SamplingRow]) -> Tensor:
         """Return the host's memory for the lines of `measure_logprobs` for these places."""
-        [where_I] = upload(self._device, [np.array(places, np.int64)])
-        num_top = max(states[n].params.num_logprobs or 0 for n in places)
+        alternatives = [alternatives_of(states[n].params) for n in places]
+        num_top = max(each.num_top for each in alternatives)
+        host_arrays = [np.array(places, np.int64), given_ids_NG(alternatives)]
+        where_I, given_IG = upload(self._device, host_arrays)
+        lines = zip(torch.split(where_I, _NUM_REPORTED), torch.split(given_IG, _NUM_REPORTED), strict=True)
         parts = [
-            measure_lines(logits_NV, where, self._outcome_2C[0], num_top)
-            for where in torch.split(where_I, _NUM_REPORTED)
+            measure_lines(logits_NV, where, self._outcome_2C[0], num_top, given) for where, given in lines
         ]
         return self._download(torch.cat(parts) if len(parts) > 1 else parts[0])
 
@@ -209,10 +212,12 @@ class GpuSampler(RowSampler):
         return self._free_results.pop().copy_(self._outcome_2C, non_blocking=True)
 
 
-def measure_lines(logits_NV: Tensor, where_I: Tensor, token_ids_N: Tensor, num_top: int) -> Tensor:
+def measure_lines(
+    logits_NV: Tensor, where_I: Tensor, token_ids_N: Tensor, num_top: int, given_IG: Tensor
+) -> Tensor:
     """`measure_logprobs` of some lines."""
     logits_IV = logits_NV.index_select(0, where_I).float()
-    return measure_logprobs(logits_IV, token_ids_N.index_select(0, where_I), num_top)
+    return measure_logprobs(logits_IV, token_ids_N.index_select(0, where_I), num_top, given_IG)
 
 
 def _in_chunks(items: list[EditedRow], size: int) -> Iterator[list[EditedRow]]:
@@ -222,6 +227,6 @@ def _in_chunks(items: list[EditedRow], size: int) -> Iterator[list[EditedRow]]:
 def _reports_of(
     measures_IF: Tensor, places: list[int], token_ids: list[int], states: Sequence[SamplingRow]
 ) -> dict[int, TokenLogprobs]:
-    num_top = [states[n].params.num_logprobs or 0 for n in places]
-    reports = write_reports(measures_IF.numpy(), [token_ids[n] for n in places], num_top)
+    alternatives = [alternatives_of(states[n].params) for n in places]
+    reports = write_reports(measures_IF.numpy(), [token_ids[n] for n in places], alternatives)
     return dict(zip(places, reports, strict=True))

@@ -1,0 +1,66 @@
+"""Imports that are put off: absent at first, and whole as soon as something of them is used."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HEAVY = ("torch._dynamo.utils", "torch.distributed.tensor")
+
+
+def in_a_process(code: str) -> Any:
+    """The JSON on the last line of what a fresh interpreter prints."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen(tiny_model: Path) -> dict[str, Any]:
+    return in_a_process(f"""
+        import json, sys
+        from worker.devices.put_off import import_torch
+
+        import_torch("cpu")
+        import torch
+        from worker.worker import Worker
+        from worker.worker_config import WorkerConfig
+
+        folder = {str(tiny_model)!r}
+        config = WorkerConfig(model_path=folder, device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
+        facts = Worker(config).load(lambda progress: None)
+        after_load = [name for name in {HEAVY} if name in sys.modules]
+        is_marked = torch._dynamo.assume_constant_result(len) is len
+        before = "torch._dynamo.utils" in sys.modules
+        compiled = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist()
+        program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+        print(json.dumps({{"facts": facts.model_type, "after_load": after_load, "is_marked": is_marked,
+                           "before": before, "compiled": compiled, "program": type(program).__name__}}))
+    """)
+
+
+def test_a_model_is_loaded_without_them(seen: dict[str, Any]) -> None:
+    assert seen["facts"] == "llama"
+    assert seen["after_load"] == []
+
+
+def test_each_is_the_real_one_once_something_of_it_is_used(seen: dict[str, Any]) -> None:
+    assert seen["is_marked"]
+    assert not seen["before"], "a mark for the compiler is no use of it"
+    assert seen["compiled"] == [2.0, 2.0]
+    assert seen["program"] == "ExportedProgram"
+
+
+def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:
+    assert in_a_process("""
+        import json, sys
+        from worker.devices.put_off import import_torch
+
+        import_torch("cuda")
+        print(json.dumps("torch" not in sys.modules and "torch.export" not in sys.modules))
+    """)
