@@ -125,9 +125,7 @@ async def test_a_callers_mistake_is_no_failure_in_the_log(client, caplog):
     assert [record.getMessage() for record in caplog.records] == ["request"]
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1", "/v1/", "/v1/models/", "/v1/completions/", "/docs", "/redoc", "/v1/../x"]
-)
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/models/", "/v1/completions/", "/redoc", "/v1/../x"])
 async def test_an_unknown_path_is_not_found_in_openais_shape(client, path):
     response = await client.get(path)
     assert response.status_code == 404

@@ -89,6 +89,8 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "cluster_port": ("29700", 29700),
     "cluster_key": ("a secret of all machines together", "a secret of all machines together"),
     "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 3}',) * 2,
+    "speculative_model": ("./draft", "./draft"),
+    "kv_cache_dtype": ("fp8", "fp8"),
     "prefix_cache_host_tier": ("off", "off"),
     "kv_events_port": ("5557", 5557),
     "kv_events_host": ("::1", "::1"),
