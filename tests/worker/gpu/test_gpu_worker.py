@@ -255,11 +255,6 @@ def test_kernels_that_cannot_be_launched_are_refused_with_the_way_out(
     assert not isinstance(refused.value, FamilyRefused)
 
 
-def test_weights_cannot_be_quantized_on_a_gpu(folders: dict[str, Path]) -> None:
-    with pytest.raises(StartupError, match="needs the CPU kernels"):
-        load_gpu(folders["llama"], quantization="int8")
-
-
 @pytest.mark.parametrize(
     ("options", "there", "verdict", "what"),
     [
