@@ -81,10 +81,13 @@ def measure(
 
 
 def _interpreter(folder: Path, num_streams: int, interval_s: float, steps_file: Path) -> Path:
-    """A script that the server takes for its interpreter, and that starts the stand-in."""
+    """A script that the server takes for its interpreter: it starts the stand-in as the engine process."""
     words = (sys.executable, HERE / "stand_in.py", num_streams, interval_s, steps_file)
     script = folder / "interpreter"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, words))} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *engine.core.process*) exec {shlex.join(map(str, words))} "$@" ;; esac\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
     script.chmod(0o700)
     return script
 

@@ -80,6 +80,9 @@ class _NoModel:
         yield
         self._logits_NV = zeros_NV
 
+    def note_rows(self, _rows_T: Tensor) -> None:
+        """Take no notice: there are no adapters."""
+
     def forward(self, _ids: Tensor, _positions: Tensor, logits_indices_N: Tensor, _executor: Any) -> Tensor:
         return self._logits_NV[: len(logits_indices_N)]
 

@@ -46,10 +46,11 @@ _LANGUAGE = {
         "debug_barrier",
         "div_rn",
         "dot",
+        "float8e4nv",
     ),
-    *("exp", "exp2", "float32", "float64", "full", "int32", "int64", "load", "max", "maximum", "min"),
-    *("minimum", "num_programs", "program_id", "rsqrt", "store", "sum", "tensor", "trans", "tuple", "where"),
-    "zeros",
+    *("exp", "exp2", "float32", "float64", "full", "int32", "int64", "int8", "load", "max", "maximum", "min"),
+    *("minimum", "num_programs", "program_id", "rsqrt", "static_range", "store", "sum", "tensor", "trans"),
+    *("tuple", "uint8", "where", "zeros"),
 }
 """Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
 _PARAMETERS = {"dot": "input_precision", "load": "cache_modifier", "atomic_add": "sem"}
