@@ -43,7 +43,11 @@ class _PutOff(ModuleType):
                 # First: the module's own code asks for names of it, which are not there yet.
                 object.__setattr__(self, "__class__", ModuleType)
                 self.__path__ = spec.submodule_search_locations or []
-                spec.loader.exec_module(self)
+                try:
+                    spec.loader.exec_module(self)
+                except BaseException:  # the next use tries again and says the same
+                    object.__setattr__(self, "__class__", _PutOff)
+                    raise
         return getattr(self, name)
 
 
