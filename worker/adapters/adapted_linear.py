@@ -61,6 +61,11 @@ class StepAdapters:
         self._slots_T = None if slots_T is None else np.ascontiguousarray(slots_T[places.numpy()])
         self.point_to(0)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether kernels are given slots: a token has an adapter, and others may have none."""
+        return self._slots_T is not None
+
     def point_to(self, first: int) -> None:
         """Let kernels begin with this place."""
         self.address[0] = 0 if self._slots_T is None else self._slots_T[first:].ctypes.data

@@ -72,11 +72,12 @@ class PackedExperts(nn.Module):
         outputs = torch.empty_like(inputs)
         if self._step is not None:
             self._step_by_expert.begin_some(self._step, order // num_chosen)
-        start = 0
+        start, is_adapted = 0, self._step_by_expert.has_slots
         for expert_id, count in enumerate(ids_P.bincount().tolist()):
             if count:
                 rows = slice(start, start + count)
-                self._step_by_expert.point_to(start)
+                if is_adapted:
+                    self._step_by_expert.point_to(start)
                 outputs[rows] = self._compute(expert_id, inputs[rows])
                 start += count
         weighed = outputs.float() * scores_TK.reshape(-1)[order].float().unsqueeze(1)

@@ -116,7 +116,7 @@ class CpuToolkit:
             parts = parts.with_linears(self._quantization.quantize)
         return CpuLayer(parts, call, self._inputs)
 
-    def prove(self, model: Any) -> None:
+    def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""
         is_rounded_so = False
         if self._quantization is not None:
@@ -127,7 +127,8 @@ class CpuToolkit:
                 name = f"--quantization {self._quantization.word}"
                 prove_product(name, example, self._kernels, self._inputs)
         has_codes = prove_products(model, self._kernels, self._inputs)
-        if self._inputs is Inputs.INT8 and not (has_codes or is_rounded_so):
+        has_effect = has_codes or is_rounded_so
+        if must_round_inputs and self._inputs is Inputs.INT8 and not has_effect:
             raise StartupError(
                 "--activations int8 has no effect on weights that are not codes in groups",
                 fix="leave it out, or add --quantization int4",

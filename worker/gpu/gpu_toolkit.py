@@ -72,9 +72,9 @@ class GpuToolkit:
         linear = rounded if TAKEN.include(rounded) else linear
         return linear if self._rounding.of_inputs is None else with_float8_rows(linear)
 
-    def prove(self, model: Any) -> None:
+    def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""
-        prove_products(model, self._rounding)
+        prove_products(model, self._rounding, must_round_inputs=must_round_inputs)
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
         """Replace mixtures of experts, the frame and codes elsewhere, and choose products by their time.

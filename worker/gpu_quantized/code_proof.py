@@ -29,7 +29,7 @@ _ROUNDED_TOLERANCE, _ROUNDING_TOLERANCE = 5e-3, 5e-2
 """The same of sums that are rounded to bfloat16, and of rows that are rounded to 4 significant bits."""
 
 
-def prove_products(model: nn.Module, rounding: Rounding) -> None:
+def prove_products(model: nn.Module, rounding: Rounding, *, must_round_inputs: bool) -> None:
     """Try each kind of weight that has a product, and of those that options make. Raises StartupError.
 
     Its text names a module, or the option.
@@ -46,7 +46,7 @@ def prove_products(model: nn.Module, rounding: Rounding) -> None:
     if rounding.of_inputs is None:
         return
     taken = [weight for _, weight in kinds if has_float8_product(weight)]
-    if not taken:
+    if must_round_inputs and not taken:
         raise StartupError(
             f"--activations {rounding.of_inputs.word} has no effect on weights that are not floats of 8 bits "
             "with one scale for each output",

@@ -44,10 +44,11 @@ class Toolkit(Protocol):
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         """Make the layer that stays, which may round its weights."""
 
-    def prove(self, model: Any) -> None:
+    def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """Try the product of each kind of quantized weight that the kernels would compute.
 
-        Raises StartupError with the name of a module whose product is not exact.
+        Raises StartupError with the name of a module whose product is not exact, and, if asked, where an
+        option to round inputs would have no effect.
         """
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:

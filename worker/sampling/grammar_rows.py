@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from scheduler.messages import Grammar
 from worker.sampling.grammar_library import Bitmask, GrammarRefused, new_bitmasks, new_matcher, open_tokenizer
-from worker.sampling.mask_budget import MAX_REPLAY_S, RowAccount, StepAccount
+from worker.sampling.mask_budget import RowAccount, StepAccount, max_replay_s
 
 _MAX_THREADS = 8
 _ALONE_S = 0.001
@@ -151,7 +151,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads: ThreadPoolExecutor | None = None
-        self._step = StepAccount(num_threads=self._num_threads)
+        self._step = StepAccount(num_threads=self._num_threads, num_rows=0)
         self._limits: torch.Tensor | None = None
 
     def open_ahead(self) -> None:
@@ -162,9 +162,9 @@ class Grammars:
         with suppress(GrammarRefused, OSError):
             self._open()
 
-    def begin_step(self) -> None:
-        """Open a new account: the masks that follow are those of one step."""
-        self._step = StepAccount(num_threads=self._num_threads)
+    def begin_step(self, num_rows: int) -> None:
+        """Open a new account: the masks that follow are those of one step, with so many active grammars."""
+        self._step = StepAccount(num_threads=self._num_threads, num_rows=num_rows)
 
     def row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
         """Bring a matcher to the end of what the row has generated already.
@@ -180,19 +180,21 @@ class Grammars:
         row = RowGrammar(matcher, grammar.begins_after, name=hash((grammar.kind, grammar.text)))
         for token_id in generated:
             row.record(token_id)
-        row.read(max_s=MAX_REPLAY_S)
+        row.read(max_s=max_replay_s(len(generated)))
         row.account = RowAccount()  # a preemption is not the row's fault
         return row
 
     def along(self, row: RowGrammar, drafts: Sequence[int]) -> list[RowGrammar]:
         """Copy the position of `row` now, and after each of `drafts` as far as the grammar allows them.
 
-        None of the drafts ends the sequence. The row itself is afterwards where it was.
+        None of the drafts ends the sequence. The row itself is afterwards where it was. Drafts are followed
+        only in time that the step has left.
         """
         copies, num_consumed = [self._as_now(row)], 0
         account = copy(row.account)  # drafts that are wrong are not the row's fault
+        spent_s = self._step.spent_s
         for draft in drafts:
-            if not row.allows(draft):
+            if not self._step.has_time or not row.allows(draft):
                 break
             num_consumed += row.is_active
             row.record(draft)
@@ -200,6 +202,7 @@ class Grammars:
             if after.failure:  # beyond a draft: it counts once the draft has turned out to be right
                 break
             copies.append(after)
+        self._step.set_aside_drafts(spent_s)
         row.account = account
         row.go_back(num_consumed, to=copies[0])
         return copies

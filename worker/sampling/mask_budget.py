@@ -15,9 +15,11 @@ TOKEN_ALLOWANCE_S = 0.005
 MAX_OVERDRAFT_S = 0.05
 """Seconds by which a row may exceed its allowance: one very dear mask, or ten of twice the allowance."""
 MAX_REPLAY_S = 0.05
-"""Seconds for all that a row had generated before it was preempted: thousands of tokens of a usual schema."""
+"""Seconds for all that a row had generated before it was preempted, if the text is short."""
+_REPLAY_TOKEN_S = 0.00005
+"""Seconds for each token of a long text, where these are more."""
 MAX_STEP_S = 0.02
-"""Seconds for all masks of a step, for each thread. Beyond, only modest rows get theirs."""
+"""Seconds for all masks of a step, for each thread. Beyond, only rows within an equal share get theirs."""
 MODEST_S = 0.0005
 """Seconds below which a mask is never refused: 256 of them are computed by two threads in 0.064 s."""
 _NEWEST_SHARE = 0.25
@@ -46,16 +48,41 @@ class RowAccount:
         return cost_s
 
 
+def max_replay_s(num_tokens: int) -> float:
+    """Seconds for a row to read so many tokens of its own again."""
+    return max(MAX_REPLAY_S, num_tokens * _REPLAY_TOKEN_S)
+
+
 class StepAccount:
     """Processor time of the masks of one step, by grammar. Several threads may pay at once."""
 
-    def __init__(self, *, num_threads: int) -> None:
+    def __init__(self, *, num_threads: int, num_rows: int) -> None:
+        """`num_rows` counts the rows of the whole step whose grammars are active."""
         self._budget_s = MAX_STEP_S * num_threads
+        self._share_s = max(MODEST_S, self._budget_s / max(num_rows, 1))
         self._spent_s = 0.0
+        self._drafts_s = 0.0
         self._of_grammar: dict[Hashable, tuple[int, float]] = {}
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that are paid, without those of drafts."""
+        return self._spent_s
+
+    @property
+    def has_time(self) -> bool:
+        """Whether another draft may be followed: one thread computes the masks behind drafts."""
+        return self._spent_s + self._drafts_s <= MAX_STEP_S
+
+    def set_aside_drafts(self, since_s: float) -> None:
+        """Count as drafts' what was paid after `spent_s` was `since_s`: rows do not lose that time."""
+        self._drafts_s += self._spent_s - since_s
+        self._spent_s = since_s
+
     def affords(self, grammar: Hashable, account: RowAccount) -> bool:
-        """Whether a row of this grammar gets its mask: there is time left, or it is expected to be modest.
+        """Whether a row of this grammar gets its mask: there is time left, or it keeps to an equal share.
+
+        A row must not end because its neighbours have spent the step's time.
 
         Choices of one request become dear at the same token; the first of them speak for the others.
         """
@@ -63,7 +90,7 @@ class StepAccount:
             return True
         num_masks, spent_s = self._of_grammar.get(grammar, (0, 0.0))
         mean_s = spent_s / num_masks if num_masks else 0.0
-        return max(mean_s, account.average_s) <= MODEST_S
+        return max(mean_s, account.average_s) <= self._share_s
 
     def pay(self, grammar: Hashable, cost_s: float) -> None:
         """Take in the cost of one mask."""

@@ -143,8 +143,7 @@ class RowSampler(ABC):
         """
         assert logits_NV.shape == (len(rows), self._vocab_size)
         states = [self._rows[row] for row in rows]
-        if self._grammars is not None:
-            self._grammars.begin_step()
+        self._begin_masks(states)
         launched = self._launch(logits_NV, rows, states)
         for state in states:
             state.advance()
@@ -173,8 +172,7 @@ class RowSampler(ABC):
         The logits have 1 + k lines for a row with k drafts: that of its last token, then one for each draft.
         Tokens are recorded as after `begin`. Only for samplers that keep all state on the host.
         """
-        if self._grammars is not None:
-            self._grammars.begin_step()
+        self._begin_masks([self._rows[row] for row in rows])
         views: list[SamplingRow] = []
         lines: list[int] = []
         firsts: list[int] = []
@@ -214,6 +212,13 @@ class RowSampler(ABC):
         """
         result = self._launch(logits_NV, (), views).collect()
         return [None if n in result.failed else token for n, token in enumerate(result.token_ids)]
+
+    def _begin_masks(self, states: Sequence[SamplingRow]) -> None:
+        """Open the account of a step's masks, of which each active grammar has an equal share."""
+        if self._grammars is not None:
+            self._grammars.begin_step(
+                sum(state.grammar is not None and state.grammar.is_active for state in states)
+            )
 
     def _views(self, state: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
         """List the state of a row now and after each of `drafts`, up to one that is impossible or ends it."""

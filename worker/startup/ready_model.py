@@ -123,7 +123,8 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         backend = toolkit.attention_over(cache)
-        surgery = _put_kernels(config, toolkit, replace(check, cache=cache, backend=backend), stage, expected)
+        check = replace(check, cache=cache, backend=backend)
+        surgery = _put_kernels(config, toolkit, check, stage, expected, must_round_inputs=True)
     _log_codes(loaded, stored_codes)
     return ReadyModel(
         facts=_facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window),
@@ -152,7 +153,9 @@ def start_beside(
     if toolkit is None:
         return check.backend
     backend = toolkit.attention_over(check.cache)
-    _put_kernels(config, toolkit, replace(check, backend=backend), stage, expected)
+    # Options are the model's: they need not have an effect on the one beside.
+    check = replace(check, backend=backend)
+    _put_kernels(config, toolkit, check, stage, expected, must_round_inputs=False)
     return backend
 
 
@@ -175,14 +178,20 @@ def _log_codes(loaded: LoadedModel, stored: dict[str, Codes]) -> None:
 
 
 def _put_kernels(
-    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage, expected: Tensor
+    config: WorkerConfig,
+    toolkit: Toolkit,
+    check: SelfCheck,
+    stage: LoadStage,
+    expected: Tensor,
+    *,
+    must_round_inputs: bool,
 ) -> Surgery:
     """Prove the products, replace layers, by the shards of this rank where there are several, and try them.
 
     Raises StartupError.
     """
     with toolkit.refusing_kernels():
-        toolkit.prove(check.loaded.model)
+        toolkit.prove(check.loaded.model, must_round_inputs=must_round_inputs)
         surgery = _operate(config, toolkit, check, stage)
         check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
     return surgery

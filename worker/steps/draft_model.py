@@ -139,8 +139,7 @@ class DraftModel:
         """
         drafts: dict[SequenceId, list[int]] = {}
         passes: list[tuple[int, float]] = []
-        shares = self._first_shares(wanted)
-        views = {share.sequence_id: self._sampler.preview(self._row(share.sequence_id)) for share in shares}
+        shares, views = self._first_shares(wanted)
         try:
             while shares and (inputs := self._inputs(shares)) is not None:
                 began_s = time.perf_counter()
@@ -160,13 +159,24 @@ class DraftModel:
                 self._ahead[row] = _Ahead(int(self._rows.num_tokens_C[row]), tuple(found))
         return {sequence_id: tuple(found) for sequence_id, found in drafts.items()}, tuple(passes)
 
-    def _first_shares(self, wanted: Mapping[SequenceId, int]) -> list[ScheduledSequence]:
-        """List what the draft model has not computed of each sequence, as much as a pass takes."""
-        shares, num_left = [], self._sizes.max_tokens
+    def _first_shares(
+        self, wanted: Mapping[SequenceId, int]
+    ) -> tuple[list[ScheduledSequence], dict[SequenceId, SamplingRow]]:
+        """List what the draft model has not computed of each sequence, as much as a pass takes.
+
+        A sequence that its last token ends is left out. Returns the states of the others beside.
+        """
+        shares: list[ScheduledSequence] = []
+        views: dict[SequenceId, SamplingRow] = {}
+        num_left = self._sizes.max_tokens
         for sequence_id in wanted:
             row = self._rows.row_of(sequence_id)
             if row is None or not self._has_place(row):
                 continue
+            view = self._sampler.preview(row)
+            if int(self._rows.tokens_of(row)[-1]) in view.params.stop_token_ids:
+                continue
+            views[sequence_id] = view
             num_tokens = int(self._rows.num_tokens_C[row])
             # The last token is computed in any case, for its logits.
             start = self._num_filled(sequence_id, num_tokens - 1)
@@ -176,7 +186,7 @@ class DraftModel:
                 break
             shares.append(ScheduledSequence(sequence_id, start, num_new, samples=True))
             num_left -= num_new
-        return shares
+        return shares, views
 
     def _part(self, sequence_id: SequenceId, start: int, num_tokens: int) -> list[ScheduledSequence]:
         return [ScheduledSequence(sequence_id, start, num_tokens, samples=False)] if num_tokens else []

@@ -409,7 +409,7 @@ def test_of_many_choices_that_grow_dear_at_one_token_a_few_are_computed_and_no_n
     clock: _Clock, grammars: Grammars
 ) -> None:
     dear, modest = _rows(clock, [0.03] * 128, name=1), _rows(clock, [0.0004] * 100, name=2)
-    grammars.begin_step()
+    grammars.begin_step(228)
     grammars.bitmasks([*dear, *modest])
     budget = MAX_STEP_S * min(8, os.cpu_count() or 1)
     assert num_masks(dear) <= budget / 0.03 + 10  # and one more for each thread
@@ -430,7 +430,7 @@ def test_a_tokenizer_that_was_opened_ahead_is_not_opened_in_a_step(demo: World, 
 def test_many_modest_rows_all_get_their_masks(clock: _Clock, grammars: Grammars) -> None:
     rows = _rows(clock, [0.0004] * 1000)
     for _ in range(20):
-        grammars.begin_step()
+        grammars.begin_step(1000)
         grammars.bitmasks(rows)
     assert num_masks(rows) == 20_000
     assert not any(row.failure for row in rows)
@@ -443,7 +443,7 @@ def test_a_row_may_spend_so_much_and_no_more(
     (row,) = _rows(clock, [cost_s])
     num_computed = 0
     while not row.failure and num_computed < 2 * num_tokens:
-        grammars.begin_step()
+        grammars.begin_step(1)
         grammars.bitmasks([row])
         num_computed += 1
     assert num_tokens <= num_computed <= num_tokens + 5
@@ -453,7 +453,7 @@ def test_the_masks_of_a_step_have_one_budget_in_however_many_parts_they_are_comp
     clock: _Clock, grammars: Grammars
 ) -> None:
     rows = _rows(clock, [0.03] * 64)
-    grammars.begin_step()
+    grammars.begin_step(64)
     for part in range(0, 64, 4):
         grammars.bitmasks(rows[part : part + 4])
     assert num_masks(rows) <= MAX_STEP_S * min(8, os.cpu_count() or 1) / 0.03 + 12
@@ -466,7 +466,7 @@ def test_to_advance_by_a_token_is_part_of_the_steps_budget(clock: _Clock, gramma
     assert not any(row._matcher.num_consumed for row in rows), (
         "a token is read when its successor's mask is due"
     )
-    grammars.begin_step()
+    grammars.begin_step(64)
     grammars.bitmasks(rows)
     assert (
         sum(row._matcher.num_consumed for row in rows) <= MAX_STEP_S * min(8, os.cpu_count() or 1) / 0.03 + 12

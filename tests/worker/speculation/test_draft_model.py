@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from scheduler.config import DraftSupply, PreemptionMode
-from scheduler.messages import SamplingParams
+from scheduler.messages import ModelRunnerOutput, SamplingParams, SchedulerOutput
+from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.speculation.draft_checkpoints import write_draft
 from tests.worker.speculation.random_requests import random_request
@@ -174,6 +176,42 @@ def test_only_a_scheduler_that_asks_gets_drafts_of_a_model(always_right: Loaded)
     world = ModelDrafted(*always_right, {"draft_supply": DraftSupply.FREE}, num_asked=3)
     world.answers(plain_requests(2))
     assert world.num_drafted == 0
+
+
+@dataclass
+class Recorded(ModelDrafted):
+    """The same, which keeps what the worker answered."""
+
+    results: list[ModelRunnerOutput] = field(default_factory=list)
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.results.append(super()._execute(plan))
+        return self.results[-1]
+
+
+def test_nothing_is_guessed_behind_a_token_that_ends_its_sequence(half_right: Loaded) -> None:
+    ((prompt, params),) = plain_requests(1)
+    ((tokens, _, _),) = ModelDrafted(*half_right, num_asked=0).answers([(prompt, params)])
+    stop = next(token for place, token in enumerate(tokens) if place > 4 and token not in tokens[:place])
+    world = Recorded(*half_right, num_asked=3, next_id=100)
+    world.answers([(prompt, replace(params, stop_token_ids=(stop,)))])
+    *before, last = world.results
+    assert any(each.draft_passes for each in before)
+    assert [ids[-1] for ids in last.token_ids.values()] == [stop]
+    assert not last.draft_passes
+    ignoring = Recorded(*half_right, num_asked=3, next_id=200)
+    ignoring.answers([(prompt, params)])
+    assert all(each.draft_passes for each in ignoring.results if stop in sum(each.token_ids.values(), ()))
+
+
+def test_inputs_are_rounded_for_a_model_of_codes_beside_a_draft_model_without(tmp_path: Path) -> None:
+    codes = write_quantized("llama", "int4", tmp_path)[0]
+    plain = codes.parent / "llama plain int4"
+    for folder in (codes, plain):
+        shutil.copy(DEMO / "tokenizer.json", folder)
+    load_worker(codes, activations="int8", speculation=drafting(plain))
+    with pytest.raises(StartupError, match="--activations int8 has no effect"):
+        load_worker(plain, activations="int8", speculation=drafting(codes))
 
 
 def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
