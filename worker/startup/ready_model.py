@@ -109,11 +109,10 @@ def start_loaded(
     _correct(loaded, size.max_model_len)
     stage.enter(LoadPhase.WARMING_UP)
     whole_cache = _small_cache(device, whole_layout) if is_divided(ranks) else cache
-    backend: AttentionBackend = RefAttention(whole_cache, device)
     check = SelfCheck(
         loaded=loaded,
         runner=runner,
-        backend=backend,
+        backend=RefAttention(whole_cache, device),
         cache=whole_cache,
         device=device,
         max_model_len=size.max_model_len,
@@ -122,8 +121,7 @@ def start_loaded(
     stored_codes = find_codes(loaded.model)
     surgery = None
     if toolkit is not None:
-        backend = toolkit.attention_over(cache)
-        check = replace(check, cache=cache, backend=backend)
+        check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
         surgery = _put_kernels(config, toolkit, check, stage, expected, must_round_inputs=True)
     _log_codes(loaded, stored_codes)
     return ReadyModel(
@@ -131,7 +129,7 @@ def start_loaded(
         cache=cache,
         host_pool=host_pool,
         runner=runner,
-        backend=backend,
+        backend=check.backend,
         toolkit=toolkit,
         adapter_targets=adapter_targets,
         surgery=surgery,
