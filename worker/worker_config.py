@@ -56,6 +56,15 @@ class AdapterLimits:
     max_rank: int = 64
 
 
+RANKS_AT_ONCE = 16
+"""Ranks of an adapter that a program of a GPU takes: stacks have a multiple of it."""
+
+
+def padded_rank(max_rank: int) -> int:
+    """Return the ranks that a GPU keeps memory for."""
+    return -(-max_rank // RANKS_AT_ONCE) * RANKS_AT_ONCE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Configuration as engine/options/engine_config.py resolves it; the worker measures the rest."""

@@ -68,7 +68,8 @@ class DeviceBatch(NamedTuple):
     position_ids_1T: Tensor
     """int64; 0 for padding."""
     rows_T: Tensor
-    """int32: the row of each token, read where input_ids_1T is -1."""
+    """int32: the row of each token, for adapters, and where input_ids_1T is -1; padding has the row of no
+    sequence."""
     logits_indices_N: Tensor
     """int64; padding points to token 0."""
     rows_N: Tensor

@@ -108,7 +108,12 @@ def open_toolkit(
     from worker.gpu.gpu_toolkit import GpuToolkit
 
     _keep_compiled_kernels()
-    return GpuToolkit(device, config.attention_backend, rounding=rounding_of(config))
+    return GpuToolkit(
+        device,
+        config.attention_backend,
+        rounding=rounding_of(config),
+        max_adapters=config.adapter_limits.max_in_step,
+    )
 
 
 def _keep_compiled_kernels() -> None:

@@ -7,18 +7,16 @@ Shapes: T tokens, N outputs, K inputs.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from worker.gpu_quantized.code_products import CodeProduct, find_hindrance
 from worker.gpu_quantized.float8_products import FLOAT8_ROWS, Float8Product
 from worker.model.layer_parts import TakenWeights
-from worker.model.linear import Linear, PlainWeight
+from worker.model.linear import Linear
 from worker.model.quantization import Int8Weight
-from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS, GroupedWeight
+from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS
 
 
 class Product(Protocol):
@@ -58,11 +56,3 @@ TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1, find_hindran
 def product_of(linear: Linear) -> Product:
     """Bring a layer into the form that its format's kernels take."""
     return _PRODUCTS[linear.weight.format](linear)
-
-
-def without_codes(linear: Linear) -> Linear:
-    """Forget codes, which their product has in an order of its own; sizes stay."""
-    if not isinstance(linear.weight, GroupedWeight | Int8Weight):
-        return linear
-    one = torch.zeros((1, 1), dtype=torch.bfloat16, device=linear.weight.device)
-    return replace(linear, weight=PlainWeight(one.expand(linear.weight.shape)))

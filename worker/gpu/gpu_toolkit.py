@@ -46,8 +46,9 @@ class GpuToolkit:
         attention_backend: str = DEFAULT_BACKEND,
         *,
         rounding: Rounding = NO_ROUNDING,
+        max_adapters: int = 0,
     ) -> None:
-        self._device, self._rounding = device, rounding
+        self._device, self._rounding, self._max_adapters = device, rounding, max_adapters
         self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
         self._open_attention = choose_attention(attention_backend)
 
@@ -84,6 +85,8 @@ class GpuToolkit:
         replaced = replace_experts(model, _own_experts)
         replace_code_modules(model, self._rounding.head)
         replace_frame(model, TAKEN, max_model_len)
+        if self._max_adapters:
+            return replaced  # products with updates fold nothing
         layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
         choose_products([product for layer in layers for product in layer.products], self._device)
         return replaced

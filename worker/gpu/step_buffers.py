@@ -277,7 +277,8 @@ class StepBuffers:
         host.draws_NF[num_logits:] = 0
         host.draws_NF[num_logits:, LINE] = NOBODY
         host.draws_NF[num_logits:, PLACE] = np.arange(num_logits, len(host.draws_NF))
-        host.input_ids_T[num_tokens:] = host.position_ids_T[num_tokens:] = host.rows_T[num_tokens:] = 0
+        host.input_ids_T[num_tokens:] = host.position_ids_T[num_tokens:] = 0
+        host.rows_T[num_tokens:] = self.limits.num_sequences  # of no sequence: it has no adapter
         host.slots_T[num_tokens:] = -1
         host.logits_indices_N[num_logits:] = 0
         # No sequence behind the last has tokens: all of them begin where the last one ends.

@@ -19,22 +19,20 @@ from worker.adapters.adapter_files import LowRank
 from worker.adapters.product_plan import ProductPlan
 from worker.devices.device import Device
 from worker.gpu.gpu_products import Product
-from worker.gpu.kernels.adapter_updates import OUTPUTS, RANKS, StackedUpdates, add_updates
+from worker.gpu.kernels.adapter_updates import OUTPUTS, StackedUpdates, add_updates
 from worker.model.linear import Linear, linear_of
-
-
-def padded_rank(max_rank: int) -> int:
-    """Return the ranks that memory is kept for."""
-    return -(-max_rank // RANKS) * RANKS
+from worker.worker_config import padded_rank
 
 
 class GpuStepAdapters(StepAdapters):
     """The slot of each row on the device, brought there before a step where one has changed."""
 
-    def __init__(self, device: Device, *, max_num_seqs: int, max_rank: int) -> None:
+    def __init__(self, device: Device, *, dtype: torch.dtype, max_num_seqs: int, max_rank: int) -> None:
         super().__init__()
+        self.dtype = dtype
+        """The dtype of the model, which the weight of a layer of codes does not give."""
         self.max_rank = padded_rank(max_rank)
-        # One more row, of no sequence.
+        # One more row, of no sequence, that padding has.
         self.slots_C = device.tensor(np.full(max_num_seqs + 1, NO_SLOT, np.int32))
         self.rows_T: Tensor | None = None
         """The row of each token, on the device; None outside of steps."""
@@ -59,7 +57,7 @@ class TritonUpdates:
     ) -> None:
         self._plan, self._step = plan, step
         self._names = tuple(f"{layer_name}.{name}" for name in plan.names)
-        like: dict[str, Any] = {"device": weight.weight.device, "dtype": _dtype_of(weight)}
+        like: dict[str, Any] = {"device": weight.weight.device, "dtype": step.dtype}
         num_modules, max_rank = len(plan.names), step.max_rank
         starts = (0, *plan.ends[:-1])
         blocks = [
@@ -163,8 +161,3 @@ class AdaptedGpuLinear(WrappedModule):
         flat = product.view(-1, product.shape[-1])
         self._updates.add(flat, x.reshape(-1, x.shape[-1]).contiguous())
         return product
-
-
-def _dtype_of(linear: Linear) -> torch.dtype:
-    named = getattr(torch, linear.weight.format, None)
-    return named if isinstance(named, torch.dtype) else torch.bfloat16

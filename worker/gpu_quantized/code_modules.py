@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.gpu_quantized.code_products import CodeProduct, find_hindrance
+from worker.gpu_quantized.code_products import CodeProduct, find_hindrance, without_codes
 from worker.model.linear import Linear, linear_of
 from worker.model.quantization import Quantization
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedLinear
@@ -20,7 +20,11 @@ class CodeLinear(nn.Module):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self._product = CodeProduct(linear)
+        self._product, self._sizes = CodeProduct(linear), without_codes(linear)
+
+    def as_linear(self) -> Linear:
+        """Return the layer's sizes, for adapters; its codes are the product's."""
+        return self._sizes
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""

@@ -7,6 +7,7 @@ Shapes: T tokens, N outputs, K inputs, G groups of inputs, B bytes of a row, E e
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from worker.gpu_quantized.kernels.code_kernels import (
     add_parts_kernel,
     multiply_codes_kernel,
 )
-from worker.model.linear import Linear, Weight
+from worker.model.linear import Linear, PlainWeight, Weight
 from worker.model.quantization import Int8Weight
 from worker.quantized.grouped_weight import E2M1_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
 
@@ -163,6 +164,14 @@ def grouped(weight: Weight) -> GroupedWeight:
         return GroupedWeight(codes=weight.codes_NK, scales_NG=weight.scales_N[:, None])
     assert isinstance(weight, GroupedWeight)
     return weight
+
+
+def without_codes(linear: Linear) -> Linear:
+    """Forget codes, which their product has in an order of its own; sizes stay."""
+    if not isinstance(linear.weight, GroupedWeight | Int8Weight):
+        return linear
+    one = torch.zeros((1, 1), dtype=torch.bfloat16, device=linear.weight.device)
+    return replace(linear, weight=PlainWeight(one.expand(linear.weight.shape)))
 
 
 class CodeProduct:

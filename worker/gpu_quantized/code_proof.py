@@ -69,10 +69,17 @@ def _prove_float8(weight: GroupedWeight, dtype: torch.dtype) -> None:
         rows_TK = rounded_TK.double() * scales_T1
         expected_TN = rows_TK @ weight.dequantized().double().T
         rounding_error = _error(rows_TK, x_TK.double())
-        error = _error(product.multiply(x_TK).double(), expected_TN)
-        if error > _ROUNDED_TOLERANCE or rounding_error > _ROUNDING_TOLERANCE:
+        try:
+            found_TN = product.multiply(x_TK).double()
+        except RuntimeError as error:
             raise StartupError(
-                f"products of float8 by float8 are not exact (error {error:.1e}, rows {rounding_error:.1e})",
+                f"--activations fp8: this GPU has no such product: {error}", fix="leave --activations out"
+            ) from error
+        product_error = _error(found_TN, expected_TN)
+        if product_error > _ROUNDED_TOLERANCE or rounding_error > _ROUNDING_TOLERANCE:
+            raise StartupError(
+                "products of float8 by float8 are not exact "
+                f"(error {product_error:.1e}, rows {rounding_error:.1e})",
                 fix="leave --activations out, and report it",
             )
 

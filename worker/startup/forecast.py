@@ -34,8 +34,13 @@ from worker.startup.loader import (
     refuse_layers,
 )
 from worker.startup.quantized_loading import without_quantization
-from worker.startup.start_adapters import most_bytes, targets_of
-from worker.startup.start_drafting import check_vocabulary, draft_config, naming_draft
+from worker.startup.start_adapters import most_bytes, stacked_bytes, targets_of
+from worker.startup.start_drafting import (
+    check_vocabulary,
+    draft_config,
+    naming_draft,
+    refuse_scales_with_draft,
+)
 from worker.worker_config import DraftMethod, WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -78,6 +83,7 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
     """Forecast for the draft model, if there is one. Raises StartupError, and CannotForesee."""
     if config.speculation.method is not DraftMethod.DRAFT_MODEL:
         return None
+    refuse_scales_with_draft(config)
     own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
     with naming_draft(config):
         draft_kind = find_kind(own)
@@ -127,9 +133,10 @@ def forecast(
     text_config = model.config.get_text_config(decoder=True)
     _check_division(config, layout, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
-    adapter_bytes = most_bytes(config, targets, dtype)
+    is_stacked = kernels_of(device).stacks_adapters
+    adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
     budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
-    if kernels_of(device).stacks_adapters:
+    if is_stacked:
         budget_bytes = max(0, budget_bytes - adapter_bytes)
     size = size_cache(
         CacheRequest(

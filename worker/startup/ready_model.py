@@ -367,11 +367,6 @@ def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[in
 
 def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype)
-    if dtype is FLOAT8 and loaded.layers_beside:
-        raise StartupError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model, which has no scales",
-            fix="leave one of them out",
-        )
     return BlockLayout(
         layers=with_layers_beside(probe_shapes(device, loaded, runner), loaded.layers_beside),
         block_size=config.block_size or device.default_block_size,

@@ -21,14 +21,12 @@ from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind
-from worker.worker_config import AdapterFacts, WorkerConfig
+from worker.worker_config import AdapterFacts, WorkerConfig, padded_rank
 from worker.worker_errors import AdapterRefused, StartupError
 
 log = logging.getLogger(__name__)
 
 _NUM_TOKENS = 3
-_RANKS_AT_ONCE = 16
-"""GPU kernels compute a multiple of it."""
 _OPTIONS = "--lora-modules and --lora-directory"
 _LEFT_OUT = "leave them out"
 
@@ -73,9 +71,13 @@ def targets_of(
 
 def with_adapters(reserve: Reserve, config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> Reserve:
     """Add the memory of adapters to what a GPU keeps beside the cache: that of all slots, at the start."""
+    return reserve._replace(buffer_bytes=reserve.buffer_bytes + stacked_bytes(config, targets, dtype))
+
+
+def stacked_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> int:
+    """Size the adapters of all slots of a GPU, whose ranks are padded."""
     limits = config.adapter_limits
-    padded = replace(limits, max_rank=-(-limits.max_rank // _RANKS_AT_ONCE) * _RANKS_AT_ONCE)
-    return reserve._replace(buffer_bytes=reserve.buffer_bytes + targets.num_bytes(padded, dtype))
+    return targets.num_bytes(replace(limits, max_rank=padded_rank(limits.max_rank)), dtype)
 
 
 def open_adapters(

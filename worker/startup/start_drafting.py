@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tokenizers
+import torch
 
-from worker.attention.kv_cache import LayerShape, numbers_beside
+from worker.attention.kv_cache import FLOAT8, LayerShape, cache_dtype, numbers_beside
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.task import Task
 from worker.devices.device import Device
@@ -20,6 +21,7 @@ from worker.memory_sizes import format_size
 from worker.model.rope import longest_right_len
 from worker.progress import LoadStage
 from worker.sampling.row_sampler import RowSampler
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, find_kind, load_model
 from worker.startup.ready_model import ReadyModel, probe_shapes, start_beside
 from worker.startup.self_check import SelfCheck
@@ -78,6 +80,21 @@ def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
     )
 
 
+def why_no_drafts(device: Device, *, is_shared: bool) -> str | None:
+    """Say why steps verify no drafts, where ranks or stages share a model or not; None if they do."""
+    return "ranks verify no drafts yet" if is_shared else kernels_of(device).why_no_drafts
+
+
+def refuse_scales_with_draft(config: WorkerConfig) -> None:
+    """Raise StartupError for a KV cache with scales, which are measured for the model's layers alone."""
+    # Any dtype of the model: it does not change the answer.
+    if cache_dtype(config.kv_cache_dtype, torch.float32) is FLOAT8:
+        raise StartupError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model, which has no scales",
+            fix="leave one of them out",
+        )
+
+
 def check_vocabulary(kind: ModelKind, draft_kind: ModelKind) -> None:
     """Raise StartupError unless a token is the same text for both models."""
     words, draft_words = _vocabulary(kind.folder), _vocabulary(draft_kind.folder)
@@ -113,6 +130,7 @@ def load_draft(
     """Load the draft model, if there is one. Raises StartupError."""
     if config.speculation.method is not DraftMethod.DRAFT_MODEL:
         return None
+    refuse_scales_with_draft(config)
     own = draft_config(config, str(loaded.dtype).removeprefix("torch."))
     with naming_draft(config):
         draft_kind = find_kind(own)

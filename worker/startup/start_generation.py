@@ -22,7 +22,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_adapters import open_adapters
-from worker.startup.start_drafting import load_draft, naming_draft, open_draft
+from worker.startup.start_drafting import load_draft, naming_draft, open_draft, why_no_drafts
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
@@ -33,8 +33,9 @@ def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
-    if (reason := _why_no_drafts(device, ranks)) is not None:
-        refuse_speculation(config, reason)
+    no_drafts = why_no_drafts(device, is_shared=is_divided(ranks))
+    if no_drafts is not None:
+        refuse_speculation(config, no_drafts)
     loaded = load_model(config, kind, device, stage, ranks)
     draft = load_draft(config, kind, loaded, device)
     if draft is not None:
@@ -54,7 +55,7 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
-    if _why_no_drafts(device, ranks) is None:
+    if no_drafts is None:
         max_drafts = config.speculation.num_speculative_tokens
         facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
     generation = GenerationSteps(
@@ -94,11 +95,6 @@ def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
     )
 
 
-def _why_no_drafts(device: Device, ranks: Ranks) -> str | None:
-    """Say why steps verify no drafts; None if they do."""
-    return "ranks verify no drafts yet" if is_divided(ranks) else kernels_of(device).why_no_drafts
-
-
 def _open_adapters(
     config: WorkerConfig, loaded: LoadedModel, ready: ReadyModel[ModelRunner], device: Device
 ) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
@@ -107,7 +103,7 @@ def _open_adapters(
         return open_adapters(config, loaded, ready.adapter_targets, in_torch(), cache_bytes=cache_bytes)
     from worker.startup.start_gpu_steps import adapters_by_triton  # only here, as above
 
-    way = adapters_by_triton(config, ready.runner, device)
+    way = adapters_by_triton(config, ready.runner, device, dtype=loaded.dtype)
     return open_adapters(config, loaded, ready.adapter_targets, way, cache_bytes=None)
 
 

@@ -28,10 +28,12 @@ from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 
-def adapters_by_triton(config: WorkerConfig, runner: ModelRunner, device: Device) -> AdapterWay:
+def adapters_by_triton(
+    config: WorkerConfig, runner: ModelRunner, device: Device, *, dtype: torch.dtype
+) -> AdapterWay:
     """Let layers compute updates by kernels, from the rows of each step's tokens on."""
     max_rank = config.adapter_limits.max_rank
-    step = GpuStepAdapters(device, max_num_seqs=config.max_num_seqs, max_rank=max_rank)
+    step = GpuStepAdapters(device, dtype=dtype, max_num_seqs=config.max_num_seqs, max_rank=max_rank)
     runner.rows_listener = step.take_rows
     return AdapterWay(step, AdaptedGpuLinear)
 

@@ -36,6 +36,7 @@ from worker.startup.forecast import (
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
 from worker.startup.start_adapters import refuse_adapters
+from worker.startup.start_drafting import why_no_drafts
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError
 
@@ -120,7 +121,8 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
 
 def _look_at_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
     """Raise StartupError for a draft model that cannot be served; None for one that cannot be foreseen."""
-    if (reason := kernels_of(device).why_no_drafts) is not None:
+    is_shared = config.num_ranks * config.num_stages > 1
+    if (reason := why_no_drafts(device, is_shared=is_shared)) is not None:
         refuse_speculation(config, reason)
     try:
         return foresee_draft(config, kind, device)

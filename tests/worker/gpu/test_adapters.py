@@ -1,5 +1,6 @@
 """Updates by adapters on an interpreted GPU: what their definition says, for each token by itself."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.adapters import write_adapter
 from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu.ahead import AheadDriver
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
@@ -19,7 +21,7 @@ from tests.worker.plan_driver import PlanDriver
 from worker.adapters.adapter_files import LowRank
 from worker.adapters.product_plan import ProductPlan
 from worker.devices.device import open_device
-from worker.gpu import graphs, triton_layer
+from worker.gpu import gpu_toolkit, graphs, triton_layer
 from worker.gpu.triton_adapters import GpuStepAdapters, TritonUpdates
 from worker.model.linear import Cut, Linear, PlainWeight, Segment
 from worker.worker import Worker
@@ -43,9 +45,11 @@ def test_each_token_gets_the_update_of_its_adapter(
     dtype: torch.dtype, slots: list[int], num_inputs: int, sizes: list[int], data: st.DataObject
 ) -> None:
     torch.manual_seed(num_inputs)
-    step = GpuStepAdapters(open_device(WorkerConfig(model_path="")), max_num_seqs=len(slots), max_rank=20)
+    device = open_device(WorkerConfig(model_path=""))
+    step = GpuStepAdapters(device, dtype=dtype, max_num_seqs=len(slots), max_rank=20)
     segments = tuple(Segment(size) for size in sizes)
-    linear = Linear(PlainWeight(torch.randn(sum(sizes), num_inputs).to(dtype)), None, segments)
+    of_codes = torch.zeros((1, 1), dtype=torch.bfloat16).expand(sum(sizes), num_inputs)
+    linear = Linear(PlainWeight(of_codes), None, segments)  # whose dtype says nothing of the rows
     names = tuple(f"m{place}" for place in range(len(sizes)))
     order_N = torch.cat([torch.randperm(size) + sum(sizes[:place]) for place, size in enumerate(sizes)])
     cut = Cut(segments, torch.arange(sum(sizes)), slice(0, num_inputs))
@@ -124,6 +128,34 @@ def test_the_gpus_worker_draws_the_tokens_that_the_cpus_draws_with_adapters(
     assert mixed(worker, identities, is_ahead=True) == expected
     assert steps_of(worker).describe().startswith("0 steps") is enforce_eager
     assert len({str(each) for each in expected[:3]}) == 3
+
+
+def test_codes_outside_of_fused_layers_take_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_layer, "LARGEST_ROW", 16)
+    folder, plain = write_quantized("llama", "int4", tmp_path)
+    adapter = write_adapter(tmp_path / "a", plain, rank=3)
+    named = (AdapterFolder("a", str(adapter)),)
+    on_cpu, facts = load_worker(folder, adapter_limits=LIMITS, adapters=named)
+    identities = [facts.adapters[0].identity, ""]
+    expected = mixed(on_cpu, identities, is_ahead=False)
+    settings = {"adapter_limits": LIMITS, "adapters": named, "enforce_eager": True, **SETTINGS}
+    worker = Worker(WorkerConfig(model_path=str(folder), **settings), open_gpu)
+    worker.load(lambda _progress: None)
+    assert mixed(worker, identities, is_ahead=True) == expected
+    assert expected[0] != expected[1]
+
+
+def test_a_gpu_with_adapters_tries_no_products_that_fold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr(gpu_toolkit, "choose_products", lambda products, _device: tried.append(products))
+    base = make_checkpoint("llama", tmp_path / "base", num_hidden_layers=1)
+    config = WorkerConfig(model_path=str(base), enforce_eager=True, **SETTINGS)
+    Worker(replace(config, adapter_limits=LIMITS), open_gpu).load(lambda _progress: None)
+    assert not tried
+    Worker(config, open_gpu).load(lambda _progress: None)
+    assert tried
 
 
 def test_a_gpu_without_kernels_computes_no_adapters(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     assert batch.position_ids_1T[0, :num_tokens].tolist() == inputs.position_ids_T.tolist()
     assert not batch.position_ids_1T[0, num_tokens:].any()
     assert batch.rows_T[:num_tokens].tolist() == inputs.rows_T.tolist()
+    assert set(batch.rows_T[num_tokens:].tolist()) <= {LIMITS.num_sequences}, "padding is of no sequence"
     padding = sizes.num_logits - num_logits
     assert batch.logits_indices_N.tolist() == [*inputs.logits_indices_N, *[0] * padding]
     assert batch.rows_N.tolist() == [*inputs.rows, *[LIMITS.num_sequences] * padding]

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from tests.worker.gpu.interpreter import mend_interpreter
 from tests.worker.quantized.random_weights import KINDS, random_weight
-from worker.gpu.gpu_products import without_codes
 from worker.gpu.kernels.expert_products import route
 from worker.gpu_quantized import code_products, code_proof
 from worker.gpu_quantized.code_experts import CodeExperts
-from worker.gpu_quantized.code_products import CodeProduct, count_splits, find_hindrance
+from worker.gpu_quantized.code_products import CodeProduct, count_splits, find_hindrance, without_codes
 from worker.gpu_quantized.code_proof import prove_product
 from worker.gpu_quantized.float8_products import Float8Product, has_float8_product, with_float8_rows
 from worker.gpu_quantized.kernels.row_kernels import round_rows

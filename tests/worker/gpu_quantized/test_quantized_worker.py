@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
@@ -85,6 +86,17 @@ def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
         {"quantization": "fp8", "activations": "fp8"},
     ):
         assert len(generated(load(plain, enforce_eager=True, **options))) == 2 * NUM_DRAWN
+
+
+def test_a_gpu_without_products_of_float8_is_named_as_such(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("only supported on newer devices")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    with pytest.raises(StartupError, match="--activations fp8: this GPU has no such product: only supported"):
+        load(plain, quantization="fp8", activations="fp8")
 
 
 @pytest.mark.parametrize(

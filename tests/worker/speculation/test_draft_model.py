@@ -231,3 +231,27 @@ def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
     memory = next(each for each in survey(config) if each.topic == "memory")
     assert memory.verdict is Verdict.OK
     assert "of the draft model" in memory.what
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"kv_cache_dtype": "fp8", "cpu_kernels": "off"}, "does not go with a draft model"),
+        ({"num_ranks": 2}, "ranks verify no drafts yet"),
+        ({"num_stages": 2}, "ranks verify no drafts yet"),
+    ],
+)
+def test_doctor_refuses_a_draft_model_where_the_start_does(
+    four_layers: Path, options: dict[str, object], part: str
+) -> None:
+    config = WorkerConfig(
+        model_path=str(DEMO),
+        device="cpu",
+        num_threads=1,
+        kv_cache_bytes=4 << 20,
+        speculation=drafting(four_layers),
+        **options,
+    )
+    *_, last = survey(config)
+    assert last.verdict is Verdict.FAULT
+    assert part in last.what

@@ -162,6 +162,22 @@ def test_adapters_are_read_and_what_they_may_take_is_what_loading_allows(
     assert sizes[1] == pytest.approx(2 * sizes[0], abs=0.02), "each rank may have the larger part"
 
 
+class StandInGpu(CpuDevice):
+    """A device of the host that counts as a GPU."""
+
+    is_gpu = True
+
+
+def test_adapters_of_a_gpu_are_foreseen_as_their_stacks_are_allocated(tiny_model: Path) -> None:
+    found = []
+    for max_rank in (9, 16):
+        limits = AdapterLimits(max_in_step=1, max_in_memory=1, max_rank=max_rank)
+        config = config_of(tiny_model, adapter_limits=limits)
+        kind, device = find_kind(config), StandInGpu(config)
+        found.append(forecast(config, kind, device, weight_bytes(config, kind, device)).adapter_bytes)
+    assert found[0] == found[1]
+
+
 def memory_line(config: WorkerConfig) -> str:
     (found,) = [each for each in survey(config) if each.topic == "memory"]
     assert found.verdict is Verdict.OK

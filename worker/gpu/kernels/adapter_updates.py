@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.worker_config import RANKS_AT_ONCE
+
 _TOKENS = 16
-RANKS = 16
-"""Ranks that a program takes; R is a multiple."""
 OUTPUTS = 64
 _INPUTS = 128
 _MOST_PARTS = 16
@@ -139,14 +139,14 @@ def add_updates(
     part_inputs = triton.cdiv(triton.cdiv(num_inputs, num_parts), _INPUTS) * _INPUTS
     shrunk = torch.empty(num_parts * num_tokens * num_modules * max_rank, device=x_TK.device)
     num_tiles = triton.cdiv(num_tokens, _TOKENS)
-    _shrink_kernel[(num_tiles, num_modules * max_rank // RANKS, num_parts)](
+    _shrink_kernel[(num_tiles, num_modules * max_rank // RANKS_AT_ONCE, num_parts)](
         x_TK, by.down_SMRK, by.scales_SM, by.ranks_SM, rows_T, slots_C, shrunk,
         num_tokens, num_inputs, num_modules, part_inputs,
-        MAX_RANK=max_rank, TOKENS=_TOKENS, RANKS=RANKS, INPUTS=_INPUTS,
+        MAX_RANK=max_rank, TOKENS=_TOKENS, RANKS=RANKS_AT_ONCE, INPUTS=_INPUTS,
         PRECISION=_PRECISION.get(x_TK.dtype, "tf32"), num_warps=4,
     )  # fmt: skip
     _expand_kernel[(num_tiles, len(by.blocks_B3))](
         shrunk, by.up_SNR, by.ranks_SM, rows_T, slots_C, by.blocks_B3, out_TN,
         num_tokens, out_TN.shape[1], num_modules, num_parts, multiplier,
-        MAX_RANK=max_rank, TOKENS=_TOKENS, RANKS=RANKS, OUTPUTS=OUTPUTS, num_warps=4,
+        MAX_RANK=max_rank, TOKENS=_TOKENS, RANKS=RANKS_AT_ONCE, OUTPUTS=OUTPUTS, num_warps=4,
     )  # fmt: skip
