@@ -16,7 +16,7 @@ MAX_OVERDRAFT_S = 0.05
 """Seconds by which a row may exceed its allowance: one very dear mask, or ten of twice the allowance."""
 MAX_REPLAY_S = 0.05
 """Seconds for all that a row had generated before it was preempted, if the text is short."""
-_REPLAY_TOKEN_S = 0.00005
+_REPLAY_TOKEN_S = 0.00002
 """Seconds for each token of a long text, where these are more."""
 MAX_STEP_S = 0.02
 """Seconds for all masks of a step, for each thread. Beyond, only rows within an equal share get theirs."""

@@ -94,7 +94,7 @@ def test_drafts_are_followed_in_time_that_is_left_and_take_none_from_rows(
 
 def test_a_long_text_has_more_time_to_be_read_again(clock: _Clock) -> None:
     assert max_replay_s(10) == MAX_REPLAY_S
-    row = RowGrammar(_Matcher(clock, 0.0, 0.00004), None)
+    row = RowGrammar(_Matcher(clock, 0.0, 0.00001), None)
     for token_id in range(20_000):
         row.record(token_id)
     row.read(max_s=max_replay_s(20_000))
