@@ -60,8 +60,8 @@ def free_port() -> int:
 class First:
     """A first node without an engine."""
 
-    def __init__(self, directory: Path, num_nodes: int) -> None:
-        self.port, self.directory, self.losses = free_port(), directory, list[str]()
+    def __init__(self, directory: Path, num_nodes: int, port: int) -> None:
+        self.port, self.directory, self.losses = port, directory, list[str]()
         self.config = config_of(0, self.port, num_nodes)
         assert self.config.cluster is not None
         roll = NodeRoll(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint)
@@ -80,7 +80,7 @@ class First:
 
 @pytest.fixture
 def first(tmp_path: Path) -> Iterator[First]:
-    first = First(tmp_path, num_nodes=2)
+    first = First(tmp_path, num_nodes=2, port=free_port())
     yield first
     first.board.close()
 
@@ -186,6 +186,20 @@ def test_a_node_that_falls_silent_is_the_end_of_the_engine(
     assert first.losses == [f"70: node 1 has been silent for {switchboards.SILENCE_S:.0f} s"]
 
 
+def test_a_connection_that_was_given_up_takes_no_place_when_the_first_node_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.nodes.node_agent.SILENCE_S", 0.1)
+    port = free_port()
+    config = config_of(1, port, 2)
+    with closing(NodeAgent(config)) as agent:
+        with agent.connected() as leader:
+            assert agent._dial(leader, HELLO) is None
+        first = First(tmp_path, num_nodes=2, port=port)
+        with closing(first.board):
+            assert first.board.wait_for_nodes(1.0) == "waiting for node 1"
+
+
 @contextmanager
 def repeating(leader: Leader, message: ToLeader) -> Iterator[None]:
     """Send so often that the first node never has a pause between two messages."""
@@ -208,7 +222,7 @@ def test_a_silent_node_is_noticed_though_another_is_never_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
-    first = First(tmp_path, num_nodes=3)
+    first = First(tmp_path, num_nodes=3, port=free_port())
     with closing(first.board), first.node() as silent, first.node() as other:
         for node, leader in ((1, silent), (2, other)):
             answer_to(leader, Hello(node=node, num_nodes=3, software="0.9", checkpoint="abc"))
