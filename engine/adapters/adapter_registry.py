@@ -147,6 +147,9 @@ class AdapterRegistry:
         except TimeoutError:
             self._undo(load.answers)
             raise EngineUnavailable("the engine did not answer in time") from None
+        except asyncio.CancelledError:
+            self._undo(load.answers)
+            raise
         finally:
             self._load = None
         found = {answer.facts for answer in load.answers if answer.facts is not None}

@@ -119,6 +119,8 @@ class NodeAgent:
                 if isinstance(answer, Wait):
                     self._say(f"connected to the first node: {answer.reason}")
             if leader.silent_s > SILENCE_S:
+                # A hello that arrived after this would take the place of the next connection.
+                leader.socket.linger = 0
                 self._say(
                     f"no answer from the first node at {self._cluster.host}:{self._cluster.port}: it has not "
                     "started, cannot be reached, or has another TOKENYARD_CLUSTER_KEY; still trying"

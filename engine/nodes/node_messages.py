@@ -15,6 +15,9 @@ SILENCE_S = 5.0
 LEADER_SILENCE_S = 15.0
 """The same for the first node, whose thread for messages may wait while a model is loaded."""
 MAX_MESSAGE_BYTES = 1 << 30
+"""Largest message of the first node, which is known by its key: a plan may hold many long prompts."""
+MAX_BYTES_FROM_NODES = 64 << 20
+"""Largest message to the first node, unless results need more. Hidden states come in pieces of 16 MiB."""
 
 # To the first node.
 

@@ -22,6 +22,7 @@ class NodeRoll:
         self._num_nodes = num_nodes
         self._software, self._checkpoint = software, checkpoint
         self._present: dict[int, _Present] = {}
+        self._is_begun = False
 
     @property
     def agents(self) -> list[bytes]:
@@ -36,13 +37,18 @@ class NodeRoll:
         """Return the number of a node that has come; None for a stranger."""
         return next((node for node, each in self._present.items() if each.agent == agent), None)
 
+    def begin(self) -> None:
+        """Keep each place for its node from now on: another one would hide that the first was lost."""
+        self._is_begun = True
+
     def take(self, agent: bytes, hello: Hello, now_s: float) -> Wait | Refused:
         """Enter a node, or say why not."""
         refusal = self._refuse(hello)
         if refusal is not None:
             return refusal
         present = self._present.get(hello.node)
-        if present is not None and present.agent != agent and now_s - present.heard_s < SILENCE_S:
+        is_taken = present is not None and (self._is_begun or now_s - present.heard_s < SILENCE_S)
+        if present is not None and is_taken and present.agent != agent:
             return Wait(f"another node {hello.node} is there")
         self._present[hello.node] = _Present(agent, now_s)
         return Wait(describe_missing(self.missing))

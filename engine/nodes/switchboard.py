@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from engine.nodes.link_address import (
     write_link,
 )
 from engine.nodes.node_messages import (
+    MAX_BYTES_FROM_NODES,
     MAX_MESSAGE_BYTES,
     SILENCE_S,
     Alive,
@@ -56,6 +57,10 @@ log = logging.getLogger(__name__)
 _COMMANDS, _OUTCOMES = "inproc://commands", "inproc://results"
 _PLAN, _BEGIN, _STACKS, _CLOSE = b"plan", b"begin", b"stacks", b"close"
 _LOOK_MS = 200
+_MOST_AT_ONCE = 1000
+_HANDSHAKE_MS = 5_000
+_PROMPT_TOKEN_BYTES = 512
+"""Most bytes of a result for each token of a step: a prompt token with 20 alternatives."""
 _DOMAIN = "nodes"
 
 
@@ -88,11 +93,14 @@ class Switchboard:
         self._authenticator.start()
         key = node_keys(config.cluster.key).public
         self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyNodes(key))
-        self._nodes = self._router()
+        # A peer without the key can announce a message too.
+        most_bytes = config.scheduler.max_num_batched_tokens * _PROMPT_TOKEN_BYTES
+        self._nodes = self._router(max(MAX_BYTES_FROM_NODES, most_bytes))
+        self._nodes.handshake_ivl = _HANDSHAKE_MS
         self._nodes.zap_domain = _DOMAIN.encode()
         self._nodes.curve_server = True
         self._nodes.curve_publickey, self._nodes.curve_secretkey = leader_keys(config.cluster.key)
-        self._here = self._router()
+        self._here = self._router(MAX_MESSAGE_BYTES)
         link = LinkAddress(f"ipc://{directory / 'switchboard'}", self.life, None)
         write_link(directory, link)
         self._orders = self._inproc(zmq.PULL, _COMMANDS)
@@ -158,10 +166,10 @@ class Switchboard:
         with self._commands_lock:
             self._commands.send_multipart(frames)
 
-    def _router(self) -> "zmq.Socket[bytes]":
+    def _router(self, most_bytes: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
         socket.set_hwm(0)  # the plans in flight bound what is under way
-        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.maxmsgsize = most_bytes
         socket.router_mandatory = True
         return socket
 
@@ -181,20 +189,26 @@ class Switchboard:
         poller = zmq.Poller()
         for socket in (self._nodes, self._here, self._orders):
             poller.register(socket, zmq.POLLIN)
+        look_s = 0.0
         while True:
-            ready = dict(poller.poll(_LOOK_MS))
+            poller.poll(_LOOK_MS)
             try:
                 for socket in (self._here, self._nodes):
-                    if socket in ready:
-                        self._take(socket, socket.recv_multipart())
-                if self._orders in ready and not self._obey(*self._orders.recv_multipart()):
-                    return
+                    for frames in _waiting(socket):
+                        self._take(socket, frames)
+                for order in _waiting(self._orders):
+                    if not self._obey(*order):
+                        return
             except Exception as error:
                 if not self._is_closing:
                     log.exception("the switchboard of nodes failed")
                     self._lose(EXIT_WORKER_BROKEN, f"the links between nodes failed: {error}")
-            if not ready:  # else a message of a node that seems silent may still be waiting
-                self._look(time.monotonic())
+            # By the clock, since a pause between the messages of many may never come; and after all that were
+            # waiting, since one may be of a node that seems silent.
+            now_s = time.monotonic()
+            if now_s >= look_s:
+                self._look(now_s)
+                look_s = now_s + _LOOK_MS / 1000
 
     def _obey(self, order: bytes, payload: bytes = b"") -> bool:
         """Carry out an order of the main thread; tell whether to go on."""
@@ -203,6 +217,7 @@ class Switchboard:
                 self._pass_on(PLANS, rank, payload)
         elif order == _BEGIN:
             self._is_begun = True
+            self._roll.begin()
             if self._roll.missing:
                 self._lose(EXIT_WORKER_BROKEN, f"node {self._roll.missing[0]} has left before the start")
             for agent in self._roll.agents:
@@ -300,3 +315,13 @@ class Switchboard:
             self._is_closing = True
             code = exit_code if exit_code == EXIT_START_FAILED else EXIT_WORKER_BROKEN
             self.on_loss(code, what)
+
+
+def _waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
+    """Yield the messages that have come. So many at most, so that no socket keeps the others waiting."""
+    for _ in range(_MOST_AT_ONCE):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield frames

@@ -99,9 +99,10 @@ class EdgeConfig:
     """Share of memory in use above which requests are refused; 1: no limit."""
 
 
-def edge_config(options: Options) -> EdgeConfig:
-    """Check and resolve the options. Raises OptionError."""
-    _check_access(options)
+def edge_config(options: Options, *, node: int) -> EdgeConfig:
+    """Check and resolve the options of a node. Raises OptionError."""
+    if node == 0:  # the others listen nowhere for clients, and need no API key
+        _check_access(options)
     tls = _tls(options)
     if options.api_keys_file is not None:
         # Not at the top: most starts have no file, and --help must not wait for its reader.

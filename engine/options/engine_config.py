@@ -139,7 +139,8 @@ def resolve(
     options: Options, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
     """Check and resolve the options. Raises OptionError. `environment` names the hub cache."""
-    edge = edge_config(options)
+    cluster = cluster_config(options, environment)
+    edge = edge_config(options, node=0 if cluster is None else cluster.node)
     _check_health_port(options)
     _check_limits(options)
     _check_scheduler(options)
@@ -151,7 +152,6 @@ def resolve(
     _check_checkpoint(folder)
     _check_checksums(options.checksums, folder)
     speculation = speculation_config(options, lambda draft: _find_draft_model(draft, environment))
-    cluster = cluster_config(options, environment)
     engine = _engine_config(options, folder, name, speculation)
     if cluster is not None:
         engine = replace(engine, cluster=cluster, worker=replace(engine.worker, num_nodes=cluster.num_nodes))

@@ -16,6 +16,9 @@ from worker.machine import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
 _LEAST_KEY_CHARS = 32
+# Number of nodes, number of this one, address of the first.
+_LWS = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
+_TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +198,13 @@ def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterC
 
 def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, str] | None:
     """Find number of nodes, number of this one and address of the first; flags win over the environment."""
-    is_lws = "LWS_LEADER_ADDRESS" in environment
-    names = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
-    if not is_lws:
-        names = ("WORLD_SIZE", "RANK", "MASTER_ADDR")
+    is_lws = any(name in environment for name in _LWS)
+    names = _LWS if is_lws else _TORCHRUN
     # All three or none: RANK alone stands in many environments.
     given = [environment.get(name) for name in names]
     num_nodes, node, host = given if all(given) else [None, None, None]
+    if any(given) and not all(given):
+        _check_variables(options, environment, names)
     if options.nnodes is None and num_nodes is not None and not is_lws:
         _check_torchrun(environment)
     found = {
@@ -210,9 +213,7 @@ def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, 
         "--master-addr": host if options.master_addr is None else options.master_addr,
     }
     if found["--nnodes"] in (None, 1):
-        for flag, value in (("--node-rank", options.node_rank), ("--master-addr", options.master_addr)):
-            if value is not None:
-                raise OptionError(flag, "there is one node", "give --nnodes too, or leave it out")
+        _check_alone(options)
         return None
     for flag, value in found.items():
         if value is None:
@@ -220,6 +221,33 @@ def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, 
                 f"--nnodes {options.nnodes}", f"{flag} is not known", f"give {flag}, on each node"
             )
     return int(str(found["--nnodes"])), int(str(found["--node-rank"])), str(found["--master-addr"])
+
+
+def _check_alone(options: Options) -> None:
+    """Refuse what only several nodes have a use for."""
+    has_port = options.cluster_port != Options().cluster_port
+    for flag, is_given in (
+        ("--node-rank", options.node_rank is not None),
+        ("--master-addr", options.master_addr is not None),
+        ("--cluster-key", options.cluster_key is not None),
+        (f"--cluster-port {options.cluster_port}", has_port),
+    ):
+        if is_given:
+            raise OptionError(flag, "there is one node", "give --nnodes too, or leave it out")
+
+
+def _check_variables(options: Options, environment: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Refuse a part of the variables where nodes are meant; elsewhere they are of another program."""
+    flags = (options.nnodes, options.node_rank, options.master_addr)
+    if options.cluster_key is None or None not in flags:
+        return
+    missing = next(name for name in names if not environment.get(name))
+    present = " and ".join(name for name in names if environment.get(name))
+    raise OptionError(
+        f"{present} without {missing}",
+        f"the place of a node is known by {', '.join(names)} together",
+        f"set {missing} too, or give --nnodes, --node-rank and --master-addr",
+    )
 
 
 def _count(name: str, text: str | None) -> int | None:

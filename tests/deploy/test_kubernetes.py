@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from engine.options.engine_split import cluster_config
+from engine.options.engine_config import resolve
 from engine.options.option_schema import file_schema
 from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS, Options
@@ -27,6 +27,7 @@ from tests.deploy.manifests import (
     read_file,
     the_only,
 )
+from tests.deploy.test_dockerfile import ENVIRONMENT
 
 OVERLAYS = sorted(path.parent for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
@@ -442,21 +443,12 @@ def test_pods_of_nodes_are_pods_as_restricted_as_those_of_the_base(
 
 
 def test_nodes_divide_the_stages_and_reach_each_other_where_the_first_listens() -> None:
-    (item,) = read_file(NODES / "leaderworkerset.yaml")
     (policy,) = read_file(NODES / "networkpolicy.yaml")
     (service,) = read_file(NODES / "service.yaml")
     pods = node_pods()
     (leader,) = pods["leader"]["spec"]["containers"]
     named = {port["name"]: port["containerPort"] for port in leader["ports"]}
     assert named == {"http": Options().port, "health": 8001, "nodes": Options().cluster_port}
-    variables = {each["name"]: each.get("value") for each in leader["env"]}
-    environment = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "tokenyard-nodes-0.tokenyard-nodes"}
-    environment["LWS_GROUP_SIZE"] = str(item["spec"]["leaderWorkerTemplate"]["size"])
-    given = {
-        "pipeline_parallel_size": variables["TOKENYARD_PIPELINE_PARALLEL_SIZE"],
-        "cluster_key": "k" * 32,
-    }
-    assert cluster_config(read_options(given, {}), environment)
     *_, nodes = policy["spec"]["ingress"]
     to_nodes, _ = policy["spec"]["egress"]
     assert nodes["from"] == to_nodes["to"] == [{"podSelector": policy["spec"]["podSelector"]}]
@@ -469,6 +461,21 @@ def test_nodes_divide_the_stages_and_reach_each_other_where_the_first_listens() 
     assert {"startupProbe", "livenessProbe", "readinessProbe"}.isdisjoint(
         pods["worker"]["spec"]["containers"][0]
     )
+
+
+@pytest.mark.parametrize(("role", "index"), [("leader", 0), ("worker", 1)])
+def test_each_pod_of_nodes_starts_with_the_variables_of_its_image_and_its_place(
+    role: str, index: int, tiny_model: Path
+) -> None:
+    (item,) = read_file(NODES / "leaderworkerset.yaml")
+    (container,) = node_pods()[role]["spec"]["containers"]
+    environment = ENVIRONMENT | {each["name"]: each.get("value", "k" * 32) for each in container["env"]}
+    environment |= {"TOKENYARD_MODEL": str(tiny_model)}
+    environment |= {"LWS_WORKER_INDEX": str(index), "LWS_LEADER_ADDRESS": "tokenyard-nodes-0.tokenyard-nodes"}
+    environment["LWS_GROUP_SIZE"] = str(item["spec"]["leaderWorkerTemplate"]["size"])
+    config, _ = resolve(read_options({}, environment), environment=environment)
+    assert config.cluster is not None
+    assert config.cluster.node == index
 
 
 @needs_kustomize

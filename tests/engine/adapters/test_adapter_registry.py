@@ -174,6 +174,22 @@ async def test_a_load_waits_for_no_engine_that_died_and_undoes_an_answer_that_co
     assert engine.sent[1:] == [ForgetAdapter(identity="sql@9")]
 
 
+async def test_a_load_that_is_cancelled_is_undone_where_it_was_done(engine: Engine) -> None:
+    engine.registry = AdapterRegistry(str(engine.registry._directory), (), engine.sent.append, lambda: (0, 1))
+    loading = asyncio.create_task(engine.registry.load("sql", "good", replaces=False))
+    await asyncio.sleep(0)
+    (asked,) = engine.sent
+    assert isinstance(asked, LoadAdapter)
+    engine.registry.take_answer(0, AdapterAnswer(question=asked.question, facts=facts_of(asked)))
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert engine.sent[1:] == [ForgetAdapter(identity="sql@1")]
+    engine.registry.take_answer(1, AdapterAnswer(question=asked.question, facts=facts_of(asked, "9")))
+    assert engine.sent[2:] == [ForgetAdapter(identity="sql@9")]
+    assert engine.registry.served == ()
+
+
 async def test_a_new_engine_process_changes_adapters_of_the_start_only(engine: Engine) -> None:
     def at_start(content: str) -> AdapterFacts:
         return facts_of(LoadAdapter(question=0, name="law", folder="/start/law"), content)

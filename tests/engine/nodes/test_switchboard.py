@@ -41,10 +41,10 @@ PLAN = SchedulerOutput(3, (), (), {}, (), 0)
 WAIT_S = 20.0
 
 
-def config_of(node: int, port: int) -> EngineConfig:
+def config_of(node: int, port: int, num_nodes: int) -> EngineConfig:
     given = {
-        "nnodes": "2",
-        "pipeline_parallel_size": "2",
+        "nnodes": str(num_nodes),
+        "pipeline_parallel_size": str(num_nodes),
         "tensor_parallel_size": "2",
         "node_rank": str(node),
     }
@@ -60,18 +60,18 @@ def free_port() -> int:
 class First:
     """A first node without an engine."""
 
-    def __init__(self, directory: Path) -> None:
-        self.port, self.directory, self.losses = free_port(), directory, list[str]()
-        self.config = config_of(0, self.port)
+    def __init__(self, directory: Path, num_nodes: int, port: int) -> None:
+        self.port, self.directory, self.losses = port, directory, list[str]()
+        self.config = config_of(0, self.port, num_nodes)
         assert self.config.cluster is not None
-        roll = NodeRoll(2, software=HELLO.software, checkpoint=HELLO.checkpoint)
+        roll = NodeRoll(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint)
         self.board = Switchboard(self.config, directory, address_of(self.config.cluster), roll)
         self.board.on_loss = lambda code, what: self.losses.append(f"{code}: {what}")
 
     @contextmanager
     def node(self, key: str = KEY) -> Iterator[Leader]:
         """Connect a second node; it says nothing by itself."""
-        config = config_of(1, self.port)
+        config = config_of(1, self.port, 2)
         assert config.cluster is not None
         agent = NodeAgent(replace(config, cluster=replace(config.cluster, key=key)))
         with closing(agent), agent.connected() as leader:
@@ -80,7 +80,7 @@ class First:
 
 @pytest.fixture
 def first(tmp_path: Path) -> Iterator[First]:
-    first = First(tmp_path)
+    first = First(tmp_path, num_nodes=2, port=free_port())
     yield first
     first.board.close()
 
@@ -184,6 +184,75 @@ def test_a_node_that_falls_silent_is_the_end_of_the_engine(
         first.board.begin()
         until(lambda: first.losses)
     assert first.losses == [f"70: node 1 has been silent for {switchboards.SILENCE_S:.0f} s"]
+
+
+def test_a_connection_that_was_given_up_takes_no_place_when_the_first_node_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.nodes.node_agent.SILENCE_S", 0.1)
+    port = free_port()
+    config = config_of(1, port, 2)
+    with closing(NodeAgent(config)) as agent:
+        with agent.connected() as leader:
+            assert agent._dial(leader, HELLO) is None
+        first = First(tmp_path, num_nodes=2, port=port)
+        with closing(first.board):
+            assert first.board.wait_for_nodes(1.0) == "waiting for node 1"
+
+
+@contextmanager
+def repeating(leader: Leader, message: ToLeader) -> Iterator[None]:
+    """Send so often that the first node never has a pause between two messages."""
+    stopping = threading.Event()
+
+    def repeat() -> None:
+        while not stopping.wait(0.01):
+            leader.send(message)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def test_a_silent_node_is_noticed_though_another_is_never_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
+    first = First(tmp_path, num_nodes=3, port=free_port())
+    with closing(first.board), first.node() as silent, first.node() as other:
+        for node, leader in ((1, silent), (2, other)):
+            answer_to(leader, Hello(node=node, num_nodes=3, software="0.9", checkpoint="abc"))
+        first.board.begin()
+        with repeating(other, Alive(first.board.life)):
+            until(lambda: first.losses)
+    assert first.losses == [f"70: node 1 has been silent for {switchboards.SILENCE_S:.0f} s"]
+
+
+def test_the_place_of_a_silent_node_goes_to_no_other_once_the_engine_has_begun(
+    first: First, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
+    with first.node() as silent, first.node() as other:
+        answer_to(silent, HELLO)
+        first.board.begin()
+        with repeating(other, HELLO):
+            until(lambda: first.losses)
+        assert answer(other) == Wait("another node 1 is there")
+    assert first.losses == [f"70: node 1 has been silent for {switchboards.SILENCE_S:.0f} s"]
+
+
+def test_a_second_node_of_one_number_ends_no_engine_that_goes_on(first: First) -> None:
+    with first.node() as leader, first.node() as other:
+        answer_to(leader, HELLO)
+        first.board.begin()
+        answer(leader)
+        assert answer_to(other, HELLO) == Wait("another node 1 is there")
+        assert answer_to(leader, Alive(first.board.life)) == Alive(first.board.life)
+    assert first.losses == []
 
 
 def places() -> list[RankPlace]:

@@ -29,6 +29,7 @@ def cluster_of(given: dict[str, str], environment: dict[str, str]) -> ClusterCon
         ({}, LWS),
         ({}, {**LWS, "WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "other"}),
         (FLAGS, {"WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "other"}),
+        (FLAGS, {"RANK": "3"}),
         ({"node_rank": "1"}, {**TORCHRUN, "RANK": "0"}),
     ],
 )
@@ -59,6 +60,11 @@ def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> No
         ({**FLAGS, "lora_modules": "a=/a"}, {}, "--nnodes 2 with adapters: they are for one machine yet"),
         ({**FLAGS, "device": "cuda"}, {}, "use --device cpu"),
         ({**FLAGS, "cluster_key": "short"}, {}, "32 characters or more, TOKENYARD_CLUSTER_KEY"),
+        ({}, {}, "--cluster-key: there is one node; give --nnodes too, or leave it out"),
+        ({}, {"RANK": "3", "WORLD_SIZE": "2"}, "WORLD_SIZE and RANK without MASTER_ADDR: "),
+        ({"nnodes": "2", "master_addr": "10.0.0.1"}, {"RANK": "0"}, "RANK without WORLD_SIZE: "),
+        ({}, {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}, "set LWS_LEADER_ADDRESS too, or give"),
+        ({}, {**LWS, "LWS_WORKER_INDEX": ""}, "LWS_LEADER_ADDRESS without LWS_WORKER_INDEX: "),
         ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, "run torchrun with --nproc-per-node 1"),
         ({}, {**LWS, "LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE=two: it is no number"),
     ],
@@ -70,6 +76,18 @@ def test_a_wrong_place_is_refused_in_one_line(
         cluster_of(BASE | given, environment)
     assert line in str(refusal.value)
     assert "short" not in str(refusal.value), "a secret is not shown"
+
+
+def test_a_port_of_nodes_without_nodes_is_refused() -> None:
+    with pytest.raises(OptionError, match="--cluster-port 29601: there is one node"):
+        cluster_of({"cluster_port": "29601"}, {})
+
+
+def test_an_address_for_clients_needs_a_key_where_clients_come_and_on_no_other_node() -> None:
+    given = BASE | FLAGS | {"host": "0.0.0.0"}
+    assert cluster_of(given, {}) == SECOND_OF_TWO
+    with pytest.raises(OptionError, match=r"--host 0\.0\.0\.0 without an API key"):
+        cluster_of(given | {"node_rank": "0"}, {})
 
 
 def test_the_secret_is_in_no_text_of_the_configuration() -> None:
