@@ -23,12 +23,13 @@ NOT_CORE = frozenset(
     {
         # They start an engine or another process for each test.
         *("test_client.py", "test_giving_way.py", "test_grammar_compiler.py", "test_engine_processes.py"),
-        *("test_doctor.py", "test_run_batch.py", "test_terminal.py"),
+        *("test_doctor.py", "test_run_batch.py", "test_terminal.py", "test_tokenizer_trial.py"),
         # They import torch.
         *("core/test_overlapped_loop.py", "core/test_prefill_limit.py"),
         # They wait for real time: slow clients, silent connections, an event loop that stands still.
         *("test_body_limit.py", "test_connections.py", "test_health_listener.py", "test_lingering.py"),
-        *("test_disconnects.py", "test_tls.py"),
+        *("test_disconnects.py", "test_tls.py", "test_half_closed.py", "test_http_client.py"),
+        *("test_pull_command.py", "test_switchboard.py"),
         # They try thousands of requests.
         *("test_fuzz.py", "test_wire_histories.py"),
     }
