@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_ENGINE_PROCESS = b"engine.core.process"
+_ENGINE_PROCESS = (b"engine.core.process", b"engine.process")
+"""Modules by whose name it is known: of today, and of older trees that are measured beside."""
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -45,7 +46,8 @@ def engine_of(pid: int) -> int | None:
     """Find the engine process among the children of an API process; None while there is none."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(OSError):  # gone meanwhile
-            if _ENGINE_PROCESS in Path(f"/proc/{child}/cmdline").read_bytes():
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if any(name in command for name in _ENGINE_PROCESS):
                 return int(child)
     return None
 
