@@ -127,11 +127,6 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return World(folder, made.to_str(), eos="</s>")
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("demo"), DEMO.read_text(encoding="utf-8"), eos="<|end|>")
-
-
 @pytest.mark.parametrize("name", GRAMMARS)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000))
@@ -383,18 +378,6 @@ class _Clock:
 
 def _rows(clock: _Clock, costs_s: Sequence[float], *, name: int = 1) -> list[RowGrammar]:
     return [RowGrammar(_Matcher(clock, cost_s), None, name=name) for cost_s in costs_s]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    clock = _Clock()
-    monkeypatch.setattr(grammar_rows, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def grammars(demo: World) -> Grammars:
-    return Grammars(demo.folder, vocab_size=demo.vocab_size, eos_token_ids=(demo.eos,))
 
 
 def num_masks(rows: Sequence[RowGrammar]) -> int:

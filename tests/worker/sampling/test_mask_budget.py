@@ -6,28 +6,10 @@ import pytest
 import torch
 
 from scheduler.messages import Grammar, GrammarKind
-from tests.worker.sampling.test_grammar import DEMO, World, _Clock, _Matcher, _rows
-from worker.sampling import grammar_rows
+from tests.worker.sampling.test_grammar import World, _Clock, _Matcher, _rows
 from worker.sampling.grammar_rows import Grammars, RowGrammar
 from worker.sampling.mask_budget import MAX_REPLAY_S, MAX_STEP_S, RowAccount, StepAccount, max_replay_s
 from worker.sampling.row_sampler import RowSampler
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("tokenizer"), DEMO.read_text(encoding="utf-8"), eos="<|end|>")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    clock = _Clock()
-    monkeypatch.setattr(grammar_rows, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def grammars(demo: World) -> Grammars:
-    return Grammars(demo.folder, vocab_size=demo.vocab_size, eos_token_ids=(demo.eos,))
 
 
 class _DraftMatcher(_Matcher):
