@@ -9,8 +9,8 @@ them, and so is every step of a server.
 Sequences that are set aside are not in the running queue. They are counted beside it (`num_steady`), so that
 a plan leaves a token and a place to each. Their own fields stand still; `_settle` moves them on.
 
-    calendar   step 17: a, d      block full, or block needed: done there, in order of rank; before a plan only
-               step 18: a         for those that are served before all of the queue, the others go back to it
+    calendar   step 17: a, d      block full, or block needed: done there, in order of rank; before a plan the
+               step 18: a         ones behind a prompt, or behind another that needs one, go back to the queue
     ends       step 41: d         the last token: back to the queue before a plan, else it ends with the leap
 """
 
@@ -97,7 +97,7 @@ class SteadyDecodes:
             self._pass_blocks(step)
 
     def most_steps(self) -> int:
-        """Steps that can be leapt over, the first in which some end included; 0 if the next must be planned."""
+        """Steps that can be leapt over, up to the first end; 0 if the next one must be planned."""
         queues = self._queues
         if not queues.num_steady or queues.running or len(queues.waiting):
             return 0
