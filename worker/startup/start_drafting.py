@@ -150,6 +150,12 @@ def load_draft(
         )
 
 
+def _tokens_of_pass(config: WorkerConfig, saturating_tokens: int) -> int:
+    """Find the most tokens of a pass: no more of a prompt than a step would compute beside decodes."""
+    most = config.max_num_batched_tokens
+    return min(most, max(saturating_tokens, config.max_num_seqs)) if saturating_tokens else most
+
+
 def open_draft(
     draft: LoadedDraft, ready: ReadyModel[ModelRunner], device: Device, rows: RowTable, sampler: RowSampler
 ) -> DraftModel:
@@ -176,7 +182,7 @@ def open_draft(
         vocab_size=loaded.vocab_size,
         sampled_vocab_size=facts.vocab_size,
         max_len=max_len,
-        max_tokens=draft.config.max_num_batched_tokens,
+        max_tokens=_tokens_of_pass(draft.config, kernels_of(device).saturating_tokens),
         num_blocks=facts.num_blocks,
         num_host_blocks=facts.num_host_blocks,
     )

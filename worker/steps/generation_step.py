@@ -121,7 +121,7 @@ class GenerationSteps:
         with self._host_pool.step(inputs.metadata):
             logits_NV, prompts = self._compute(inputs)
         if self._draft_model is not None:
-            self._draft_model.follow(inputs, ())
+            self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         known = ModelRunnerOutput(
             token_ids={}, logprobs={}, failures=failures, prompt_logprobs=prompts.logprobs
@@ -169,7 +169,7 @@ class GenerationSteps:
             for row, drafts in held.items():
                 self.rows.drop_drafts(row, len(drafts))
         if self._draft_model is not None:
-            self._draft_model.follow(inputs, plan.draft_token_ids)
+            self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
