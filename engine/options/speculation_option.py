@@ -34,7 +34,7 @@ class SpeculationOptions(AdapterOptions):
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
         "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
         '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model. '
-        "On CPUs, with one rank.",
+        "Not with several stages.",
         open_default="only the `prediction` of a request is used",
         default=None,
     )
@@ -43,7 +43,7 @@ class SpeculationOptions(AdapterOptions):
         Text(metavar="MODEL"),
         "Smaller model with the same tokenizer, as --model names one, that guesses tokens for the model to "
         "verify. Its weights, and its keys and values in every KV block, take memory; it guesses only where "
-        "that is expected to save time.",
+        "that is expected to save time. On CPUs, with one rank.",
         open_default="none",
         default=None,
     )

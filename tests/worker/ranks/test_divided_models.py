@@ -191,7 +191,7 @@ def test_ranks_verify_drafts_and_sample_the_tokens_of_one(two_ranks: DividedWork
     speculation = SpeculationConfig(method=DraftMethod.SUFFIX)
     facts = two_ranks.load(replace(config_of(checkpoint, 2), speculation=speculation))
     assert facts.max_drafts == speculation.num_speculative_tokens
-    world = Speculated(two_ranks, facts, {"num_blocks": 12})  # type: ignore[arg-type]
+    world = Speculated(two_ranks, facts, {"num_blocks": 7})  # type: ignore[arg-type]
     for guess in (oracle(expected, 4), half_right(expected, Random(1), 335)):
         found = world.answers(TINY_REQUESTS, guess)
         assert [each[::2] for each in found] == [each[::2] for each in expected]
