@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
-from engine.text.tokenizer_trial import trial
+from engine.text.tokenizer_trial import Trial
 from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import merged
@@ -22,6 +22,8 @@ class CheckpointTexts(NamedTuple):
 
     tokenizer: Tokenizer
     template: ChatTemplate
+    trial: Trial
+    """The trial of the tokenizer's patterns, which goes on. No client's text comes before its end."""
 
 
 def check_files(config: WorkerConfig) -> None:
@@ -51,15 +53,19 @@ def _plain_context(content: dict[str, Any]) -> int:
 
 
 def load_texts(config: WorkerConfig) -> CheckpointTexts:
-    """Check and load both. Raises TokenizerError."""
+    """Check and load both; begin the trial beside that. Raises TokenizerError."""
     folder = Path(config.model_path)
     if config.checksums_file is not None:
         try:
             Checksums.read(Path(config.checksums_file)).check_texts(folder)
         except StartupError as error:
             raise TokenizerError(error.what, error.fix) from error
-    with trial(folder / "tokenizer.json"):
-        tokenizer = Tokenizer.load(folder)
     file = None if config.chat_template_file is None else Path(config.chat_template_file)
-    template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
-    return CheckpointTexts(tokenizer, template)
+    trial = Trial(folder / "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
+    except BaseException:
+        trial.close()
+        raise
+    return CheckpointTexts(tokenizer, template, trial)

@@ -14,6 +14,7 @@ from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.options.option_declaration import OptionError
+from engine.processes.garbage import only_imports
 from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.http.listening import CannotListen, Listeners
@@ -34,6 +35,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
     ):
         announcement = Announcement(logs)
         try:
+            _check_state(server_config)
             check_files(engine_config.worker)
             return runner.run(_launch(engine_config, server_config, listeners, announcement))
         except TokenizerError as error:
@@ -63,12 +65,21 @@ async def _launch(
     try:
         await engine.begun()
         # Not at the top: a second of imports, beside those of the engine process.
-        from server.startup.serving import serve
-
+        with only_imports():
+            from server.startup.serving import serve
+        await engine.texts_are_tried()
         return await serve(launched, announcement)
     finally:
         await engine.close()
         launched.signals.restore()
+
+
+def _check_state(config: ServerConfig) -> None:
+    """Open the folder of files and batches once before there is an engine process. Raises OptionError."""
+    if config.edge.state_folder is not None:
+        from server.state.state_store import open_store  # not at the top: few have one
+
+        open_store(config.edge.state_folder, max_bytes=config.edge.state_max_bytes).close()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
