@@ -72,7 +72,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Raises OptionError if the ports of KV events cannot be had."""
         self._config = config
-        self._tokenizer, self._template, self._trial = load_texts(config.worker)
+        self._tokenizer, self._template, self._trial, self._response_template = load_texts(config.worker)
         self._texts = TokenizerThreads(self._tokenizer, self._template)
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(
@@ -419,7 +419,8 @@ class AsyncEngine:
             chat_template=self._template.source_with_tools,
             added_tokens=self._tokenizer.added_tokens,
         )
-        self._info = replace(info, adapters=self._adapters.served)
+        adapters, template = self._adapters.served, self._response_template
+        self._info = replace(info, adapters=adapters, response_template=template)
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())
         options = self._config.scheduler

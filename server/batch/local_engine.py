@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -17,6 +18,7 @@ from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
+from server.response_templates.template_choice import check_template
 from server.startup.banner import LoadingDisplay
 
 _BAD_MODEL = 78
@@ -34,6 +36,7 @@ class CannotLoad(Exception):
 async def local_app(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[FastAPI]:
     """Ready when this yields; leaving ends the engine process. Raises CannotLoad."""
     try:
+        check_template(Path(engine_config.model_path), server_config)
         engine = AsyncEngine(engine_config)
     except TokenizerError as error:
         raise _unusable(error) from None

@@ -8,6 +8,7 @@ Never: options (cli.py), HTTP or the order of the end (serving.py).
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.frontend.client import AsyncEngine
 from engine.logs.log_lines import ProcessName
@@ -18,6 +19,7 @@ from engine.processes.garbage import only_imports
 from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.http.listening import CannotListen, Listeners
+from server.response_templates.template_choice import check_template
 from server.startup.announcement import Announcement
 from server.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
 
@@ -37,6 +39,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
         try:
             _check_state(server_config)
             check_files(engine_config.worker)
+            check_template(Path(engine_config.model_path), server_config)
             return runner.run(_launch(engine_config, server_config, listeners, announcement))
         except TokenizerError as error:
             return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
