@@ -21,6 +21,7 @@ from engine.core.step_trace import StepTrace
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.nodes.first_node import gather_nodes
+from engine.nodes.ray_nodes import RayNodes
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import Loading, Ready, StartFailed
 from engine.processes.child_process import (
@@ -130,11 +131,19 @@ def _open_worker(
         from worker.worker import Worker
 
         return Worker(config.worker), None, ALONE.stage
+
+    def report(progress: LoadProgress) -> None:
+        mailbox.send(Loading(progress))
+
+    placed = switchboard = None
+    if config.ray is not None:
+        placed = RayNodes(directory)
+        config = placed.place(config, report)
     places = make_places(num_stages, num_ranks, num_nodes=config.worker.num_nodes)
-    switchboard = None
     if config.cluster is not None:
-        switchboard = gather_nodes(config, directory, lambda progress: mailbox.send(Loading(progress)))
-    group = RankGroup.start(directory, places, switchboard)
+        check = (lambda: None) if placed is None else placed.check
+        switchboard = gather_nodes(config, directory, report, check)
+    group = RankGroup.start(directory, places, switchboard, placed)
     from engine.nodes.links import Links
     from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker

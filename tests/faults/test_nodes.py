@@ -104,8 +104,11 @@ async def all_tokens(engine: AsyncEngine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
-    """Tokens of one process."""
-    given = GIVEN | {"pipeline_parallel_size": "1", "model": str(tiny_model)}
+    return tokens_of_one_process(tiny_model)
+
+
+def tokens_of_one_process(model: Path) -> list[list[int]]:
+    given = GIVEN | {"pipeline_parallel_size": "1", "model": str(model)}
     config, _ = resolve(read_options(given, {}), environment={})
     worker = Worker(config.worker)
     driver = PlanDriver(worker, worker.load(lambda _progress: None).block_size)
@@ -150,11 +153,14 @@ async def _fails_and_heals(cluster: Cluster, expected: list[list[int]], strike: 
     await asyncio.sleep(0)
     if strike == "cut":
         cluster.relay.cut()
+    elif strike == "stop":
+        cluster.node.send_signal(signal.SIGSTOP)
     else:
         os.kill(ranks_of(cluster.node)[0], signal.SIGKILL)
     ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), WAIT_S)
     assert [type(end) for end in ends] == [EngineDied] * SEATS
     cluster.relay.mend()
+    cluster.node.send_signal(signal.SIGCONT)
     assert await waiting == expected
 
 
@@ -165,6 +171,14 @@ async def test_a_cut_cable_ends_the_engine_and_both_nodes_find_each_other_again(
     await _fails_and_heals(cluster, expected, "cut")
     assert ranks_of(cluster.node) != before
     assert cluster.node.poll() is None, "the node itself stays"
+
+
+async def test_an_agent_that_stands_still_ends_the_engine_and_takes_part_in_the_next(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
+    before = ranks_of(cluster.node)
+    await _fails_and_heals(cluster, expected, "stop")
+    assert ranks_of(cluster.node) != before
 
 
 async def test_the_death_of_a_rank_on_the_other_node_ends_the_engine_and_the_next_serves(
