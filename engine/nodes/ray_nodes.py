@@ -121,8 +121,9 @@ class RayNodes:
             elapsed_s = time.monotonic() - started_s
             if elapsed_s > config.ray.timeout_s + _ANSWERS_WITHIN_S:
                 raise StartupError(
-                    f"Ray has not answered within {elapsed_s:.0f} s",
-                    fix="see `ray status`, and Ray's own logs",
+                    f"Ray at {os.environ.get('RAY_ADDRESS', 'this machine')} has not answered "
+                    f"within {elapsed_s:.0f} s",
+                    fix="start it with `ray start`, or see `ray status` and Ray's own logs",
                 )
             report(LoadProgress(stage="waiting for Ray", done_bytes=0, total_bytes=0, elapsed_s=elapsed_s))
             time.sleep(REPORT_S)

@@ -14,6 +14,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
 from engine.processes.transport import PulseSide
 from worker.worker_errors import StartupError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("engine.nodes.ray_placement")
 
 _RAY_STARTS_WITHIN_S = 60.0
 """Time for a Ray that is started beside the server."""
@@ -63,7 +65,7 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
     """Place the nodes and hold them until one ends; return the exit code."""
     die_with_parent(parent_pid)
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
-    with Logs(config.log_format, level=log_level, process=ProcessName.PLACEMENT):
+    with Logs(config.log_format, level=log_level, process=ProcessName.PLACEMENT), _silent_prints():
         try:
             here = _connect(config)
             group, placed = _place(config, here)
@@ -75,6 +77,13 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
         except Exception:
             log.critical("the placement by Ray has failed", exc_info=True)
             return EXIT_WORKER_BROKEN
+
+
+@contextmanager
+def _silent_prints() -> Iterator[None]:
+    """Drop what Ray prints, in colours, between the lines of the log."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def _connect(config: EngineConfig) -> str:

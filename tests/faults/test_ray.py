@@ -5,20 +5,20 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
 
-from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.option_sources import read_options
 from engine.processes import engine_processes as lives
 from tests.engine.nodes.test_switchboard import free_port
 from tests.faults.ray_cluster import RayCluster, ray_cluster
-from tests.faults.test_nodes import GIVEN, SEATS, WAIT_S, all_tokens, request, tokens_of_one_process
+from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
 
 pytest.importorskip("ray", reason="of the extra `ray`")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,9 +30,8 @@ class Served(NamedTuple):
 
 
 def config_of(model: Path, **more: str) -> EngineConfig:
-    given = (
-        GIVEN | {"model": str(model), "distributed_executor": "ray", "cluster_port": str(free_port())} | more
-    )
+    given = GIVEN | {"model": str(model), "distributed_executor": "ray", "master_addr": "127.0.0.1"}
+    given |= {"cluster_port": str(free_port()), **more}
     return resolve(read_options(given, {}), environment={})[0]
 
 
@@ -78,31 +77,22 @@ async def test_ray_finds_two_nodes_which_sample_the_tokens_of_one_process(
     assert len(agents_below(served.ray)) == 1, "the fewest nodes that are large enough"
 
 
-@pytest.mark.parametrize("strike", ["actor", "node"])
-async def test_the_loss_of_what_ray_has_placed_ends_the_engine_and_the_next_is_placed_anew(
-    served: Served, expected: list[list[int]], strike: str
+async def test_an_actor_that_dies_ends_the_engine_and_the_next_is_placed_anew(
+    served: Served, expected: list[list[int]]
 ) -> None:
-    begun = [asyncio.Event() for _ in range(SEATS)]
-
-    async def run(i: int) -> None:
-        async for _ in served.engine.generate_all([request(f"{strike} {i}", [9, i], max_tokens=480)]):
-            begun[i].set()
-
-    running = [asyncio.create_task(run(i)) for i in range(SEATS)]
-    await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), WAIT_S)
-    waiting = asyncio.create_task(all_tokens(served.engine))
-    await asyncio.sleep(0)
     (agent,) = agents_below(served.ray)
-    if strike == "actor":
-        os.kill(agent, signal.SIGKILL)
-    else:
-        served.ray.nodes[-1].kill()
-    ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), WAIT_S)
-    assert [type(end) for end in ends] == [EngineDied] * SEATS
-    if strike == "node":
-        served.ray.add(num_processors=1)
-    assert await waiting == expected
+    kill = partial(os.kill, agent, signal.SIGKILL)
+    assert await fails_and_heals(served.engine, "actor", kill, lambda: None) == expected
     assert agent not in agents_below(served.ray)
+
+
+async def test_a_lost_node_ends_the_engine_and_another_takes_its_place(
+    served: Served, expected: list[list[int]]
+) -> None:
+    lose = served.ray.nodes[-1].kill
+    replace = partial(served.ray.add, num_processors=1)
+    assert await fails_and_heals(served.engine, "node", lose, replace) == expected
+    assert len(agents_below(served.ray)) == 1
 
 
 async def test_a_cluster_that_is_too_small_is_refused_in_one_line(served: Served, tiny_model: Path) -> None:
