@@ -77,6 +77,7 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
+    placed = None if config.ray is None else RayNodes(directory)
     # Not at the top: importing torch takes seconds, and the first message should leave before.
     import_torch(config.worker.device)
     from worker.attention.interface import num_layers_begun
@@ -84,7 +85,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     from worker.worker_errors import StartupError
 
     try:
-        worker, group, stage = _open_worker(config, mailbox, directory)
+        worker, group, stage = _open_worker(config, mailbox, directory, placed)
         facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
     except StartupError as error:
         mailbox.send(StartFailed(what=error.what, fix=error.fix))
@@ -122,7 +123,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
 
 
 def _open_worker(
-    config: EngineConfig, mailbox: EngineSide, directory: Path
+    config: EngineConfig, mailbox: EngineSide, directory: Path, placed: RayNodes | None
 ) -> tuple["Worker", RankGroup | None, "Stage"]:
     """Start the other ranks first, if there are any: all load at the same time."""
     num_stages, num_ranks = config.worker.num_stages, config.worker.num_ranks
@@ -135,9 +136,8 @@ def _open_worker(
     def report(progress: LoadProgress) -> None:
         mailbox.send(Loading(progress))
 
-    placed = switchboard = None
-    if config.ray is not None:
-        placed = RayNodes(directory)
+    switchboard = None
+    if placed is not None:
         config = placed.place(config, report)
     places = make_places(num_stages, num_ranks, num_nodes=config.worker.num_nodes)
     if config.cluster is not None:
