@@ -38,7 +38,7 @@ class Share(NamedTuple):
     """The part of one node."""
 
     num_threads: int
-    """Of each rank."""
+    """Threads of each rank."""
     num_processors: int
 
 

@@ -52,7 +52,7 @@ class RayConfig:
     """The request to Ray for machines that compute one model."""
 
     num_nodes: int | None
-    """None: as few as hold all ranks."""
+    """Number of machines; None: as few as hold all ranks."""
     host: str | None
     """Address of this machine for the others; None: the one that Ray has for it."""
     port: int
