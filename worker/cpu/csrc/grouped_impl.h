@@ -168,10 +168,9 @@ struct PairBytes : PairColumns {
 
 struct DecodedPairs : PairColumns {
   static constexpr int64_t kBytesPerInput = kColumns * sizeof(Bf16);
-  static constexpr int kInputs = 2, kSteps = 1;  // more would leave no registers
 
   void read(const uint8_t* data, Vector (*columns)[kParts]) const {
-    for (int part = 0; part < kParts; ++part) columns[0][part] = (Vector)_mm512_loadu_si512(data + 64 * part);
+    for (int i = 0; i < 4; ++i) columns[i / 2][i % 2] = (Vector)_mm512_loadu_si512(data + 64 * i);
   }
 };
 #endif
