@@ -436,5 +436,5 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     assert num_swaps > 300
     assert num_accepted_drafts > 1000
     assert num_asked > 1000
-    assert (num_host_hits > 1000 and num_tails > 50) == (caching is PrefixCaching.ON)
+    assert (num_host_hits > 800 and num_tails > 50) == (caching is PrefixCaching.ON)
     assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)
