@@ -3,9 +3,9 @@
     python -m campaigns.empty_step
 
 Prints a table and judges nothing: machines differ. Times are processor time, without garbage collection.
-Steps are pure decodes of prompts of 128 tokens with the prefix cache on; under pressure, blocks run short, and some
-sequences are preempted and admitted again. The ratio is against 11.5 us, what the scheduler of a well-known
-engine (its release 0.33) took for a sequence and step on one core of an AMD EPYC.
+Steps are pure decodes of prompts of 128 tokens with the prefix cache on; under pressure, blocks run short,
+and some sequences are preempted and admitted again. The ratio is against 11.5 us, what the scheduler of a
+well-known engine (its release 0.33) took for a sequence and step on one core of an AMD EPYC.
 """
 
 import gc

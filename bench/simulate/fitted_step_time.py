@@ -124,7 +124,7 @@ class TracedVariation:
         return durations_s
 
     def give_back(self, num_steps: int) -> None:
-        """Nothing: what a step takes depends on its time alone."""
+        """Steps given back change nothing: what one takes depends on its time alone."""
 
 
 def variation_of(model: LinearStepTime, seed: int) -> StepVariation | TracedVariation:
