@@ -9,6 +9,7 @@ sequence costs beside it (sampling, bookkeeping), `per_context_token` reading th
 that as those of the trace did, drawn from a seed: the slowest of them make the tails of latencies.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -46,6 +47,13 @@ class LinearStepTime:
     per_context_token_s: float
     variation: tuple[float, ...] = ()
     """Factors by which steps took more or less than that, one after the other; none: they did not."""
+    moments_s: tuple[float, ...] = ()
+    """When each of these steps began, by the clock of the trace."""
+    arrivals_s: tuple[float, ...] = ()
+    """When requests came, by that clock."""
+    origin_s: float | None = None
+    """Begin of the simulation by that clock: then each step varies as the one of the trace at its time. None:
+    the variation is drawn."""
 
     def seconds(self, num_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
         return (
@@ -70,7 +78,7 @@ class LinearStepTime:
 
 
 class StepVariation:
-    """Factors of one step after the other, given back where a leap was cut short.
+    """Durations of one step after the other, given back where a leap was cut short.
 
     Each stretch of the trace is as likely as any other, by a seed, and is played as it was: a machine that is
     slow in one step is often slow in the next.
@@ -80,21 +88,49 @@ class StepVariation:
         self._factors = factors
         self._random = Random(seed)
         self._ahead: list[float] = []
+        self._taken: list[float] = []
 
-    def take(self, num_steps: int) -> list[float]:
-        """Return the factors of the next steps."""
+    def vary(self, steps_s: Iterable[float], now_s: float) -> list[float]:  # noqa: ARG002 - as TracedVariation
+        """Return what the next steps take."""
+        steps = list(steps_s)
         if not self._factors:
-            return [1.0] * num_steps
-        while len(self._ahead) < num_steps:
+            return steps
+        while len(self._ahead) < len(steps):
             start = self._random.randrange(len(self._factors))
             self._ahead += self._factors[start : start + _STRETCH_STEPS]
-        taken, self._ahead = self._ahead[:num_steps], self._ahead[num_steps:]
-        return taken
+        self._taken, self._ahead = self._ahead[: len(steps)], self._ahead[len(steps) :]
+        return [seconds * factor for seconds, factor in zip(steps, self._taken, strict=True)]
 
-    def give_back(self, factors: list[float]) -> None:
-        """Take back the last of those that were taken; the next steps have them."""
-        if self._factors:
-            self._ahead = factors + self._ahead
+    def give_back(self, num_steps: int) -> None:
+        """Take back the last of the latest steps; the next ones are like them."""
+        if self._factors and num_steps:
+            self._ahead = self._taken[-num_steps:] + self._ahead
+
+
+class TracedVariation:
+    """Durations that vary as those of the trace did at the same time: that machine's speed, played again."""
+
+    def __init__(self, model: LinearStepTime, origin_s: float) -> None:
+        self._factors = model.variation
+        self._moments_s = [moment_s - origin_s for moment_s in model.moments_s]
+
+    def vary(self, steps_s: Iterable[float], now_s: float) -> list[float]:
+        """Return what steps take, one after the other from now on."""
+        durations_s = []
+        for seconds in steps_s:
+            place = max(bisect_right(self._moments_s, now_s) - 1, 0)
+            durations_s.append(seconds * self._factors[place])
+            now_s += durations_s[-1]
+        return durations_s
+
+    def give_back(self, num_steps: int) -> None:
+        """Steps given back change nothing: what one takes depends on its time alone."""
+
+
+def variation_of(model: LinearStepTime, seed: int) -> StepVariation | TracedVariation:
+    if model.origin_s is None or not model.variation:
+        return StepVariation(model.variation, seed)
+    return TracedVariation(model, model.origin_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +157,16 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     Relative, because a step of 5 ms matters as much to those who wait for its tokens as one of 500 ms.
     Steps that copied blocks from or to the host are left out: what a copy costs is told elsewhere.
     """
+    traced = list(steps)
     rows = [
-        (1.0, step.num_tokens, step.num_decodes, step.num_context_tokens, seconds)
-        for step, seconds in _with_pauses(steps)
+        (step.time_s, 1.0, step.num_tokens, step.num_decodes, step.num_context_tokens, seconds)
+        for step, seconds in _with_pauses(traced)
         if step.duration_s > 0 and step.num_tokens > 0 and not step.num_swapped_blocks
     ]
     if len(rows) < _MIN_STEPS:
         raise FitError(f"a fit needs at least {_MIN_STEPS} steps that took time, and there are {len(rows)}")
     table: Floats = np.array(rows)
-    sizes, measured_s = table[:, :-1], table[:, -1]
+    moments_s, sizes, measured_s = table[:, 0], table[:, 1:-1], table[:, -1]
     # Relative to the measured time at first: long accidents then count for little, but so do all steps
     # that are longer than usual. So from then on relative to the predicted time, without the accidents.
     found = _non_negative(sizes, measured_s, measured_s)
@@ -148,6 +185,8 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
             per_decode_s=decode,
             per_context_token_s=context,
             variation=tuple(variation.tolist()),
+            moments_s=tuple(moments_s[is_kept][-_MOST_FACTORS:].tolist()),
+            arrivals_s=tuple(step.time_s for step in traced for _ in step.arrived),
         ),
         num_steps=int(is_kept.sum()),
         num_accidents=int((~is_kept).sum()),

@@ -15,11 +15,13 @@ import msgspec
 from bench.load.load_report import Distribution, distribution_ms
 from bench.load.request_record import COMPLETED
 from bench.simulate.arrivals import ArrivalsError, SimRequest
+from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.setup import Overhead, Setup
 from bench.simulate.simulate_run import RunResult, simulate
 from bench.simulate.tally import GapCounts
 
 _PERCENTILES = ("p50", "p99")
+_MOST_LATE_S = 0.25  # of an arrival in the trace, which notes them with its next step
 _LEAST_SPREAD = 0.5  # of the lengths of prompts, between their halves and relative to the middle
 
 
@@ -77,6 +79,16 @@ class MeasuredRun:
             for each in self._records
         ]
 
+    def origin_s(self, step_time: LinearStepTime) -> float | None:
+        """First request's moment by the clock of the trace; None if the trace is not of this run."""
+        arrivals_s = step_time.arrivals_s[-len(self.requests) :]
+        if len(arrivals_s) < len(self.requests):
+            return None
+        offsets_s = [at_s - each.arrival_s for at_s, each in zip(arrivals_s, self.requests, strict=True)]
+        origin_s = median(offsets_s)
+        is_of_run = median(abs(each_s - origin_s) for each_s in offsets_s) < _MOST_LATE_S
+        return origin_s if is_of_run else None
+
     def overhead(self, setup: Setup) -> Overhead:
         """Fit the time outside of steps to the first tokens, which come sooner in a simulation without it."""
         result = simulate(self.requests, setup)
@@ -125,9 +137,14 @@ class MeasuredRun:
 
 
 def calibrated(setup: Setup, run: MeasuredRun) -> tuple[Setup, list[Error]]:
-    """Return the setup with the overhead of a measured run, and how far off that run it then is."""
-    setup = replace(setup, overhead=run.overhead(setup))
-    return setup, run.errors(simulate(run.requests, setup))
+    """Return the setup with the overhead of a measured run, and how far off that run it then is.
+
+    Where the steps were fitted to a trace of that very run, the error is one at the speed that the machine
+    had at each moment: how fast a machine is now and then is not what the model is about.
+    """
+    beside = replace(setup, step_time=replace(setup.step_time, origin_s=run.origin_s(setup.step_time)))
+    beside = replace(beside, overhead=run.overhead(beside))
+    return replace(setup, overhead=beside.overhead), run.errors(simulate(run.requests, beside))
 
 
 def read_measured_run(path: Path) -> MeasuredRun:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bench.simulate.arrivals import SimRequest, Waiting
-from bench.simulate.fitted_step_time import LinearStepTime, StepVariation
+from bench.simulate.fitted_step_time import LinearStepTime, variation_of
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
@@ -69,7 +69,6 @@ class Pace(NamedTuple):
 class _Leap(NamedTuple):
     """Steps that nothing but a new request can change."""
 
-    factors: list[float]
     durations_s: list[float]
     ends_s: list[float]
 
@@ -126,7 +125,7 @@ class Replica:
         self.max_used_blocks = 0
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
-        self._variation = StepVariation(step_time.variation, pace.seed)
+        self._variation = variation_of(step_time, pace.seed)
         self._drafts: SimulatedDrafts | None = None
         if drafts.rates:
             self._drafts = SimulatedDrafts(drafts, config.draft_supply)
@@ -185,7 +184,7 @@ class Replica:
             plan = scheduler.schedule(now_s=now_s)
             if not plan.is_empty or self._steady.num:
                 self._num_pauses = 0
-                return now_s + self._begin(plan)
+                return now_s + self._begin(plan, now_s)
             if not (outputs := scheduler.take_outputs()):
                 return now_s + self._pause()
             for news in outputs.values():
@@ -201,7 +200,7 @@ class Replica:
         num_done = bisect_left(leap.ends_s, now_s)
         self._do_steps(leap, num_done)
         self._begin_steady(leap.durations_s[num_done : num_done + 1])
-        self._variation.give_back(leap.factors[num_done + 1 :])
+        self._variation.give_back(len(leap.ends_s) - num_done - 1)
         self._leap, self._has_landed, self._max_leap = None, True, _FIRST_LEAP
         self.event_s = leap.ends_s[num_done]
 
@@ -268,10 +267,9 @@ class Replica:
         self._num_pauses = 0
         steady = self._steady
         steps = self._step_time.decode_steps(steady.num, steady.num_context_tokens, num_steps)
-        factors = self._variation.take(num_steps)
-        durations_s = [seconds * factor for seconds, factor in zip(steps, factors, strict=True)]
+        durations_s = self._variation.vary(steps, now_s)
         ends_s = list(accumulate(durations_s, initial=now_s))[1:]
-        self._leap = _Leap(factors, durations_s, ends_s)
+        self._leap = _Leap(durations_s, ends_s)
         self.num_running, self.num_waiting = steady.num, 0
         return ends_s[-1]
 
@@ -299,7 +297,7 @@ class Replica:
                 self._tallies.all[index].gaps.add_all(gaps_s, num)
         self._sampled_s = ends_s[-1]
 
-    def _begin(self, plan: SchedulerOutput) -> float:
+    def _begin(self, plan: SchedulerOutput, now_s: float) -> float:
         """Return the seconds that the step takes."""
         scheduled, steady = plan.scheduled, self._steady
         num_decodes = sum([share[2] == 1 for share in scheduled]) + len(plan.draft_token_ids) + steady.num
@@ -308,7 +306,7 @@ class Replica:
             num_context_tokens = sum([share[1] + share[2] for share in scheduled]) + steady.num_context_tokens
         num_tokens = plan.num_scheduled_tokens + steady.num
         seconds = self._step_time.seconds(num_tokens, num_decodes, num_context_tokens)
-        seconds *= self._variation.take(1)[0]
+        seconds = self._variation.vary((seconds,), now_s)[0]
         steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import ArrivalsError, LengthDistribution
+from bench.simulate.arrivals import ArrivalsError, LengthDistribution, SimRequest
 from bench.simulate.measured_run import calibrated, read_measured_run
 from bench.simulate.setup import Overhead, Setup
 from bench.simulate.simulate_command import main
@@ -32,9 +32,8 @@ def setup() -> Setup:
     return replace(drawn, config=config, num_replicas=1, step_time=replace(drawn.step_time, variation=()))
 
 
-@pytest.fixture(scope="module")
-def measured(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """File of a run that was as the model with OVERHEAD says."""
+def write_run(path: Path, setup: Setup) -> list[SimRequest]:
+    """Write a run that was as the model with OVERHEAD says; returns its requests."""
     workload = replace(
         drawn_workload(Random(1)),
         rate_per_s=0.5,
@@ -64,8 +63,14 @@ def measured(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for number, request in enumerate(requests)
     ]
-    path = tmp_path_factory.mktemp("measured") / "run.json"
     path.write_text(json.dumps({"requests": records}))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def measured(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("measured") / "run.json"
+    write_run(path, setup)
     return path
 
 
@@ -77,6 +82,23 @@ def test_the_overhead_is_found_and_nothing_is_off_then(setup: Setup, measured: P
         (name, percentile) for name in ("TTFT", "ITL", "End to end") for percentile in ("p50", "p99")
     ]
     assert all(abs(error.share) < 0.05 for error in errors)
+
+
+def test_a_machine_that_was_slow_for_a_while_is_no_error_beside_its_own_trace(
+    setup: Setup, tmp_path: Path
+) -> None:
+    """Three times as slow for one minute of four, by a clock that began at 1,000 s."""
+    model = replace(
+        setup.step_time, variation=(1.0, 3.0, 1.0), moments_s=(0.0, 1060.0, 1120.0), origin_s=1000.0
+    )
+    path = tmp_path / "run.json"
+    requests = write_run(path, replace(setup, step_time=model))
+    run = read_measured_run(path)
+    traced = replace(model, origin_s=None, arrivals_s=(3.0, *(1000.02 + each.arrival_s for each in requests)))
+    own = calibrated(replace(setup, step_time=traced), run)[1]
+    assert all(abs(error.share) < 0.05 for error in own)
+    other = calibrated(replace(setup, step_time=replace(traced, arrivals_s=(3.0,))), run)[1]
+    assert max(abs(error.share) for error in other) > 0.2
 
 
 def test_a_slower_run_than_the_model_is_told_as_an_error(setup: Setup, measured: Path) -> None:

@@ -1,12 +1,13 @@
 """The model of step times, and its fit to a trace."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.simulate.fitted_step_time import FitError, LinearStepTime, StepVariation, fit
+from bench.simulate.fitted_step_time import FitError, LinearStepTime, StepVariation, fit, variation_of
 from bench.trace.trace_reading import TracedStep, read_trace
 from tests.bench.traces import MODEL, traced
 
@@ -98,21 +99,27 @@ def test_steps_vary_as_those_of_the_trace_did() -> None:
         for each in steps
     ]
     assert found.variation == pytest.approx(ratios, rel=0.02)
-    played = StepVariation(found.variation, seed=1).take(90)
+    played = StepVariation(found.variation, seed=1).vary([1.0] * 90, 0.0)
     start = found.variation.index(played[0])
     assert played == list(found.variation[start : start + 90])
 
 
 def test_factors_that_were_given_back_come_first() -> None:
     straight, cut = (StepVariation((0.5, 1.0, 2.0, 3.0), seed=4) for _ in range(2))
-    wanted = straight.take(20)
-    got = cut.take(3)
-    ahead = cut.take(9)
-    got += ahead[:2]
-    cut.give_back(ahead[2:])
-    got += cut.take(4)
-    got += cut.take(11)
+    wanted = straight.vary([1.0] * 20, 0.0)
+    got = cut.vary([1.0] * 3, 0.0)
+    got += cut.vary([1.0] * 9, 0.0)[:2]
+    cut.give_back(7)
+    got += cut.vary([1.0] * 4, 0.0)
+    got += cut.vary([1.0] * 11, 0.0)
     assert got == wanted
+
+
+def test_steps_beside_a_trace_vary_as_its_steps_did_at_their_time() -> None:
+    model = replace(MODEL, variation=(1.0, 5.0, 2.0), moments_s=(100.0, 101.0, 103.0), origin_s=100.0)
+    steps = variation_of(model, seed=1)
+    assert steps.vary([0.5, 0.5, 0.5, 0.1], 0.0) == [0.5, 0.5, 2.5, 0.2]
+    assert steps.vary([1.0], 1.2) == [5.0]
 
 
 def test_what_the_engine_does_between_two_steps_belongs_to_the_first() -> None:

@@ -1,6 +1,7 @@
 """However a text is cut, its readers find the same: no call, name, character or reasoning more or less."""
 
 import json
+import sys
 from itertools import pairwise
 
 import pytest
@@ -146,10 +147,31 @@ SLOW = (
 )
 
 
+def num_lines(dialect: str, text: str) -> int:
+    """Lines of Python that reading a text takes."""
+    num, parser = 0, parser_of(dialect)
+
+    def count(_frame: object, event: str, _value: object) -> object:
+        nonlocal num
+        num += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        parser.feed(text)
+        parser.finish()
+    finally:
+        sys.settrace(before)
+    return num
+
+
 @pytest.mark.parametrize("dialect", ALL_DIALECTS)
 def test_reading_takes_time_in_proportion_to_the_text(dialect: str) -> None:
     """Each of these would be slow if anything were looked at twice for each character."""
     for unit in ("<tool_call>{", "[TOOL_CALLS][", "{", "<", " ", '{"name": "f", "arguments": {"a": "', *SLOW):
+        times = 1000 // len(unit)
+        assert num_lines(dialect, unit * 2 * times) < 2.2 * num_lines(dialect, unit * times) + 100, unit
         parser = parser_of(dialect)
-        parser.feed(unit * (200_000 // len(unit)))
+        parser.feed(unit * (20_000 // len(unit)))
         parser.finish()
