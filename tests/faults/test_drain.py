@@ -83,12 +83,11 @@ async def test_sigterm_serves_who_comes_within_the_delay_finishes_what_was_accep
             while (await client.get(f"{probes}/health/ready")).status_code == 200:
                 assert time.monotonic() - told_s < 0.5
             assert (await client.get(f"{probes}/health/live")).status_code == 200
-            await asyncio.sleep(0.5)
-            assert (await client.get(f"{server.url}/health/ready")).json()["state"] == "draining"
             body = {"prompt": "x", "max_tokens": 1}
-            last = [asyncio.create_task(stream(server, 480)) for _ in range(4)]
             whole = await client.post(f"{server.url}/v1/completions", json=body)
             assert whole.status_code == 200, "still"
+            last = [asyncio.create_task(stream(server, 480)) for _ in range(4)]
+            assert (await client.get(f"{server.url}/health/ready")).json()["state"] == "draining"
             refused = whole
             while refused.status_code == 200:
                 refused = await client.post(f"{server.url}/v1/completions", json=body)

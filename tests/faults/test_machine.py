@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
-import pytest
 
 from campaigns.servers.running import free_port
 from tests.e2e.serving import ROOT, RunningServer, wait_for
@@ -57,21 +56,6 @@ def server(command: list[str], port: int, folder: Path, output: IO[bytes] | int)
         process.wait()
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One for all faults that a server survives. Its clock is set by the file `offset` beside its log."""
-    port, folder = free_port(), tmp_path_factory.mktemp("shared")
-    (folder / "offset").write_text("0")
-    clock = Path(__file__).parent / "jumping_clock"
-    command = ["env", f"PYTHONPATH={clock}:{ROOT}", f"CLOCK_OFFSET={folder / 'offset'}"]
-    limits = ("--heartbeat-timeout", "3", "--queue-timeout", "30")
-    with (
-        (folder / "server.log").open("wb") as log,
-        server(command + command_of(tiny_model, port, *limits), port, folder, log) as running,
-    ):
-        yield running
-
-
 def is_ready(running: RunningServer) -> bool:
     try:
         return httpx.get(f"{running.url}/health/ready", timeout=5).status_code == 200
@@ -102,23 +86,32 @@ def test_after_kill_9_the_next_server_takes_the_port_and_clears_up(tiny_model: P
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=5)
 
 
-def test_a_clock_that_jumps_by_a_day_and_back_ends_nothing(shared: RunningServer) -> None:
-    before = complete(shared)["created"]
-    for offset_s in (DAY_S, -DAY_S, 0):
-        replies: list[dict[str, Any]] = []
-        under_way = threading.Thread(
-            target=lambda replies=replies: replies.append(complete(shared, max_tokens=400, timeout=30))
-        )
-        under_way.start()
-        (shared.log.parent / "offset").write_text(str(offset_s))
-        for _ in range(8):  # longer than the heartbeats are apart
-            assert httpx.get(f"{shared.url}/health/live").status_code == 200
-            assert is_ready(shared)
-            time.sleep(0.15)
-        under_way.join()
-        assert replies[0]["usage"]["completion_tokens"] == 400
-        assert abs(complete(shared)["created"] - before - offset_s) < 60, "the clock has not jumped"
-    assert shared.metric("tokenyard:engine_restarts_total") == 0
+def test_a_clock_that_jumps_by_a_day_and_back_ends_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    port, offset = free_port(), tmp_path / "offset"
+    offset.write_text("0")
+    clock = Path(__file__).parent / "jumping_clock"
+    command = ["env", f"PYTHONPATH={clock}:{ROOT}", f"CLOCK_OFFSET={offset}"]
+    limits = ("--heartbeat-timeout", "3", "--queue-timeout", "30")
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        server(command + command_of(tiny_model, port, *limits), port, tmp_path, log) as running,
+    ):
+        before = complete(running)["created"]
+        for offset_s in (DAY_S, -DAY_S, 0):
+            replies: list[dict[str, Any]] = []
+            under_way = threading.Thread(
+                target=lambda replies=replies: replies.append(complete(running, max_tokens=400, timeout=30))
+            )
+            under_way.start()
+            offset.write_text(str(offset_s))
+            for _ in range(10):  # longer than the heartbeats are apart
+                assert httpx.get(f"{running.url}/health/live").status_code == 200
+                assert is_ready(running)
+                time.sleep(0.15)
+            under_way.join()
+            assert replies[0]["usage"]["completion_tokens"] == 400
+            assert abs(complete(running)["created"] - before - offset_s) < 60, "the clock has not jumped"
+        assert running.metric("tokenyard:engine_restarts_total") == 0
 
 
 def test_a_full_disk_costs_the_log_and_ends_a_batch_in_one_line_but_not_the_server(
@@ -172,22 +165,24 @@ def test_a_server_whose_log_nobody_reads_serves_and_leaves(tiny_model: Path, tmp
         os.close(writing)
 
 
-def test_a_server_out_of_descriptors_answers_again_when_there_are_some(shared: RunningServer) -> None:
-    pid, log_bytes = shared.process.pid, shared.log.stat().st_size
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    num_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_files + 10, before[1]))
-    address = ("127.0.0.1", int(shared.url.rpartition(":")[2]))
-    crowd = [socket.create_connection(address, timeout=10) for _ in range(40)]
-    wait_for(lambda: "no descriptor for a connection" in shared.text(), within_s=15)
-    wait_for(lambda: is_ready(shared), within_s=15)  # the silent give way
-    for each in crowd:
-        each.close()
-    complete(shared)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-    assert shared.process.poll() is None
-    assert shared.metric("tokenyard:engine_restarts_total") == 0
-    assert shared.log.stat().st_size < log_bytes + 20_000
+def test_a_server_out_of_descriptors_answers_again_when_there_are_some(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    limited = ["sh", "-c", f"ulimit -n 96; exec {shlex.join(command_of(tiny_model, port))}"]
+    with (tmp_path / "server.log").open("wb") as log, server(limited, port, tmp_path, log) as running:
+        pid = running.process.pid
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(200)]
+        wait_for(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= 80, within_s=15)
+        time.sleep(0.5)
+        assert is_ready(running)  # the silent give way
+        for each in crowd:
+            each.close()
+        wait_for(lambda: is_ready(running), within_s=15)
+        complete(running)
+        assert running.process.poll() is None
+        assert running.metric("tokenyard:engine_restarts_total") == 0
+    assert (tmp_path / "server.log").stat().st_size < 20_000
 
 
 def cap_memory(pid: int) -> None:
@@ -207,15 +202,20 @@ def statuses_of(running: RunningServer, bodies: list[dict[str, Any]]) -> set[int
 
 
 def test_an_engine_that_gets_no_more_memory_costs_no_request_its_answer_and_serves_again_when_it_does(
-    shared: RunningServer,
+    tiny_model: Path, tmp_path: Path
 ) -> None:
+    port = free_port()
     wide = [{"prompt": [5 + i] * 400, "max_tokens": 40, "n": 4, "ignore_eos": True} for i in range(16)]
-    engine_pid = shared.engine_pid
-    assert engine_pid is not None
-    cap_memory(engine_pid)
-    assert statuses_of(shared, wide) <= {200, 429, 500, 503}
-    if shared.engine_pid == engine_pid:  # else another one has taken over, without the limit
-        resource.prlimit(engine_pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-    wait_for(lambda: is_ready(shared), within_s=READY_WITHIN_S)
-    complete(shared)
-    assert shared.process.poll() is None
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        server(command_of(tiny_model, port), port, tmp_path, log) as running,
+    ):
+        engine_pid = running.engine_pid
+        assert engine_pid is not None
+        cap_memory(engine_pid)
+        assert statuses_of(running, wide) <= {200, 429, 500, 503}
+        if running.engine_pid == engine_pid:  # else another one has taken over, without the limit
+            resource.prlimit(engine_pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        wait_for(lambda: is_ready(running), within_s=READY_WITHIN_S)
+        complete(running)
+        assert running.process.poll() is None
