@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.ranks.divided import DividedWorker
+from tests.worker.speculation.random_requests import TINY_REQUESTS
+from tests.worker.speculation.speculated import Speculated, half_right, oracle
 from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
@@ -181,11 +184,26 @@ def test_experts_that_do_not_divide_are_refused(two_ranks: DividedWorker, folder
         two_ranks.load(config_of(checkpoint, 2))
 
 
-def test_drafts_are_refused_by_ranks_and_none_are_expected(two_ranks: DividedWorker, folder: Path) -> None:
-    config = config_of(make_checkpoint("llama", folder / "no drafts"), 2)
-    with pytest.raises(StartupError, match="--speculative-config: ranks verify no drafts yet"):
-        two_ranks.load(replace(config, speculation=SpeculationConfig(method=DraftMethod.SUFFIX)))
-    assert two_ranks.load(config).max_drafts == 0
+def test_ranks_verify_drafts_and_sample_the_tokens_of_one(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint("llama", folder / "drafted")
+    alone = Worker(config_of(checkpoint, 1))
+    expected = Speculated(alone, alone.load(lambda _progress: None)).answers(TINY_REQUESTS)
+    speculation = SpeculationConfig(method=DraftMethod.SUFFIX)
+    facts = two_ranks.load(replace(config_of(checkpoint, 2), speculation=speculation))
+    assert facts.max_drafts == speculation.num_speculative_tokens
+    world = Speculated(two_ranks, facts, {"num_blocks": 7})  # type: ignore[arg-type]
+    for guess in (oracle(expected, 4), half_right(expected, Random(1), 335)):
+        found = world.answers(TINY_REQUESTS, guess)
+        assert [each[::2] for each in found] == [each[::2] for each in expected]
+    assert 0 < world.num_accepted < world.num_drafted
+    assert world.num_preemptions
+
+
+def test_a_draft_model_is_not_divided(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint("llama", folder / "with a draft model")
+    drafting = SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=str(checkpoint))
+    with pytest.raises(StartupError, match="--speculative-config: a draft model is not divided over ranks"):
+        two_ranks.load(replace(config_of(checkpoint, 2), speculation=drafting))
 
 
 def test_heads_that_do_not_divide_are_refused(two_ranks: DividedWorker, folder: Path) -> None:

@@ -148,6 +148,6 @@ def test_models_that_have_no_stages_are_refused_with_the_reason(
 
 def test_drafts_are_refused_by_stages_and_none_are_expected(two_stages: DividedWorker, folder: Path) -> None:
     config = replace(config_of(make_checkpoint("llama", folder / "no drafts"), 1), num_stages=2)
-    with pytest.raises(StartupError, match="--speculative-config: ranks verify no drafts yet"):
+    with pytest.raises(StartupError, match="--speculative-config: stages verify no drafts yet"):
         two_stages.load(replace(config, speculation=SpeculationConfig(method=DraftMethod.SUFFIX)))
     assert two_stages.load(config).max_drafts == 0
