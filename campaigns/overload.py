@@ -41,6 +41,8 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 """Bounds of what Retry-After may say."""
 _REFUSAL_P99_S = 0.050
 _MAX_TTFT_RATIO = 1.2
+_MAX_REFUSING_SHARE = 0.03
+"""Part of the machine's processor time that refusals may take at ten times the capacity."""
 _MIN_SERVED_RATIO = 0.9
 """Served requests a second with the crowd outside, as a share of those without: the crowd's client takes its
 part of the same cores."""
@@ -155,6 +157,7 @@ class Rounds:
     factor: float
     grown_bytes: int
     """Growth of the API process meanwhile."""
+    cores_alone: "Cores"
     cores: "Cores"
     """While the crowd was there."""
 
@@ -172,6 +175,18 @@ class Rounds:
         """Ratio of the served requests a second, with the crowd outside and without."""
         return _rate(self.overload) / _rate(self.full_queue)
 
+    @property
+    def refusal_s(self) -> float:
+        """Processor time of the API process for each refusal: what is left after those who were served."""
+        served_s = self.cores_alone.api / _rate(self.alone)
+        refusing = self.cores.api - served_s * _rate(self.overload)
+        return max(0.0, refusing) / max(_refusals_hz(self.overload), 1e-9)
+
+    @property
+    def refusing_share(self) -> float:
+        """Part of the machine's processor time that all refusals took."""
+        return self.refusal_s * _refusals_hz(self.overload) / (os.cpu_count() or 1)
+
     def faults(self) -> list[str]:
         """Faults that were found; nothing on a good day."""
         faults = [f"{num} times {kind}" for each in self._all() for kind, num in each.others.items()]
@@ -181,6 +196,8 @@ class Rounds:
             faults.append(f"the crowd outside makes the first token {self.ttft_ratio:.2f} times as late")
         if self.served_ratio < _MIN_SERVED_RATIO:
             faults.append(f"the crowd outside leaves {self.served_ratio:.2f} of those who are served")
+        if self.refusing_share > _MAX_REFUSING_SHARE:
+            faults.append(f"refusals take {self.refusing_share:.1%} of the machine")
         told = self.overload.retry_after_s
         if told and not _MIN_RETRY_S <= min(told) <= max(told) <= _MAX_RETRY_S:
             faults.append(f"Retry-After was from {min(told)} to {max(told)} s")
@@ -208,6 +225,8 @@ class Rounds:
             f"requests sent late by ms: p50 {_ms(late, 50):.1f}, p99 {_ms(late, 99):.1f}",
             f"cores busy: client {self.cores.client:.2f}, API process {self.cores.api:.2f}, "
             f"engine process {self.cores.engine:.2f}",
+            f"a refusal takes {self.refusal_s * 1e6:.0f} us of the API process; all of them "
+            f"{self.refusing_share:.1%} of the machine",
             f"the API process has grown by {self.grown_bytes / 2**20:.1f} MiB",
         ]
         return "\n".join([*lines, *(f"FAULT: {fault}" for fault in self.faults())])
@@ -218,7 +237,7 @@ class Rounds:
 
 def _row(name: str, seen: Seen) -> str:
     return (
-        f"{name:22}{_rate(seen):10.1f}{len(seen.refused_s) / seen.took_s:11.1f}"
+        f"{name:22}{_rate(seen):10.1f}{_refusals_hz(seen):11.1f}"
         f"{_ms(seen.ttft_s, 50):10.0f}{_ms(seen.ttft_s, 99):8.0f}{_ms(seen.e2e_s, 50):9.0f}"
         f"{_ms(seen.e2e_s, 99):8.0f}"
     )
@@ -226,6 +245,10 @@ def _row(name: str, seen: Seen) -> str:
 
 def _rate(seen: Seen) -> float:
     return len(seen.e2e_s) / seen.took_s
+
+
+def _refusals_hz(seen: Seen) -> float:
+    return len(seen.refused_s) / seen.took_s
 
 
 def _p(seconds: Sequence[float], percent: float) -> float:
@@ -241,25 +264,37 @@ async def measure(server: OwnServer, *, factor: float, seconds: float, output_le
     crowd = Crowd(server.target, output_len=output_len, seed=0)
     await crowd.closed_loop(NUM_SEATS, min(seconds, 2.0))
     before = held_by(server.pid).memory_bytes
+    pids = os.getpid(), server.pid, server.engine_pid or 0
+    spent_s = _spent_s(pids)
     alone = await crowd.closed_loop(NUM_SEATS, seconds)
+    cores_alone = _cores(pids, spent_s, alone)
     full_queue = await crowd.closed_loop(NUM_SEATS + NUM_PLACES, seconds)
     rate_hz = factor * len(alone.e2e_s) / alone.took_s
     gc.collect()
     gc.freeze()  # a long collection in the client would look like a slow server
-    pids = os.getpid(), server.pid, server.engine_pid or 0
-    spent_s = [processor_s(pid) for pid in pids]
+    spent_s = _spent_s(pids)
     overload = await crowd.open_loop(rate_hz, seconds)
-    busy = [
-        (processor_s(pid) - before_s) / overload.took_s for pid, before_s in zip(pids, spent_s, strict=True)
-    ]
     return Rounds(
         alone=alone,
         full_queue=full_queue,
         overload=overload,
         factor=factor,
         grown_bytes=held_by(server.pid).memory_bytes - before,
-        cores=Cores(client=busy[0], api=busy[1], engine=busy[2]),
+        cores_alone=cores_alone,
+        cores=_cores(pids, spent_s, overload),
     )
+
+
+def _spent_s(pids: Sequence[int]) -> list[float]:
+    return [processor_s(pid) for pid in pids]
+
+
+def _cores(pids: Sequence[int], before_s: Sequence[float], seen: Seen) -> Cores:
+    """Take the processor time of client, API process and engine process since `before_s`."""
+    client, api, engine = (
+        (now_s - then_s) / seen.took_s for now_s, then_s in zip(_spent_s(pids), before_s, strict=True)
+    )
+    return Cores(client=client, api=api, engine=engine)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -135,7 +135,7 @@ class SchedulerOptions:
     more only makes the first of a crowd wait for the last."""
     max_chunk_tokens: int = 0
     """Most tokens of a step that one prefill gets while it is not alone. 0 is no limit."""
-    max_grammar_s: float = 0.025
+    max_grammar_s: float = 0.0125
     """Sequences with a grammar are admitted to a step, whether for the first time or again, as long as
     compiling all of theirs takes no longer; the first may alone. All tokens of the step wait while the worker
     compiles."""

@@ -367,8 +367,21 @@ class Acts:
         return Act(name="page", path=path, body=b"", method="GET", codes=frozenset())
 
 
-async def keep_acting(target: Target, acts: Acts, ends: Ends, until: asyncio.Event) -> None:
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Load that clients and attackers make."""
+
+    num_clients: int = 48
+    rest_s: float = 0.0
+    """Seconds that each client and each attacker rests after an act, on a machine that has other work."""
+
+
+async def keep_acting(
+    target: Target, acts: Acts, ends: Ends, until: asyncio.Event, *, rest_s: float = 0.0
+) -> None:
     """One act after the other; after a refusal with a pause, so that others get their turn."""
     while not until.is_set():
         if not await perform(target, acts.draw(), ends):
             await asyncio.sleep(acts.pause_s())
+        if rest_s:
+            await asyncio.sleep(rest_s)

@@ -26,25 +26,32 @@ _RIGHT_STATUSES = frozenset({200, 400, 408, 413, 429})
 """Statuses that are right for an attack: it is served, or its fault is named, or it comes too often."""
 _NO_ENGINE_STATUSES = frozenset({500, 503})
 _NUM_SILENT, _SILENT_S = 300, 5.0
+_LEAST_REST_S = 0.05
 _STANDS_STILL_S = 1.0
 _PROBE_EVERY_S = 0.5
 _LARGE = 3 * _MIB + _MIB // 2
 _MAX_PAUSE_S = 2.0
-"""Pause of the neighbour's stream that is a fault. Twenty times what is promised: the machine does other
-work, and the clients of the soak are a crowd themselves."""
+"""Pause of the neighbour's stream that is a fault, without the time in which this process stood still too.
+Twenty times what is promised: the machine does other work, and the soak's clients are a crowd themselves."""
+_LOOK_EVERY_S = 0.2
 _AMBIGUOUS = "start: s\ns: /[a-z ]/ | s s | s s s | s s s s"
 
 
 class Attacks:
     """All attackers of one soak. `faults` has what should not have happened, `ends` all that did."""
 
-    def __init__(self, server: OwnServer, *, seed: int, is_engine_gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, server: OwnServer, *, seed: int, is_engine_gone: Callable[[], bool], rest_s: float = 0.0
+    ) -> None:
+        self._rest_s = max(rest_s, _LEAST_REST_S)
         self._server = server
         self._dice = random.Random(seed)
         self._is_engine_gone = is_engine_gone
         self.ends: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self._is_still = False
+        self._late_s = 0.0
+        """Time that this process was late by, all in all: the machine's doing."""
         self.pauses_s: list[float] = []
         """Times between two events of the neighbour's stream, but for those while a process stood still."""
         self.probes_s: list[float] = []
@@ -59,6 +66,7 @@ class Attacks:
             self._stand_still,
             self._probe,
             self._neighbour,
+            self._look_at_clock,
         )
         await asyncio.gather(*(self._again_and_again(act, until) for act in each))
 
@@ -81,7 +89,9 @@ class Attacks:
             except (ExchangeFailed, OSError, TimeoutError) as error:
                 kind = error.kind if isinstance(error, ExchangeFailed) else type(error).__name__
                 self.faults[f"{act.__name__}: {kind}"] += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(
+                _LEAST_REST_S if act in (self._neighbour, self._look_at_clock) else self._rest_s
+            )
 
     async def _post(self, name: str, path: str, body: bytes) -> None:
         target = self._server.target
@@ -173,22 +183,27 @@ class Attacks:
 
     async def _neighbour(self) -> None:
         """Stream with the highest priority, so that its pauses are no preemption."""
-        last_s = 0.0
+        last_s = last_late_s = 0.0
 
         def on_event(_: bytes, now_s: float) -> None:
-            nonlocal last_s
+            nonlocal last_s, last_late_s
             if last_s and not self._is_still and not self._is_engine_gone():
-                self._note_pause(now_s - last_s)
-            last_s = now_s
+                self._note_pause(now_s - last_s, late_s=self._late_s - last_late_s)
+            last_s, last_late_s = now_s, self._late_s
 
         fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "priority": -100}
         target = self._server.target
         wire = target.request("POST", "/v1/completions", orjson.dumps({"model": SERVED_NAME, **fields}))
         await exchange(target, wire, timeouts=Timeouts(whole_s=_TIMEOUT_S), on_event=on_event)
 
-    def _note_pause(self, pause_s: float) -> None:
+    async def _look_at_clock(self) -> None:
+        due_s = time.monotonic() + _LOOK_EVERY_S
+        await asyncio.sleep(_LOOK_EVERY_S)
+        self._late_s += max(0.0, time.monotonic() - due_s)
+
+    def _note_pause(self, pause_s: float, *, late_s: float) -> None:
         self.pauses_s.append(pause_s)
-        if pause_s > _MAX_PAUSE_S:
+        if pause_s - late_s > _MAX_PAUSE_S:
             self.faults[f"a pause of the neighbour's stream of {pause_s:.1f} s"] += 1
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

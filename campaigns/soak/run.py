@@ -24,12 +24,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import NamedTuple
 
+from bench.load.load_report import percentile
 from campaigns.servers.own_server import OwnServer, own_server, total
 from campaigns.servers.processes import Held, held_by
-from campaigns.soak.acts import Acts, Ends, Known, ask_alone, keep_acting
+from campaigns.soak.acts import Acts, Ends, Known, Pace, ask_alone, keep_acting
 from campaigns.soak.attacks import Attacks
 from campaigns.soak.streams import ManyStreams
 from server.http.http_client import ExchangeFailed, Timeouts, exchange
@@ -46,7 +46,7 @@ SMALL = (
 """Room for a few sequences only, and a queue that is full at once."""
 CROWDED = ("--num-gpu-blocks-override", "400", "--block-size", "8", "--max-model-len", "512")
 """For the streams: so few blocks that some of 256 have to be preempted."""
-_NUM_CLIENTS, _NUM_KNOWN = 48, 12
+_NUM_KNOWN = 12
 _KILLED_AT = 0.15
 """After this share of the time the engine process is killed: the next one has the rest to show a leak."""
 _KILLED_AGAIN_AT = 0.5
@@ -68,6 +68,9 @@ IDLE_GAUGES = (
 )
 
 
+_FULL = Pace()
+
+
 class Sample(NamedTuple):
     at_s: float
     pid: int
@@ -85,10 +88,14 @@ class Life:
 
     @property
     def growth_bytes(self) -> float:
-        """From the second quarter of the samples to the last."""
+        """From the second quarter of the samples to the last.
+
+        Of each the tenth percentile: large bodies hold hundreds of MiB for a second, and a leak stays.
+        """
         size = len(self.samples) // 4
-        sizes = [sample.held.memory_bytes for sample in self.samples]
-        return median(sizes[-size:]) - median(sizes[size : 2 * size]) if size else 0.0
+        sizes = [float(sample.held.memory_bytes) for sample in self.samples]
+        second, last = sorted(sizes[size : 2 * size]), sorted(sizes[-size:])
+        return percentile(last, 10) - percentile(second, 10) if size else 0.0
 
     @property
     def hours(self) -> float:
@@ -122,8 +129,11 @@ class Life:
 class Soak:
     """One run against one server."""
 
-    def __init__(self, server: OwnServer, *, seed: int, attacks: Attacks | None = None) -> None:
+    def __init__(
+        self, server: OwnServer, *, seed: int, attacks: Attacks | None = None, pace: Pace = _FULL
+    ) -> None:
         self._server = server
+        self._pace = pace
         self._attacks = attacks
         self._num_kills = 0
         self._seed = seed
@@ -163,9 +173,10 @@ class Soak:
     async def _act_for(self, seconds: float) -> None:
         until = asyncio.Event()
         clients = []
-        for _ in range(_NUM_CLIENTS):
+        for _ in range(self._pace.num_clients):
             acts = Acts(random.Random(self._dice.random()), self._known, max_model_len=MAX_MODEL_LEN)
-            clients.append(asyncio.create_task(keep_acting(self._server.target, acts, self.ends, until)))
+            acting = keep_acting(self._server.target, acts, self.ends, until, rest_s=self._pace.rest_s)
+            clients.append(asyncio.create_task(acting))
         await asyncio.sleep(seconds)
         until.set()
         await asyncio.gather(*clients)
@@ -230,7 +241,7 @@ class Soak:
         return [*self.faults, *acts, *(fault for life in self.lives for fault in life.faults())]
 
     def report(self) -> str:
-        lines = [f"{self.ends.num_acts} acts of {_NUM_CLIENTS} clients; how they ended:"]
+        lines = [f"{self.ends.num_acts} acts of {self._pace.num_clients} clients; how they ended:"]
         for name, ends in sorted(self.ends.ends.items()):
             lines.append(f"  {name:16}" + ", ".join(f"{num} {end}" for end, num in ends.most_common()))
         lines += [] if self._attacks is None else [self._attacks.report()]
@@ -242,20 +253,20 @@ class Soak:
 _ALARMS = ("Traceback", "never awaited", "was never retrieved", "Exception in callback")
 
 
-def soak(minutes: float, *, seed: int, words: Sequence[str] = ()) -> Soak:
+def soak(minutes: float, *, seed: int, words: Sequence[str] = (), pace: Pace = _FULL) -> Soak:
     """Start a server, soak it, and return what was seen."""
     with own_server((*SMALL, *words)) as server:
-        run = Soak(server, seed=seed)
+        run = Soak(server, seed=seed, pace=pace)
         asyncio.run(run.run(minutes * 60))
     return run
 
 
-def attacked_soak(minutes: float, *, seed: int, words: Sequence[str] = ()) -> Soak:
+def attacked_soak(minutes: float, *, seed: int, words: Sequence[str] = (), pace: Pace = _FULL) -> Soak:
     """Do the same among attackers."""
     with own_server((*SMALL, *words)) as server:
         ends = Ends()
-        attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone)
-        run = Soak(server, seed=seed, attacks=attacks)
+        attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, rest_s=pace.rest_s)
+        run = Soak(server, seed=seed, attacks=attacks, pace=pace)
         run.ends = ends
         asyncio.run(run.run(minutes * 60))
     return run
@@ -278,6 +289,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default %(default)g")
     parser.add_argument("--streams", type=int, metavar="N", help="only streams, so many at a time")
     parser.add_argument("--attacks", action="store_true", help="among attackers (campaigns/soak/attacks.py)")
+    parser.add_argument(
+        "--clients", type=int, default=_FULL.num_clients, metavar="N", help="not of --streams"
+    )
+    parser.add_argument(
+        "--rest", type=float, default=0.0, metavar="S", help="of each client and attacker after an act"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
@@ -286,7 +303,8 @@ def main(argv: Sequence[str]) -> int:
         if options.streams:
             return many_streams(options.streams, options.minutes, seed=options.seed, words=words)
         begin = attacked_soak if options.attacks else soak
-        run = begin(options.minutes, seed=options.seed, words=words)
+        pace = Pace(options.clients, options.rest)
+        run = begin(options.minutes, seed=options.seed, words=words, pace=pace)
     except ExchangeFailed as failure:
         print(f"campaigns.soak: {failure.kind}: {failure}", file=sys.stderr)
         return 1

@@ -156,12 +156,13 @@ class RequestQueues:
         """
         num_running = len(self.running)
         expected_s = self.forecast.expected_s
-        running = [_report(seq, place, "", None, now_s) for place, seq in enumerate(self.running)]
+        shown = islice(enumerate(self.running), page.first, page.first + page.most)
+        running = [_report(seq, place, "", None, now_s) for place, seq in shown]
         begin = max(page.first - num_running, 0)
         end = max(page.first + page.most - num_running, 0)
         places = range(begin, end)
         waiting = zip(places, islice(self.waiting.in_order(), begin, end), strict=False)
-        return running[page.first : page.first + page.most] + [
+        return running + [
             _report(seq, place, reason_of(seq, place).value, expected_s(place, now_s=now_s), now_s)
             for place, seq in waiting
         ]

@@ -9,11 +9,11 @@ would meet the same refusal behind all layers gets it here; where a layer may ha
 layers decide.
 """
 
+import time
 from collections.abc import Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 
-import h11
 import orjson
 
 from engine.errors import Overloaded
@@ -21,12 +21,16 @@ from server.access.key_ring import KeyRing
 from server.error_replies import ErrorReply, ErrorShape, describe
 from server.http.edge import Edge
 from server.http.request_log import record_refusal
+from server.http.strict_http import Head, plain_head
 from server.observe.request_ids import id_for
 from server.observe.spans import NoSpans
+from server.sockets.first_look import EarlyRefusal
 
 _ASKS_FOR_MORE = (b"x-tokenyard-", b"x-priority", b"origin")
 """Beginnings of fields that decide about the priority, add to the reply, or are refused by themselves."""
 _BEARER = b"bearer "
+_LIKELY_S = 1.0
+"""Seconds after a refusal in which newcomers are looked at before they have a connection."""
 
 
 class FullQueue:
@@ -42,8 +46,20 @@ class FullQueue:
         self._keys = keys
         self._paths = {path.encode(): path for path in paths}
         self._shapes = shapes
+        self._refused_s = float("-inf")
 
-    def refusal_of(self, head: h11.Request) -> bytes | None:
+    @property
+    def are_likely(self) -> bool:
+        """See EarlyRefusals."""
+        return time.monotonic() - self._refused_s < _LIKELY_S
+
+    def of_bytes(self, seen: bytes) -> EarlyRefusal | None:
+        """See EarlyRefusals."""
+        head = plain_head(seen)
+        reply = None if head is None else self.refusal_of(head)
+        return None if head is None or reply is None else EarlyRefusal(reply, head.num_bytes)
+
+    def refusal_of(self, head: Head) -> bytes | None:
         """Return the whole reply, after which the connection ends; None: the layers decide."""
         path = self._paths.get(head.target)
         if path is None or head.method != b"POST" or not self._is_on:
@@ -62,6 +78,7 @@ class FullQueue:
         try:
             self._engine.require_room(priority)
         except Overloaded as error:
+            self._refused_s = time.monotonic()
             request_id = id_for(headers).decode("ascii")
             record_refusal(self._metrics, path, request_id)
             reply = describe(error, request_id)

@@ -9,12 +9,58 @@ and 5.2.
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import h11
 
 _LOOSE_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
+
+_PLAIN_HEAD = re.compile(
+    rb"([A-Z]+) (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)+)\r\n"
+)
+_LENGTH = b"content-length"
+_MAX_DIGITS = 15
+
+
+class Head(Protocol):
+    """Head of a request, whoever has parsed it; names of fields are in lower case."""
+
+    @property
+    def method(self) -> bytes: ...
+    @property
+    def target(self) -> bytes: ...
+    @property
+    def headers(self) -> Iterable[tuple[bytes, bytes]]: ...
+
+
+class PlainHead(NamedTuple):
+    """Head that is HTTP/1.1 beyond doubt, in its plainest form."""
+
+    method: bytes
+    target: bytes
+    headers: list[tuple[bytes, bytes]]
+    num_bytes: int
+    """Bytes of the whole request, its body included."""
+
+
+def plain_head(seen: bytes) -> PlainHead | None:
+    """Parse the head with which these bytes begin; None where it takes a full parser to judge it."""
+    found = _PLAIN_HEAD.match(seen)
+    if found is None:
+        return None
+    headers = []
+    for line in found[3].split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b":")
+        headers.append((name.lower(), value.strip(b" \t")))
+    names = [name for name, _ in headers]
+    if names.count(b"host") != 1 or names.count(_LENGTH) > 1 or b"transfer-encoding" in names:
+        return None
+    length = next((value for name, value in headers if name == _LENGTH), b"0")
+    if not length.isdigit() or len(length) > _MAX_DIGITS:
+        return None
+    return PlainHead(found[1], found[2], headers, found.end() + int(length))
+
 
 RefusalOf = Callable[[h11.Request], bytes | None]
 """Makes the whole reply to a head that is refused; None: it is a request."""

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import Counter
 
+from server.sockets.first_look import EarlyRefusals, FirstLook
 from server.sockets.places import Place, Places
 from server.sockets.rare_log import RareLog
 
@@ -51,9 +52,14 @@ class ClientServer(uvicorn.Server):
         max_connections: int,
         refused: Counter,
         context: ssl.SSLContext | None = None,
+        early: EarlyRefusals | None = None,
     ) -> None:
-        """Count refusals in `refused`. With `context`, connections begin with a handshake."""
+        """Count refusals in `refused`. With `context`, connections begin with a handshake.
+
+        Without one, `early` may refuse requests before there is a connection.
+        """
         super().__init__(config)
+        self.early = early if context is None else None
         self.context = context
         self.refused = refused
         self.places = Places(max_connections)
@@ -159,6 +165,13 @@ class Acceptor:
             client.close()
             return
         client.setblocking(False)  # noqa: FBT003 (the standard library's own signature)
+        early = self._server.early
+        if early is None or place is None or place.is_reserved or not early.are_likely:
+            self._begin(client, place)
+        else:
+            FirstLook(client, place, refusals=early, on_request=partial(self._begin, client, place))
+
+    def _begin(self, client: socket.socket, place: Place | None) -> None:
         opening = self._loop.create_task(self._open(client, place))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)

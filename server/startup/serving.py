@@ -215,6 +215,7 @@ def _http_server(app: FastAPI, tls: LiveTls | None) -> uvicorn.Server:
         max_connections=edge.patience.max_connections,
         refused=edge.metrics.refused_connections,
         context=None if tls is None else tls.context,
+        early=app.state.full_queue,
     )
 
 

@@ -28,6 +28,7 @@ GOOD = Rounds(
     overload=seen(),
     factor=10.0,
     grown_bytes=0,
+    cores_alone=Cores(client=0.1, api=0.19, engine=0.9),
     cores=Cores(client=0.1, api=0.2, engine=0.9),
 )
 
@@ -37,6 +38,7 @@ def test_a_good_round_has_no_fault_and_says_what_it_measured() -> None:
     table = GOOD.table()
     assert "capacity 10.0 requests/s; offered 10 times that, 100/s" in table
     assert "429 after ms: p50 10.0, p99 10.0" in table
+    assert "a refusal takes 1000 us of the API process" in table
     assert "FAULT" not in table
     assert orjson.loads(orjson.dumps(GOOD))["factor"] == 10
 
@@ -55,6 +57,11 @@ def test_a_good_round_has_no_fault_and_says_what_it_measured() -> None:
 def test_what_should_not_happen_is_a_fault(overload: Seen, fault: str) -> None:
     (found,) = replace(GOOD, overload=overload).faults()
     assert fault in found
+
+
+def test_refusals_that_take_the_machine_from_those_who_are_served_are_a_fault() -> None:
+    (found,) = replace(GOOD, cores=Cores(client=0.1, api=20.0, engine=0.9)).faults()
+    assert "of the machine" in found
 
 
 async def test_who_is_refused_is_told_from_who_is_served() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,18 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server, wait_for
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One for all deaths of its engine process."""
+    folder = tmp_path_factory.mktemp("server")
+    with running_server(folder, str(tiny_model), "--heartbeat-timeout", "3") as server:
+        yield server
+        pids = [server.process.pid, server.engine_pid]
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def is_ready(server: RunningServer) -> bool:
@@ -42,37 +55,31 @@ def check_refusal_while_dead(server: RunningServer) -> None:
 
 
 async def test_kill_9_of_the_engine_fails_what_has_begun_at_once_and_a_new_one_takes_over(
-    tiny_model: Path,
-    tmp_path: Path,
+    server: RunningServer,
 ) -> None:
-    with running_server(tmp_path, str(tiny_model)) as server:
-        url = f"{server.url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
-            waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(24)]
-            while server.metric("tokenyard:time_to_first_token_seconds_count") < 24:
-                assert not any(task.done() for task in waiting), "they end too soon"
-                await asyncio.sleep(0.02)
-            first_pid = server.engine_pid
-            assert first_pid is not None
-            killed_s = time.monotonic()
-            os.kill(first_pid, signal.SIGKILL)
-            for ended_s, error in await asyncio.gather(*waiting):
-                assert ended_s - killed_s < 1.0
-                assert "engine stopped" in str(error)
-            check_refusal_while_dead(server)
-            wait_for(lambda: is_ready(server), within_s=60)
-            assert server.engine_pid not in (None, first_pid)
-            answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
-            assert answer.usage
-            assert answer.usage.completion_tokens <= 3
-        assert server.metrics()['tokenyard:engine_restarts_total{cause="crash"}'] == 1
-        assert server.metric("tokenyard:requests_replayed_total") == 0
-        server.wait_until_idle(within_s=2)
-        assert "was killed by signal SIGKILL" in server.text()
-        pids = [server.process.pid, server.engine_pid]
-        server.send(signal.SIGTERM)
-        assert server.wait() == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    url = f"{server.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+        waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(24)]
+        while server.metric("tokenyard:time_to_first_token_seconds_count") < 24:
+            assert not any(task.done() for task in waiting), "they end too soon"
+            await asyncio.sleep(0.02)
+        first_pid = server.engine_pid
+        assert first_pid is not None
+        killed_s = time.monotonic()
+        os.kill(first_pid, signal.SIGKILL)
+        for ended_s, error in await asyncio.gather(*waiting):
+            assert ended_s - killed_s < 1.0
+            assert "engine stopped" in str(error)
+        check_refusal_while_dead(server)
+        wait_for(lambda: is_ready(server), within_s=60)
+        assert server.engine_pid not in (None, first_pid)
+        answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
+        assert answer.usage
+        assert answer.usage.completion_tokens <= 3
+    assert server.metrics()['tokenyard:engine_restarts_total{cause="crash"}'] == 1
+    assert server.metric("tokenyard:requests_replayed_total") == 0
+    server.wait_until_idle(within_s=2)
+    assert "was killed by signal SIGKILL" in server.text()
 
 
 def num_tokens_of_a_long_reply(server: RunningServer) -> int:
@@ -82,48 +89,34 @@ def num_tokens_of_a_long_reply(server: RunningServer) -> int:
 
 
 def test_an_engine_that_stands_still_is_reported_and_replaced_but_not_one_whose_server_stood_still_too(
-    tiny_model: Path,
-    tmp_path: Path,
+    server: RunningServer,
 ) -> None:
-    with running_server(tmp_path, str(tiny_model), "--heartbeat-timeout", "3") as server:
-        pid = server.engine_pid
-        assert pid is not None
-        with ThreadPoolExecutor(8) as clients:
-            under_way = [clients.submit(num_tokens_of_a_long_reply, server) for _ in range(8)]
-            wait_for(lambda: server.metric("tokenyard:num_requests_running") == 8, within_s=20)
-            for each in (server.process.pid, pid):  # as when a container is frozen
-                os.kill(each, signal.SIGSTOP)
-            time.sleep(5)
-            assert not any(each.done() for each in under_way)
-            os.kill(server.process.pid, signal.SIGCONT)
-            time.sleep(0.3)  # the engine is a little later
-            os.kill(pid, signal.SIGCONT)
-            wait_for(lambda: is_ready(server), within_s=3)
-            assert [each.result(60) for each in under_way] == [480] * 8, "nobody has lost anything"
-        assert server.engine_pid == pid
-        assert "has not moved" not in server.text(), "not even for a moment"
+    pid = server.engine_pid
+    assert pid is not None
+    with ThreadPoolExecutor(8) as clients:
+        under_way = [clients.submit(num_tokens_of_a_long_reply, server) for _ in range(8)]
+        wait_for(lambda: server.metric("tokenyard:num_requests_running") == 8, within_s=20)
+        for each in (server.process.pid, pid):  # as when a container is frozen
+            os.kill(each, signal.SIGSTOP)
+        time.sleep(4)
+        assert not any(each.done() for each in under_way)
+        os.kill(server.process.pid, signal.SIGCONT)
+        time.sleep(0.3)  # the engine is a little later
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: is_ready(server), within_s=3)
+        assert [each.result(60) for each in under_way] == [480] * 8, "nobody has lost anything"
+    assert server.engine_pid == pid
+    assert "has not moved" not in server.text(), "not even for a moment"
 
-        os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: httpx.get(f"{server.url}/health/live").status_code == 503, within_s=6)
-        assert not is_ready(server)
-        wait_for(lambda: not Path(f"/proc/{pid}").exists(), within_s=5)
-        # It is being cured from within, as soon as the server knows.
-        wait_for(lambda: httpx.get(f"{server.url}/health/live").status_code == 200, within_s=2)
-        wait_for(lambda: is_ready(server), within_s=60)
-        assert server.metrics()['tokenyard:engine_restarts_total{cause="hang"}'] == 1
-        assert "stood still for 3 s and was killed" in server.text()
-
-
-def test_the_engine_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
-    with running_server(tmp_path, str(tiny_model)) as server:
-        pid = server.engine_pid
-        server.send(signal.SIGKILL)
-        server.wait()
-        wait_for(lambda: not Path(f"/proc/{pid}").exists(), within_s=3)
-        for left in tmp_path.glob("tokenyard-*"):  # nobody was left to remove it
-            for file in left.iterdir():
-                file.unlink()
-            left.rmdir()
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: httpx.get(f"{server.url}/health/live").status_code == 503, within_s=6)
+    assert not is_ready(server)
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), within_s=5)
+    # It is being cured from within, as soon as the server knows.
+    wait_for(lambda: httpx.get(f"{server.url}/health/live").status_code == 200, within_s=2)
+    wait_for(lambda: is_ready(server), within_s=60)
+    assert server.metrics()['tokenyard:engine_restarts_total{cause="hang"}'] == 1
+    assert "stood still for 3 s and was killed" in server.text()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(

@@ -40,6 +40,7 @@ def free(number: int, **changes: object) -> Sequence:
 
 def roomy(**changes: object) -> World:
     settings = {"num_blocks": 999, "max_num_seqs": 300, "max_num_batched_tokens": 2000, "max_bypasses": 32}
+    settings["max_grammar_s"] = 0.025
     return World(small_config(**(settings | changes)))
 
 

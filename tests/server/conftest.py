@@ -95,6 +95,7 @@ async def serving(app: FastAPI, *, context: ssl.SSLContext | None = None) -> Asy
         max_connections=edge.patience.max_connections,
         refused=edge.metrics.refused_connections,
         context=context,
+        early=app.state.full_queue,
     )
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:

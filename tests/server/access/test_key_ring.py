@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import hmac
 import logging
 from dataclasses import replace
 
@@ -135,6 +136,19 @@ async def test_a_limit_counts_on_through_a_change_of_the_keys():
             pass
     with ring.under_way(ring.find(b"secret of a")):
         pass
+
+
+@pytest.mark.parametrize("given", ["secret of a", "secret of c", "secret of a, but longer", "", "x" * 9000])
+def test_every_key_is_compared_in_constant_time_whichever_was_given(monkeypatch, given):
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr("server.access.key_ring.secrets.compare_digest", compare)
+    KeyRing([key("a"), key("b"), key("c")]).find(given.encode())
+    assert compared == [(32, 32)] * 3, "hashes, whose length says nothing of the key"
 
 
 def test_a_reload_in_the_middle_of_a_comparison_gives_nobody_the_key_of_another(monkeypatch):

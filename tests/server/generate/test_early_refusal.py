@@ -9,6 +9,7 @@ from engine.errors import Overloaded
 from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
 from server.app import build_app
+from server.http.edge import Patience
 from tests.server.conftest import Settings, connect, serving
 from tests.server.http.test_connections import parsed, said
 
@@ -113,6 +114,49 @@ async def test_on_a_new_connection_a_refusal_is_no_request_and_reads_no_body(eng
     assert value("tokenyard:request_errors_total", {"code": "server_overloaded"}) == 1
     assert engine.asked_room == [None]
     assert app.middleware_stack is None, "no layer was asked"
+
+
+async def test_a_crowd_is_refused_before_it_has_connections_however_its_requests_are_cut(engine, monkeypatch):
+    full_for_all(engine, monkeypatch)
+    app = build_app(engine, Settings())
+    whole = FULL.replace(b"9000", b"4") % b"" + b"body"
+    async with serving(app) as url:
+        assert parsed(await said(url, whole))[0] == 429  # from now on the next are looked at
+        monkeypatch.setattr("server.http.connections.ClientConnection.__init__", no_connection)
+        for words in ([whole], [b"", whole], [FULL % b"", b"x" * 100], [whole + b"GET / HTTP/1.1\r\n\r\n"]):
+            status, headers, code = parsed(await said(url, *words, pause_s=0.05))
+            assert (status, code, headers["connection"]) == (429, "server_overloaded", "close")
+    value = engine.metrics.registry.get_sample_value
+    assert value("tokenyard:request_errors_total", {"code": "server_overloaded"}) == 5
+
+
+def no_connection(*_: object, **__: object) -> None:
+    raise AssertionError("it has cost a connection")
+
+
+ODD_HEADS = {
+    "not for the queue": (b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n", 200),
+    "cut in its head": (FULL % b"", 429),
+    "no host": (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 0\r\n\r\n", 400),
+    "two lengths": (FULL % b"Content-Length: 1\r\n", 400),
+    "a line without CR": (FULL % b"x: y\n", 400),
+    "a folded field": (FULL % b"x: y\r\n z\r\n", 400),
+    "another protocol": ((FULL % b"").replace(b"HTTP/1.1", b"HTTP/2.0"), 400),
+    "silence": (b"", 0),
+}
+
+
+@pytest.mark.parametrize("name", ODD_HEADS)
+async def test_of_a_crowd_all_that_needs_a_parser_gets_one(engine, monkeypatch, name):
+    full_for_all(engine, monkeypatch)
+    monkeypatch.setattr("server.sockets.first_look._WAIT_S", 0.05)
+    app = build_app(engine, Settings(), patience=Patience(head_timeout_s=0.3))
+    request, status = ODD_HEADS[name]
+    async with serving(app) as url:
+        assert parsed(await said(url, FULL % b""))[0] == 429
+        reply = await said(url, request[:30], request[30:], pause_s=0.02)
+    assert reply.startswith(b"HTTP/1.1 %d " % status if status else b"")
+    assert bool(reply) == bool(status)
 
 
 async def test_where_a_layer_has_another_opinion_it_decides(engine, monkeypatch):

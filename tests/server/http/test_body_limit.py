@@ -11,6 +11,7 @@ import pytest
 from engine.errors import Overloaded
 from server.error_replies import BodyTimeout
 from server.http.body_limit import BodyLimit
+from server.sockets import trimming
 
 LIMIT = 64 * 1024
 
@@ -107,6 +108,19 @@ async def test_a_body_that_was_answered_or_refused_is_counted_no_more() -> None:
         with contextlib.suppress(Overloaded):
             await limit({"type": "http", "headers": []}, held.receive, None)
         assert limit._held_bytes == 0
+
+
+async def test_memory_of_large_bodies_is_given_back_once_for_a_crowd_of_them(monkeypatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(trimming, "_AFTER_S", 0.05)
+    monkeypatch.setattr(trimming, "_find_trim", lambda: asked.append)
+    for crowd in ([1 << 10], [2 << 20, 3 << 20, 4 << 20]):
+        held = [Held(size) for size in crowd]
+        for each in held:
+            each.answer.set()
+        await asyncio.gather(*limited(*held, budget_bytes=64 << 20))
+        await asyncio.sleep(0.15)
+    assert asked == [0], "not for a small one"
 
 
 async def test_two_opinions_on_the_length_of_a_body_are_refused_and_end_the_connection(url, engine):

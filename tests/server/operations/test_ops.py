@@ -148,10 +148,10 @@ async def test_a_route_below_another_is_counted_as_itself(client):
 @pytest.mark.parametrize(
     ("query", "status"),
     [
-        ("first=10000&limit=1000", 200),
+        ("first=10000&limit=250", 200),
         ("limit=0", 200),
         ("first=-1", 400),
-        ("limit=1001", 400),
+        ("limit=251", 400),
         ("first=٣", 400),
     ],
 )

@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, through the whole application."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -29,6 +30,27 @@ async def test_a_prompt_becomes_tokens(client):
     ] == 3  # the fake adds a mark
     assert (await tokenize(client, prompt="hi", return_token_strs=True))["token_strs"] == ["<104>", "<105>"]
     assert (await tokenize(client, prompt="x" * 1000))["count"] == 1000  # may be longer than the context
+
+
+async def test_a_long_reply_is_written_piece_by_piece_and_others_have_their_turn(client, monkeypatch):
+    monkeypatch.setattr("server.operations.tokenization._PIECE_TOKENS", 3)
+    num_turns = 0
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    beside = asyncio.create_task(take_turns())
+    short = await tokenize(client, prompt="", return_token_strs=True)
+    num_of_short, num_turns = num_turns, 0
+    reply = await tokenize(client, prompt="abcdefgh" * 50, return_token_strs=True)
+    beside.cancel()
+    assert (short["tokens"], short["token_strs"]) == ([], [])
+    assert reply["tokens"] == [*b"abcdefgh"] * 50
+    assert reply["token_strs"] == [f"<{token}>" for token in reply["tokens"]]
+    assert num_turns >= num_of_short + 400 // 3
 
 
 async def test_messages_become_what_a_chat_would_generate_from(client, engine):
