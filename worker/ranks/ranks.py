@@ -57,9 +57,6 @@ class Ranks(Protocol):
     def gather(self, part_TP: Tensor) -> Tensor | None:
         """Put the parts of all ranks side by side, [T, size * P]; None on all ranks but rank 0."""
 
-    def broadcast(self, numbers: list[int]) -> list[int]:
-        """Return the numbers of rank 0; each rank brings as many."""
-
     def agree_min(self, number: int) -> int:
         """Return the smallest number of all ranks, of all stages."""
 
@@ -88,9 +85,6 @@ class Alone:
     def gather(self, part_TP: Tensor) -> Tensor | None:
         return part_TP
 
-    def broadcast(self, numbers: list[int]) -> list[int]:
-        return numbers
-
     def agree_min(self, number: int) -> int:
         return number
 
@@ -107,3 +101,8 @@ ALONE = Alone()
 def is_divided(ranks: Ranks) -> bool:
     """Tell whether other processes compute a part of the model."""
     return ranks.size > 1 or ranks.stage.count > 1
+
+
+def samples(ranks: Ranks) -> bool:
+    """Tell whether a rank has the logits, and samples for all others."""
+    return ranks.rank == 0 and ranks.stage.is_last
