@@ -266,7 +266,7 @@ class Scheduler:
 
     def steady_decodes(self, *, token_id: int) -> SteadyDecodes:
         """Sequences to which nothing happens for a while, for a simulator: each token is `token_id`."""
-        return SteadyDecodes(self._state, token_id)
+        return SteadyDecodes(self._state, token_id, end=self._end)
 
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
         self._released += plan.released

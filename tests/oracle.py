@@ -27,10 +27,12 @@ class Oracle:
     waiting: list[Client] = field(default_factory=list)
     running: list[Client] = field(default_factory=list)
     num_preemptions: int = 0
+    """Preemptions of the last step."""
 
     def step(self) -> dict[int, int]:
         """Tokens of each sequence in a step; one that reaches the end of what is known gains a token."""
         self.running.sort(key=self._rank)
+        self.num_preemptions = 0
         num_tokens = self.config.max_num_batched_tokens
         num_prefill = self.config.max_prefill_tokens or num_tokens
         granted: dict[int, int] = {}

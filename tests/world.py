@@ -72,7 +72,7 @@ class World:
                 self.learn()
         else:
             self._launch(plan)
-            if not self.scheduler.can_schedule:
+            while self._late and not self.scheduler.can_schedule:
                 self.learn(abort_meanwhile=abort_meanwhile)
         self.now_s += 1.0
         check_invariants(self.scheduler)

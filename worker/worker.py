@@ -27,6 +27,9 @@ from worker.worker_errors import FamilyRefused
 
 log = logging.getLogger(__name__)
 
+# A small model frees less than looking for it costs: about half a second where transformers is loaded.
+_WORTH_RETURNING_BYTES = 64 << 20
+
 
 class Worker:
     """A worker that loads once, then launches plans one after another. Not thread-safe."""
@@ -53,7 +56,8 @@ class Worker:
         device = self._open_device(self._config)
         facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
         self._device = device
-        return_freed_memory()  # of weights before they were rounded or packed
+        if facts.weight_bytes >= _WORTH_RETURNING_BYTES:
+            return_freed_memory()  # of weights before they were rounded or packed
         return facts
 
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:

@@ -24,6 +24,7 @@ import orjson
 _Value = TypeVar("_Value")
 
 _NO_TOKEN = 0
+_PLACE_BYTES = 4
 # Token ids below are requests' own, those above are of prefix groups: so no two prompts are equal by chance.
 _FIRST_GROUP_TOKEN = 1 << 31
 
@@ -47,6 +48,16 @@ class SimRequest(NamedTuple):
     """Number of tokens that the group shares."""
     prompt: tuple[int, ...] = ()
     """The token ids themselves, if a file gave the prompt; else they are made up."""
+
+
+class Waiting(NamedTuple):
+    """A request on its way to a replica."""
+
+    request: SimRequest
+    token_ids: tuple[int, ...]
+    number: int
+    block_keys: list[bytes]
+    """Keys of its blocks, where they are known; else the scheduler computes them."""
 
 
 _NUM_ARGUMENTS = {"uniform": (2, 2), "exponential": (1, 2), "lognormal": (2, 3)}
@@ -255,6 +266,7 @@ class PromptMaker:
     def __init__(self) -> None:
         self._filling: tuple[int, ...] = ()
         self._groups: dict[str, tuple[int, ...]] = {}
+        self._places: list[bytes] = []
 
     def token_ids(self, request: SimRequest, number: int) -> tuple[int, ...]:
         """`number` tells requests apart; below 2**31 - 1."""
@@ -266,6 +278,27 @@ class PromptMaker:
             self._filling = (_NO_TOKEN,) * (2 * num_filling)
         own = (number + 1, *self._filling[:num_filling])
         return self._prefix(request.prefix_group, num_shared) + own if num_shared else own
+
+    def block_keys(self, request: SimRequest, number: int, block_size: int) -> list[bytes]:
+        """Name the full blocks of a made-up prompt and its answer; none where a file gave the prompt.
+
+        Equal names mean equal tokens up to the end of the block, as with the keys that the scheduler would
+        compute from the tokens, which takes many times as long.
+        """
+        if request.prompt:
+            return []
+        num_blocks = (request.prompt_len + request.max_tokens) // block_size
+        while len(self._places) < num_blocks:
+            self._places.append(len(self._places).to_bytes(_PLACE_BYTES, "big"))
+        num_shared = 0
+        if request.prefix_group:
+            num_shared = min(request.prefix_len, request.prompt_len - 1) // block_size
+        own = b"own %x " % number
+        keys = [own + place for place in self._places[num_shared:num_blocks]]
+        if not num_shared:
+            return keys
+        shared = b"group %s " % request.prefix_group.encode()
+        return [shared + place for place in self._places[:num_shared]] + keys
 
     def _prefix(self, group: str, num_tokens: int) -> tuple[int, ...]:
         known = self._groups.get(group, ())

@@ -5,23 +5,14 @@ Source: scheduler/routing, which `tokenyard serve --data-parallel-size` runs.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from bench.simulate.arrivals import SimRequest
+from bench.simulate.arrivals import Waiting
 from bench.simulate.replica import Replica
 from scheduler.config import PrefixCaching, SchedulerConfig
 from scheduler.policy import Standing, order_of_service
 from scheduler.prefix_keys import JournalContent, PrefixJournal, prompt_keys, root_key
 from scheduler.routing.dispatcher import CallNeeds, Dispatcher, Ticket
 from scheduler.routing.engine_view import EngineSize
-
-
-class Waiting(NamedTuple):
-    """A request on its way to a replica."""
-
-    request: SimRequest
-    token_ids: tuple[int, ...]
-    number: int
 
 
 class OneLine:
@@ -51,7 +42,10 @@ class OneLine:
         standing = Standing(request.priority, request.arrival_s, float("inf"), waiting.number)
         keys: list[bytes] = []
         if self._config.prefix_caching is PrefixCaching.ON:
-            keys = prompt_keys(waiting.token_ids, self._config.block_size, root_key(""))
+            num_keys = (len(waiting.token_ids) - 1) // self._config.block_size
+            keys = waiting.block_keys[:num_keys]
+            if len(keys) < num_keys:
+                keys = prompt_keys(waiting.token_ids, self._config.block_size, root_key(""))
         needs = CallNeeds(
             self._order.rank(standing), request.priority, request.tenant, 1, len(waiting.token_ids), keys
         )

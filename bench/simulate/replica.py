@@ -15,11 +15,12 @@ lands in the step that is then under way: so leaping and stepping give the same 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bench.simulate.arrivals import SimRequest
+from bench.simulate.arrivals import SimRequest, Waiting
 from bench.simulate.fitted_step_time import LinearStepTime, StepVariation
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
@@ -151,9 +152,8 @@ class Replica:
         self.outputs: list[SequenceOutput] | None = None
         """Outputs since they were last taken away, for one line before the replicas; None: not kept."""
 
-    def add(
-        self, request: SimRequest, token_ids: tuple[int, ...], sequence_id: SequenceId, now_s: float
-    ) -> None:
+    def add(self, waiting: Waiting, now_s: float) -> None:
+        request, sequence_id = waiting.request, SequenceId(waiting.number)
         index = self._tallies.index_of(request)
         tally = self._tallies.all[index]
         tally.num_arrived += 1
@@ -164,7 +164,8 @@ class Replica:
         terms = self._terms.get(index)
         if terms is None:
             terms = self._terms[index] = ServiceTerms(priority=request.priority, tenant=request.tenant)
-        seq = Sequence(sequence_id, token_ids, params, terms, client_index=index)
+        seq = Sequence(sequence_id, waiting.token_ids, params, terms, client_index=index)
+        seq.block_keys = waiting.block_keys
         try:
             self.scheduler.add_request(seq, now_s=now_s)
         except NeverFits:
@@ -199,7 +200,7 @@ class Replica:
         # A step that ends now ends after the request has come.
         num_done = bisect_left(leap.ends_s, now_s)
         self._do_steps(leap, num_done)
-        self._begin_steady(leap.durations_s[num_done])
+        self._begin_steady(leap.durations_s[num_done : num_done + 1])
         self._variation.give_back(leap.factors[num_done + 1 :])
         self._leap, self._has_landed, self._max_leap = None, True, _FIRST_LEAP
         self.event_s = leap.ends_s[num_done]
@@ -235,7 +236,7 @@ class Replica:
         for index, num in num_flowing.items():
             if num:
                 self._tallies.all[index].gaps.add(now_s - self._sampled_s, num)
-        self._note_steady(now_s)
+        self._note_steady((now_s,))
         self._sampled = sampled
 
     def _end_without_plan(self, now_s: float) -> None:
@@ -245,16 +246,21 @@ class Replica:
             self._leap, self._max_leap = None, min(2 * self._max_leap, _LONGEST_LEAP)
         elif self._has_landed:
             self._has_landed = False
-            self._note_steady(now_s)
+            self._note_steady((now_s,))
+        else:
+            return
+        self._steady.finish()
+        for news in self.scheduler.take_outputs().values():
+            self._settle(news, now_s)
 
     def _prepare(self) -> int:
         """Set steady decodes aside; return how many steps can be leapt over."""
         steady, sampled = self._steady, self._sampled
         steady.prepare(sampled)
-        for sequence_id in steady.left:
-            sampled[sequence_id] = _TOKEN
         for sequence_id in steady.entered:
             del sampled[sequence_id]
+        for sequence_id in steady.left:  # some had only just entered
+            sampled[sequence_id] = _TOKEN
         return steady.most_steps()
 
     def _plan_leap(self, now_s: float, num_steps: int) -> float:
@@ -271,25 +277,27 @@ class Replica:
 
     def _do_steps(self, leap: _Leap, num_steps: int) -> None:
         """Do the first steps of a leap."""
-        for seconds, end_s in zip(leap.durations_s[:num_steps], leap.ends_s, strict=False):
-            self._begin_steady(seconds)
-            self._note_steady(end_s)
+        self._begin_steady(leap.durations_s[:num_steps])
+        self._note_steady(leap.ends_s[:num_steps])
 
-    def _begin_steady(self, seconds: float) -> None:
-        """Begin a step in which nothing is decided."""
-        self._steady.leap(seconds)
-        num_used = self.scheduler.kv.pool.num_used
-        self.kv_block_s += num_used * seconds
-        self.max_used_blocks = max(self.max_used_blocks, num_used)
-        self.busy_s += seconds
-        self.num_tokens += self._steady.num
+    def _begin_steady(self, durations_s: SequenceOf[float]) -> None:
+        """Begin steps in which nothing is decided."""
+        num_used = self._steady.leap(durations_s)
+        for seconds, num in zip(durations_s, num_used, strict=True):
+            self.kv_block_s += num * seconds
+            self.busy_s += seconds
+        self.max_used_blocks = max(self.max_used_blocks, max(num_used, default=0))
+        self.num_tokens += self._steady.num * len(durations_s)
 
-    def _note_steady(self, now_s: float) -> None:
-        """Count the times between tokens of the steady decodes, at the end of a step."""
+    def _note_steady(self, ends_s: SequenceOf[float]) -> None:
+        """Count the times between tokens of the steady decodes, at the ends of steps."""
+        if not ends_s:
+            return
+        gaps_s = [end_s - start_s for start_s, end_s in pairwise((self._sampled_s, *ends_s))]
         for index, num in self._steady.num_by_client.items():
             if num:
-                self._tallies.all[index].gaps.add(now_s - self._sampled_s, num)
-        self._sampled_s = now_s
+                self._tallies.all[index].gaps.add_all(gaps_s, num)
+        self._sampled_s = ends_s[-1]
 
     def _begin(self, plan: SchedulerOutput) -> float:
         """Return the seconds that the step takes."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from bench.simulate.arrivals import PromptMaker, SimRequest
-from bench.simulate.one_line import OneLine, Waiting
+from bench.simulate.arrivals import PromptMaker, SimRequest, Waiting
+from bench.simulate.one_line import OneLine
 from bench.simulate.replica import Pace, Replica, Stepping, Tallies
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
-from scheduler.messages import SequenceId
+from scheduler.config import PrefixCaching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +102,26 @@ class _Run:
         else:
             self._router = router_of(setup.router, self.replicas, self._least_busy)
         self._prompts = PromptMaker()
+        self._has_keys = setup.config.prefix_caching is PrefixCaching.ON
+        self._block_size = setup.config.block_size
         self._events: list[tuple[float, int]] = []  # moment, number of the replica
 
     def arrive(self, request: SimRequest, number: int, now_s: float) -> None:
         """Let a request, which was sent at its `arrival_s`, come to the replicas."""
         token_ids = self._prompts.token_ids(request, number)
+        keys = self._prompts.block_keys(request, number, self._block_size) if self._has_keys else []
+        waiting = Waiting(request, token_ids, number, keys)
         if self._one_line is None:
-            self._place(self._router(request), Waiting(request, token_ids, number), now_s)
+            self._place(self._router(request), waiting, now_s)
         else:
-            self._one_line.arrive(Waiting(request, token_ids, number))
+            self._one_line.arrive(waiting)
             self._place_from_line(now_s)
 
     def _place(self, place: int, waiting: Waiting, now_s: float) -> None:
         replica = self.replicas[place]
         before_s = replica.event_s
         replica.land(now_s)
-        replica.add(waiting.request, waiting.token_ids, SequenceId(waiting.number), now_s)
+        replica.add(waiting, now_s)
         self._least_busy.note(place)
         if replica.event_s is None:
             replica.event_s = now_s

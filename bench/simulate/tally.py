@@ -24,6 +24,12 @@ class GapCounts:
     def add(self, gap_s: float, count: int = 1) -> None:
         self._counts[round(gap_s * 1e6)] += count
 
+    def add_all(self, gaps_s: Iterable[float], count: int) -> None:
+        """Add each gap so many times."""
+        counts = self._counts
+        for gap_s in gaps_s:
+            counts[round(gap_s * 1e6)] += count
+
     def items(self) -> list[tuple[int, int]]:
         """Gaps in microseconds with their counts, in order."""
         return sorted(self._counts.items())

@@ -165,8 +165,9 @@ def _most_tokens(step: Step) -> int:
 
 
 def _worker_of(device: Device, limits: Limits, facts: ModelFacts) -> GenerationSteps:
-    logits = device.zeros(limits.num_sequences * facts.vocab_size, torch.bfloat16)
-    logits_NV = logits.view(limits.num_sequences, facts.vocab_size)
+    sizes = GraphSizes(limits, facts.max_model_len)
+    logits = device.zeros(sizes.most_logits * facts.vocab_size, torch.bfloat16)
+    logits_NV = logits.view(-1, facts.vocab_size)
     layout = BlockLayout(layers={0: LayerShape(1, 1, 1)}, block_size=facts.block_size, dtype=torch.bfloat16)
     cache = KVCache(
         layout, facts.num_blocks, device.zeros((facts.num_blocks + 1) * layout.block_numel, layout.dtype)
@@ -175,7 +176,7 @@ def _worker_of(device: Device, limits: Limits, facts: ModelFacts) -> GenerationS
     attention: Any = _NoAttention()
     row_sampler = GpuSampler(vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device)
     steps = GpuSteps(model, attention, device, StepBuffers(device, limits), row_sampler, logits_NV)
-    steps.capture(GraphSizes(limits, facts.max_model_len))
+    steps.capture(sizes)
     rows = RowTable(
         max_num_seqs=limits.num_sequences,
         max_model_len=facts.max_model_len,

@@ -169,6 +169,8 @@ class EngineLoop:
         plan = self._plan_with_arrivals()
         for _ in range(self._num_results_due(plan)):
             self._take_result()
+        while self._under_way and not self._scheduler.can_schedule:  # drafts wait for several
+            self._take_result()
         self._post(self._scheduler.take_outputs())
         self._post_prefix_changes()
         self._watch.look(now_s=self._clock())

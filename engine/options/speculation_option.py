@@ -34,7 +34,7 @@ class SpeculationOptions(AdapterOptions):
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
         "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
         '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model. '
-        "On CPUs, with one rank.",
+        "Not with several stages.",
         open_default="only the `prediction` of a request is used",
         default=None,
     )
@@ -43,7 +43,7 @@ class SpeculationOptions(AdapterOptions):
         Text(metavar="MODEL"),
         "Smaller model with the same tokenizer, as --model names one, that guesses tokens for the model to "
         "verify. Its weights, and its keys and values in every KV block, take memory; it guesses only where "
-        "that is expected to save time.",
+        "that is expected to save time. On CPUs, with one rank.",
         open_default="none",
         default=None,
     )
@@ -76,7 +76,7 @@ def speculation_config(options: SpeculationOptions, find_model: Callable[[str], 
         asked["prompt_lookup_max"] = max(asked["prompt_lookup_min"], 5)
     if asked.get("prompt_lookup_min", 0) > asked.get("prompt_lookup_max", 0):
         _refuse("prompt_lookup_min is above prompt_lookup_max", "exchange them")
-    _check_steps(options)
+    _check_steps(options, has_model=model is not None)
     path = "" if model is None else str(find_model(model))
     return SpeculationConfig(method=DraftMethod(method), model_path=path, **asked)
 
@@ -100,21 +100,27 @@ def _check_numbers(asked: dict[str, Any], bounds: dict[str, tuple[int, int]]) ->
             _refuse(f"{key} must be a whole number from {low} to {high}", f"write {_EXAMPLE}, say")
 
 
-def _check_steps(options: SpeculationOptions) -> None:
-    """Refuse steps that verify no drafts. The worker refuses a GPU that it finds by itself, and models."""
-    for key, value in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
-    ):
-        if value > 1:
-            raise OptionError(
-                f"{_asked_flag(options)} with {key} {value}", "ranks verify no drafts yet", "use one"
-            )
+def _check_steps(options: SpeculationOptions, *, has_model: bool) -> None:
+    """Refuse steps that verify no such drafts. The worker refuses models, and a GPU that it finds itself."""
+    if options.pipeline_parallel_size > 1:
+        raise OptionError(
+            f"{_asked_flag(options)} with --pipeline-parallel-size {options.pipeline_parallel_size}",
+            "stages verify no drafts yet",
+            "use one",
+        )
+    if not has_model:
+        return
+    if options.tensor_parallel_size > 1:
+        raise OptionError(
+            f"{_asked_flag(options)} with --tensor-parallel-size {options.tensor_parallel_size}",
+            "a draft model is not divided over ranks yet",
+            "use one, or the method ngram or suffix",
+        )
     if options.device.startswith("cuda"):
         raise OptionError(
             f"{_asked_flag(options)} with --device {options.device}",
-            "the steps of a GPU verify no drafts yet",
-            "use --device cpu, or leave it out",
+            "a draft model has no passes on a GPU yet",
+            "use --device cpu, or the method ngram or suffix",
         )
 
 

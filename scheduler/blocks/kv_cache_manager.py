@@ -199,6 +199,11 @@ class KVCacheManager:
         seq.num_slots = len(seq.block_ids) * self.block_size
         return fresh
 
+    def append_block(self, seq: Sequence) -> None:
+        """Give one block; the caller makes sure that one is missing, and that one is free."""
+        seq.block_ids += self._take(1)
+        seq.num_slots += self.block_size
+
     def pass_blocks(self, seq: Sequence) -> None:
         """Give up blocks that the window has passed, now that the next share of `seq` is planned.
 
@@ -308,10 +313,9 @@ class KVCacheManager:
 
     def _take(self, num_blocks: int) -> list[BlockId]:
         taken = self.pool.take(num_blocks)
-        for block in taken:
-            key = self._index.reuse(block)
-            if key is not None and self._index.keeps_on_host:
-                self._evicted.append((key, block))
+        evicted = self._index.reuse_all(taken)
+        if evicted and self._index.keeps_on_host:
+            self._evicted += evicted
         return taken
 
     def _drop(self, block: BlockId) -> None:

@@ -49,6 +49,14 @@ class PrefixCache:
             self._key_by_block[block] = key
             self.num_changes += 1
 
+    def publish_all(self, keys: list[bytes], blocks: list[BlockId]) -> None:
+        """Publish each block under its key."""
+        for key, block in zip(keys, blocks, strict=True):
+            if key not in self._block_by_key:
+                self._block_by_key[key] = block
+                self._key_by_block[block] = key
+                self.num_changes += 1
+
     def replace(self, key: bytes, block: BlockId) -> None:
         """Publish; a block that had the key before is not found any more."""
         self.forget_key(key)
@@ -67,6 +75,13 @@ class PrefixCache:
             if self.journal is not None:
                 self.journal.note_forgotten(key)
         return key
+
+    def forget_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
+        """Remove those of the blocks that can be found; returns them, with their keys."""
+        found = [(self._key_by_block[block], block) for block in blocks if block in self._key_by_block]
+        for _, block in found:
+            self.forget(block)
+        return found
 
     def forget_key(self, key: bytes) -> None:
         block = self._block_by_key.get(key)

@@ -69,8 +69,12 @@ class PrefixIndex:
         if first < last:
             keys = self._keys(seq, last)
             # Plans in flight may have moved the window past a block before its last token was known.
-            for place in range(max(first, seq.num_passed_blocks), last):
-                self._publish(seq, place, keys[place])
+            first = max(first, seq.num_passed_blocks)
+            if self.cache.journal is None:
+                self.cache.publish_all(keys[first:last], seq.block_ids[first:last])
+            else:
+                for place in range(first, last):
+                    self._publish(seq, place, keys[place])
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
             if key is not None:
@@ -99,6 +103,11 @@ class PrefixIndex:
         """
         self._tails.forget(block)
         return self.cache.forget(block)
+
+    def reuse_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
+        """Forget blocks, as `reuse` does; returns those that were found, with their keys."""
+        self._tails.forget_all(blocks)
+        return self.cache.forget_all(blocks)
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
         """Forget all that this sequence computed from `start` on, wherever it is by now."""

@@ -1,7 +1,8 @@
 """Choice of the drafts that pay: how many the next step verifies, and how many a draft model makes for it.
 
-Owns: how often drafts were right, for each sequence and each place among its drafts; the time of a step, and
-of a pass of a draft model, by its tokens; the choices by these. No draft is a normal choice.
+Owns: how often drafts were right, for each source, sequence and place among its drafts; the time of a step,
+and of a pass of a draft model, by its tokens; the choices by these, and the time that may be spent to learn
+more. No draft is a normal choice.
 Never: proposes or verifies a draft (the worker does both), gives a share (token_shares.py), or reads a clock.
 Source: speculative decoding pays while expected tokens a second rise: arXiv:2211.17192, section 3.3; here the
 time of a step is measured, not assumed, and drafts of all sequences compete for the same step.
@@ -15,10 +16,12 @@ to its own. So drafts in order of their survival are, of each sequence, in order
 An offer that was not verified teaches as well: the token that was sampled shows whether it was right.
 
 Drafts of a model are asked for one step ahead, and there their own time counts: a pass computes one place of
-all sequences that want it, and seconds(m) grow by the passes for m drafts. Once made, they are offers.
+all sequences that want it, and seconds(m) grow by the passes for m drafts. Once made, they are offers. A
+sequence that the draft model has not followed also has to win back the time of its prompt.
 """
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from scheduler.draft_messages import DraftChoice, DraftReason, PredictionUse
@@ -29,9 +32,13 @@ from scheduler.messages import (
 )
 from scheduler.sequence import Sequence as TokenSequence
 
-_RATE_OF_STRANGERS = 0.6  # until anything is known
-_LEARNING = 0.1  # weight of the latest outcome of a sequence
-_LEARNING_OF_ALL = 0.02
+_WEIGHT_OF_BASE = 4.0
+"""Outcomes that the rates of others count as."""
+_MEMORY, _MEMORY_OF_ALL = 24.0, 400.0
+"""Outcomes until the weight of one has gone down to a third."""
+_MOST_RATE = 0.99
+_FIXED_ROWS = 12
+"""A step takes as long as so many rows before it has any: until sizes are measured."""
 _COST_LEARNING = 0.1
 _MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such
 _NUM_SETTLED = 10  # observations of a size, from which on it shows a trend
@@ -42,6 +49,25 @@ _LEAST_GAIN = 1.03  # less is within the error of what is measured
 _PROBE_INTERVAL = 64
 _LEAST_SURVIVAL_OF_PROBE = 0.3
 _EXACT_SIZES = 16
+_FURTHER_ROWS, _FURTHER_TIMES = 8, 4
+"""A step may be larger than the largest that was measured by so many rows, or so many times as large."""
+_EXPLORED_PART = 0.01
+"""Part of all time that drafts may take that are not expected to pay."""
+_FEW_OUTCOMES = 8.0
+_NEAR = 16  # tokens that a draft model catches up with beside others
+_LEAST_AHEAD = 32  # tokens that a sequence is expected to get at least, if it may; else as many as it has
+
+
+class DraftSource(StrEnum):
+    """Source of a sequence's drafts. Each is right at rates of its own."""
+
+    PREDICTION = "prediction"
+    TEXT = "text"
+    MODEL = "model"
+
+
+_FIRST_RATES = {DraftSource.PREDICTION: 0.8, DraftSource.TEXT: 0.6, DraftSource.MODEL: 0.6}
+"""Rates before anything is known."""
 
 
 class StepCosts:
@@ -60,25 +86,28 @@ class StepCosts:
     def observe(self, num_tokens: int, seconds: float) -> None:
         size = _rounded(num_tokens)
         mean = self._means.get(size)
-        self._nums[size] = self._nums.get(size, 0) + 1
+        self._nums[size] = num = self._nums.get(size, 0) + 1
         if mean is None:
             self._means[size] = seconds
             self._sizes = sorted(self._means)
             return
         surprise = min(seconds / mean, _MAX_SURPRISE) - 1.0
-        if self._nums[size] >= _NUM_SETTLED:
+        if num >= _NUM_SETTLED:
             self._trend += _TREND_LEARNING * (surprise - self._trend)
             if abs(self._trend) > _LEAST_TREND:
                 self._shift(_COST_LEARNING * max(-_MAX_TREND, min(self._trend, _MAX_TREND)) * mean)
-        self._means[size] = mean * (1.0 + _COST_LEARNING * surprise)
+        # A disturbance only ever adds: less than the first times is believed at once.
+        learning = max(_COST_LEARNING, 1.0 / num) if surprise < 0.0 else _COST_LEARNING
+        self._means[size] = mean * (1.0 + learning * surprise)
 
     def _shift(self, seconds: float) -> None:
         """Add so much to the time of all sizes; they keep most of it if that is less than nothing."""
         for size, mean in self._means.items():
             self._means[size] = max(mean + seconds, _LEAST_LEFT * mean)
 
-    def has_measured(self, num_tokens: int) -> bool:
-        return _rounded(num_tokens) in self._means
+    def knows(self, num_tokens: int) -> bool:
+        """Tell whether a size was measured, or smaller and larger ones were."""
+        return bool(self._sizes) and self._sizes[0] <= _rounded(num_tokens) <= self._sizes[-1]
 
     @property
     def largest(self) -> int:
@@ -86,20 +115,68 @@ class StepCosts:
         return self._sizes[-1] if self._sizes else 0
 
     def seconds(self, num_tokens: int) -> float:
-        """Expected time of a step. Beyond what was measured, as if it grew on like between the ends."""
+        """Expected time of a step.
+
+        Beyond what was measured it grows on like between the ends, if these lie apart.
+        """
         sizes, means = self._sizes, self._means
         if not sizes:
             return 1.0
         above = next((size for size in sizes if size >= num_tokens), None)
-        if above is not None and (above == num_tokens or above == sizes[0]):
-            return means[above]
         first, last = sizes[0], sizes[-1]
+        if num_tokens <= first:
+            return means[first] * (_FIXED_ROWS + num_tokens) / (_FIXED_ROWS + first)
         if above is None:
-            slope = 0.0 if first == last else max(means[last] - means[first], 0.0) / (last - first)
+            slope = means[last] / (_FIXED_ROWS + last)
+            if last >= 2 * first:
+                slope = max(means[last] - means[first], 0.0) / (last - first)
             return means[last] + slope * (num_tokens - last)
         below = sizes[sizes.index(above) - 1]
         share = (num_tokens - below) / (above - below)
         return means[below] + share * (means[above] - means[below])
+
+
+class Rates:
+    """Rates at which drafts at each place are right, if all before them are.
+
+    Where little is known of a place, the other places count, and before these the rates of others.
+    """
+
+    def __init__(self, max_drafts: int, base: "Rates | float") -> None:
+        """Take in the rates of all sequences, or the rate before anything is known of any."""
+        self._base = base
+        self._keep = 1.0 - 1.0 / (_MEMORY if isinstance(base, Rates) else _MEMORY_OF_ALL)
+        self._right = [0.0] * max_drafts
+        self._nums = [0.0] * max_drafts
+        self._all_right = self.num_outcomes = 0.0
+        self._rates: list[float] = []
+
+    def learn(self, place: int, *, is_right: bool) -> None:
+        self._right[place] = self._right[place] * self._keep + is_right
+        self._nums[place] = self._nums[place] * self._keep + 1.0
+        self._all_right = self._all_right * self._keep + is_right
+        self.num_outcomes = self.num_outcomes * self._keep + 1.0
+        self._rates = []
+
+    @property
+    def overall(self) -> float:
+        """Rate of all places together."""
+        base = self._base.overall if isinstance(self._base, Rates) else self._base
+        return (_WEIGHT_OF_BASE * base + self._all_right) / (_WEIGHT_OF_BASE + self.num_outcomes)
+
+    def of_places(self) -> list[float]:
+        """Rates of all places. Those of a sequence follow the others' when its own next outcome comes."""
+        if not self._rates:
+            overall = self.overall
+            expected = [overall] * len(self._nums)
+            if isinstance(self._base, Rates):
+                relative = overall / self._base.overall
+                expected = [min(rate * relative, _MOST_RATE) for rate in self._base.of_places()]
+            self._rates = [
+                (_WEIGHT_OF_BASE * each + right) / (_WEIGHT_OF_BASE + num)
+                for each, right, num in zip(expected, self._right, self._nums, strict=True)
+            ]
+        return self._rates
 
 
 class _Record:
@@ -107,8 +184,8 @@ class _Record:
 
     __slots__ = ("num_known", "offer", "rates")
 
-    def __init__(self, rates: Sequence[float]) -> None:
-        self.rates = list(rates)
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
         self.offer: tuple[int, ...] = ()
         self.num_known = 0  # tokens of the sequence when the offer was made
 
@@ -120,14 +197,28 @@ class Slot(NamedTuple):
     sequence_id: SequenceId
 
 
+class Drafting(NamedTuple):
+    """A sequence that a draft model may draft for."""
+
+    most: int
+    """Drafts that it has room for."""
+    lag: int
+    """Tokens that the draft model has to catch up with."""
+    num_generated: int
+    num_left: int
+    """Tokens that it may still get."""
+
+
 class DraftRule:
     """The choice for one step after the other."""
 
     def __init__(self, max_drafts: int) -> None:
-        self._rates_of_all = [_RATE_OF_STRANGERS] * max_drafts
+        self._of_source = {each: Rates(max_drafts, rate) for each, rate in _FIRST_RATES.items()}
         self._max_drafts = max_drafts
         self._records: dict[SequenceId, _Record] = {}
-        self._num_choices = self._num_asks = 0
+        self._num_choices = 0
+        self._observed_s = self._explored_s = 0.0
+        self._has_looked = False
         self.costs = StepCosts()
         self.pass_costs = StepCosts()
         """The same of passes of a draft model."""
@@ -137,12 +228,19 @@ class DraftRule:
         """Whether no running sequence was ever offered drafts: then no step needs to be measured."""
         return not self._records
 
-    def note_offer(self, sequence_id: SequenceId, known: Sequence[int], offer: tuple[int, ...]) -> None:
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn how long a step without prompts took."""
+        self.costs.observe(num_tokens, seconds)
+        self._observed_s += seconds
+
+    def note_offer(
+        self, sequence_id: SequenceId, known: Sequence[int], offer: tuple[int, ...], source: DraftSource
+    ) -> None:
         """Take in drafts that continue the `known` tokens, and learn from those offered before."""
         record = self._records.get(sequence_id)
         if record is None:
-            record = self._records[sequence_id] = _Record(self._rates_of_all)
-        self._learn(record, known)
+            record = self._records[sequence_id] = _Record(Rates(self._max_drafts, self._of_source[source]))
+        self._learn(record, known, self._of_source[source])
         record.offer, record.num_known = offer[: self._max_drafts], len(known)
 
     def forget(self, sequence_id: SequenceId) -> None:
@@ -151,19 +249,21 @@ class DraftRule:
     def rates(self, sequence_id: SequenceId) -> list[float]:
         """Rates at which a draft at each place is right, if all before it are."""
         record = self._records.get(sequence_id)
-        return list(self._rates_of_all if record is None else record.rates)
+        return (self._of_source[DraftSource.MODEL] if record is None else record.rates).of_places()
 
     def choose(
-        self, offers: Mapping[SequenceId, tuple[int, ...]], *, num_decodes: int, has_prefill: bool
+        self, offers: Mapping[SequenceId, int], *, num_decodes: int, has_prefill: bool
     ) -> tuple[dict[SequenceId, int], DraftChoice]:
-        """Choose the number of drafts of each sequence, for a step of `num_decodes` sequences."""
+        """Choose the number of drafts of each sequence, of so many, for a step of `num_decodes` sequences."""
         slots = self._slots(offers)
         if has_prefill:
             return {}, DraftChoice(len(slots), 0, DraftReason.PREFILL, 0.0, 0.0)
         num_chosen = self._num_that_pay(slots, num_decodes)
         self._num_choices += 1
-        if self._num_choices % _PROBE_INTERVAL == 0:
-            num_chosen = max(num_chosen, self._num_to_probe(slots, num_chosen))
+        if not num_chosen and self._may_look_beyond(num_decodes):
+            num_chosen = min(_FURTHER_ROWS, len(slots))
+        elif self._num_choices % _PROBE_INTERVAL == 0:
+            num_chosen = max(num_chosen, self._num_to_probe(slots, num_chosen, num_decodes))
         chosen: dict[SequenceId, int] = {}
         for slot in slots[:num_chosen]:
             chosen[slot.sequence_id] = chosen.get(slot.sequence_id, 0) + 1
@@ -172,30 +272,66 @@ class DraftRule:
         seconds = self.costs.seconds(num_decodes + num_chosen)
         return chosen, DraftChoice(len(slots), num_chosen, reason, tokens, seconds)
 
-    def ask(self, room: Mapping[SequenceId, int], *, num_decodes: int) -> dict[SequenceId, int]:
+    def ask(self, drafting: Mapping[SequenceId, Drafting], *, num_decodes: int) -> dict[SequenceId, int]:
         """Choose the number of drafts that a model makes for each sequence, for a step of `num_decodes`.
 
-        `room` has the most of each. Now and then one is asked for though it is not expected to pay:
-        nothing else shows how often it is right.
+        Where none is expected to pay, one is made once in a while: nothing else shows how often it is right.
         """
-        if not self.costs.has_measured(num_decodes):
+        if not self.costs.knows(num_decodes):
             return {}
-        self._num_asks += 1
-        if not self.pass_costs.largest or self._num_asks % _PROBE_INTERVAL == 0:
-            return {each: 1 for each, num in room.items() if num}
-        slots = self._slots({each: range(num) for each, num in room.items()})
+        model = self._of_source[DraftSource.MODEL]
         asked: dict[SequenceId, int] = {}
-        for slot in slots[: self._num_worth_making(slots, num_decodes)]:
-            asked[slot.sequence_id] = asked.get(slot.sequence_id, 0) + 1
-        return asked
+        if self.pass_costs.largest:
+            slots = self._slots({each: one.most for each, one in drafting.items()})
+            num_slots, saved_s = self._worth_making(slots, num_decodes)
+            for slot in slots[:num_slots]:
+                one = drafting[slot.sequence_id]
+                if self._wins_back(one, saved_s):
+                    asked[slot.sequence_id] = asked.get(slot.sequence_id, 0) + 1
+        if model.num_outcomes < _FEW_OUTCOMES and asked:  # little is known: one sequence shows it to all
+            first = min(asked, key=lambda each: drafting[each].lag)
+            return {first: min(asked[first], 1 + 2 * int(model.num_outcomes))}
+        return asked or self._explore(drafting, num_decodes)
 
-    def _num_worth_making(self, slots: Sequence[Slot], num_decodes: int) -> int:
-        """Count the best slots with which tokens a second are most, the time to draft them included."""
+    def _wins_back(self, one: Drafting, saved_s: float) -> bool:
+        """Tell whether drafts save the time in which a sequence's prompt is caught up with."""
+        num_ahead = min(one.num_left, max(one.num_generated, _LEAST_AHEAD))
+        return num_ahead * saved_s >= self._catch_up_s(one)
+
+    def _catch_up_s(self, one: Drafting) -> float:
+        return self.pass_costs.seconds(one.lag) if one.lag > _NEAR else 0.0
+
+    def _explore(self, drafting: Mapping[SequenceId, Drafting], num_decodes: int) -> dict[SequenceId, int]:
+        """Ask for one draft of the sequence for which it takes least, if that time may be spent."""
+        able = [each for each, one in drafting.items() if one.most]
+        if not able:
+            return {}
+        cheapest = min(able, key=lambda each: drafting[each].lag)
+        spent_s = self._growth_s(num_decodes, 1)
+        if self.pass_costs.largest:
+            spent_s += max(self.pass_costs.seconds(1), self._catch_up_s(drafting[cheapest]))
+            if not self._may_explore(spent_s):
+                return {}
+        return {cheapest: 1}
+
+    def _may_explore(self, seconds: float) -> bool:
+        """Tell whether so much time may be spent to learn more, and count it if so."""
+        if self._explored_s + seconds > _EXPLORED_PART * self._observed_s:
+            return False
+        self._explored_s += seconds
+        return True
+
+    def _worth_making(self, slots: Sequence[Slot], num_decodes: int) -> tuple[int, float]:
+        """Count the best slots with which tokens a second are most, the time to draft them included.
+
+        Returns the seconds, too, that they save for each token.
+        """
         most = min(len(slots), self._num_foreseeable(num_decodes))
         tokens, drafting_s = float(num_decodes), 0.0
         num_in_pass = [0] * self._max_drafts
         places: dict[SequenceId, int] = {}
-        best_num, best = 0, _LEAST_GAIN * tokens / self.costs.seconds(num_decodes)
+        without = tokens / self.costs.seconds(num_decodes)
+        best_num, best = 0, _LEAST_GAIN * without
         for num, slot in enumerate(slots[:most], start=1):
             place = places.get(slot.sequence_id, 0)
             places[slot.sequence_id] = place + 1
@@ -207,15 +343,16 @@ class DraftRule:
             speed = tokens / (self.costs.seconds(num_decodes + num) + drafting_s)
             if speed > best:
                 best_num, best = num, speed
-        return best_num
+        return best_num, 1.0 / without - 1.0 / best if best_num else 0.0
 
     def _num_foreseeable(self, num_decodes: int) -> int:
-        """Count drafts up to twice the largest step that was measured: costs beyond are a guess."""
-        return max(2 * self.costs.largest, 2 * num_decodes) - num_decodes
+        """Count drafts up to some times the largest step that was measured: costs beyond are a guess."""
+        largest = max(self.costs.largest, num_decodes)
+        return max(_FURTHER_TIMES * largest, largest + _FURTHER_ROWS) - num_decodes
 
     def _num_that_pay(self, slots: Sequence[Slot], num_decodes: int) -> int:
         """Count the best slots with which tokens a second are most; 0 if they hardly gain."""
-        if not self.costs.has_measured(num_decodes):
+        if not self.costs.knows(num_decodes):
             return 0  # without drafts first: else nothing shows what they cost
         most = min(len(slots), self._num_foreseeable(num_decodes))
         tokens = float(num_decodes)
@@ -227,27 +364,42 @@ class DraftRule:
                 best_num, best = num, speed
         return best_num
 
-    def _num_to_probe(self, slots: Sequence[Slot], num_chosen: int) -> int:
+    def _may_look_beyond(self, num_decodes: int) -> bool:
+        """Tell whether drafts are tried because nothing shows yet what they would cost; at first they are."""
+        if not num_decodes >= self.costs.largest > 0:
+            return False
+        if self._has_looked and not self._may_explore(self._growth_s(num_decodes, _FURTHER_ROWS)):
+            return False
+        self._has_looked = True
+        return True
+
+    def _num_to_probe(self, slots: Sequence[Slot], num_chosen: int, num_decodes: int) -> int:
         """Count slots for a step that is made larger once in a while, lest one slow step count for ever."""
         num = min(2 * num_chosen + 1, len(slots))
-        return num if num and slots[num - 1].survival >= _LEAST_SURVIVAL_OF_PROBE else 0
+        if not num or slots[num - 1].survival < _LEAST_SURVIVAL_OF_PROBE:
+            return 0
+        seconds = self._growth_s(num_decodes + num_chosen, num - num_chosen)
+        return num if self._may_explore(seconds) else 0
 
-    def _slots(self, offers: Mapping[SequenceId, Sequence[int]]) -> list[Slot]:
+    def _growth_s(self, num_tokens: int, num_more: int) -> float:
+        return self.costs.seconds(num_tokens + num_more) - self.costs.seconds(num_tokens)
+
+    def _slots(self, offers: Mapping[SequenceId, int]) -> list[Slot]:
         slots = []
-        for sequence_id, offer in offers.items():
+        for sequence_id, num_offered in offers.items():
             survival = 1.0
-            for _, rate in zip(offer, self.rates(sequence_id), strict=False):
+            for rate in self.rates(sequence_id)[:num_offered]:
                 survival *= rate
                 slots.append(Slot(survival, sequence_id))
         slots.sort(key=lambda slot: -slot.survival)  # stable: of equals the earlier place first
         return slots
 
-    def _learn(self, record: _Record, known: Sequence[int]) -> None:
+    def _learn(self, record: _Record, known: Sequence[int], rates_of_source: Rates) -> None:
         sampled = known[record.num_known : record.num_known + len(record.offer)]
         for place, (draft, token_id) in enumerate(zip(record.offer, sampled, strict=False)):
-            is_right = float(draft == token_id)
-            record.rates[place] += _LEARNING * (is_right - record.rates[place])
-            self._rates_of_all[place] += _LEARNING_OF_ALL * (is_right - self._rates_of_all[place])
+            is_right = draft == token_id
+            record.rates.learn(place, is_right=is_right)
+            rates_of_source.learn(place, is_right=is_right)
             if not is_right:
                 break
 

@@ -33,6 +33,14 @@ class PlansInFlight:
     def __init__(self, max_plans: int) -> None:
         self._max_plans = max_plans
         self._plans: deque[SchedulerOutput] = deque()
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Make no plan behind the one that is being made: it verifies drafts, or waits for some to fit.
+
+        Sequences with drafts would else go on in two halves, each in every second step.
+        """
+        self._is_held = True
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -42,7 +50,7 @@ class PlansInFlight:
 
     @property
     def is_full(self) -> bool:
-        return len(self._plans) >= self._max_plans
+        return len(self._plans) >= self._max_plans or (self._is_held and bool(self._plans))
 
     def add(self, plan: SchedulerOutput) -> None:
         assert len(self._plans) < self._max_plans, "the result of an earlier plan must come first"
@@ -52,11 +60,13 @@ class PlansInFlight:
         """Remove the oldest, now that its result is here."""
         oldest = self._plans.popleft()
         assert oldest is plan, "results come in the order of the plans"
+        self._is_held = self._is_held and bool(self._plans)
 
     def take_all(self) -> list[SchedulerOutput]:
         """Remove all of them, oldest first: there will be no results."""
         plans = list(self._plans)
         self._plans.clear()
+        self._is_held = False
         return plans
 
     def samples_for(self, sequence_id: SequenceId) -> bool:

@@ -9,39 +9,51 @@ them, and so is every step of a server.
 Sequences that are set aside are not in the running queue. They are counted beside it (`num_steady`), so that
 a plan leaves a token and a place to each. Their own fields stand still; `_settle` moves them on.
 
-    calendar   step 17: a, d      block full, or block needed: in a leap it is done there, in order of rank;
-               step 18: a         before a plan the sequence goes back to the queue instead
-    ends       step 41: d         the last token: back to the queue
+    calendar   step 17: a, d      block full, or block needed: done there, in order of rank; before a plan the
+               step 18: a         ones behind a prompt, or behind another that needs one, go back to the queue
+    ends       step 41: d         the last token: back to the queue before a plan, else it ends with the leap
 """
 
-from collections import Counter
-from collections.abc import Container
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container
+from collections.abc import Sequence as SequenceOf
 from math import inf, isinf
+from operator import attrgetter
 
-from scheduler.config import Batching, Fairness
-from scheduler.messages import SequenceId
+from scheduler.config import Batching, Fairness, PrefixCaching
+from scheduler.messages import FinishReason, SequenceId, SequenceOutput
 from scheduler.sequence import Sequence
 from scheduler.step.scheduler_state import SchedulerState
 
-# Before a plan, fewer steps than these are not worth it.
+# Before a plan, fewer steps up to the end than these are not worth it.
 _LEAST_STEPS = 3
+
+_running_rank_of = attrgetter("running_rank")
 
 
 class SteadyDecodes:
-    """`prepare` comes before each plan, then a plan or a leap. The next token of each is always `token_id`.
+    """`prepare` comes before each plan, then a plan, or a leap and `finish`. Each token is `token_id`.
 
     Nothing but `schedule`, `update_from_output` and `add_request` may be called while any are set aside.
     """
 
-    def __init__(self, state: SchedulerState, token_id: int) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        token_id: int,
+        *,
+        end: Callable[[Sequence, FinishReason, SequenceOutput], None],
+    ) -> None:
         self._state = state
+        self._end = end
         self._queues, self._kv, self._counters = state.queues, state.kv, state.counters
         self._token_id = token_id
         self._block_size = state.config.block_size
         self._is_possible = _is_possible(state)
+        self._publishes = state.config.prefix_caching is PrefixCaching.ON
         self._since: dict[SequenceId, int] = {}  # the step before which the fields of a sequence stood still
-        self._calendar: dict[int, list[Sequence]] = {}
-        self._ends: dict[int, list[Sequence]] = {}
+        self._calendar: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._ends: defaultdict[int, list[Sequence]] = defaultdict(list)
         self._highest_priority = -inf  # of those that were set aside since there was none
         self.num_context_tokens = 0
         """Keys that attention reads for these in the next step."""
@@ -69,42 +81,60 @@ class SteadyDecodes:
                 self._bring_back(seq)
             return
         step, queues = self._counters.num_steps, self._queues
-        for seq in self._ends.pop(step, ()):
-            self._bring_back(seq)
         num_free, num_running = self._kv.pool.num_free, queues.num_running
         if num_free < 2 * num_running:
             steady = []
         else:
             steady = [seq for seq in queues.running if seq.sequence_id in flowing and self._is_steady(seq)]
-        if len(queues.waiting) or len(steady) < len(queues.running) or num_free < 3 * num_running:
-            for seq in self._calendar.pop(step, ()):
+        is_planned = len(queues.waiting) or len(steady) < len(queues.running) or num_free < 3 * num_running
+        if is_planned:
+            for seq in self._ends.pop(step, ()):
                 self._bring_back(seq)
-            steady = [seq for seq in steady if self._steps_ahead(seq) >= _LEAST_STEPS]
         for seq in steady:
-            self._set_aside(seq)
+            if not is_planned or self._steps_to_end(seq) >= _LEAST_STEPS:
+                self._set_aside(seq)
+        if is_planned:
+            self._pass_blocks(step)
 
     def most_steps(self) -> int:
-        """Steps that can be leapt over; 0 if the next one must be planned."""
+        """Steps that can be leapt over, up to the first end; 0 if the next one must be planned."""
         queues = self._queues
         if not queues.num_steady or queues.running or len(queues.waiting):
             return 0
-        until_end = min(self._ends) - self._counters.num_steps
+        until_end = min(self._ends) + 1 - self._counters.num_steps
         # In so many steps each needs one block for each full one, and one; and so many must be left.
         until_short = (self._kv.pool.num_free // queues.num_steady - 2) * self._block_size
         return max(min(until_end, until_short), 0)
 
-    def leap(self, seconds: float) -> None:
-        """Do what the next step does, which takes so long; at most `most_steps` times after `prepare`."""
-        step, num = self._counters.num_steps, self.num
-        events = self._calendar.pop(step, None)
-        if events is not None:
-            for seq in sorted(events, key=lambda seq: seq.running_rank):
-                self._pass_block(seq, step)
-            self._kv.complete_plan()
-        self._counters.num_steps = step + 1
-        self._counters.num_scheduled_tokens += num
-        self.num_context_tokens += num
-        self._state.step_time.observe(num, seconds)
+    def leap(self, durations_s: SequenceOf[float]) -> list[int]:
+        """Do what the next steps do, which take so long; at most `most_steps` after `prepare`.
+
+        Returns the blocks in use after the beginning of each.
+        """
+        counters, calendar, pool, num = self._counters, self._calendar, self._kv.pool, self.num
+        num_used = []
+        for step in range(counters.num_steps, counters.num_steps + len(durations_s)):
+            if step in calendar:
+                self._pass_blocks(step)
+                self._kv.complete_plan()
+            num_used.append(pool.num_used)
+        counters.num_steps += len(durations_s)
+        counters.num_scheduled_tokens += num * len(durations_s)
+        self.num_context_tokens += num * len(durations_s)
+        self._state.step_time.observe_all(num, durations_s)
+        return num_used
+
+    def finish(self) -> None:
+        """End those whose last token the last step of a leap has sampled; the scheduler posts it."""
+        for seq in sorted(self._ends.pop(self._counters.num_steps - 1, ()), key=_running_rank_of):
+            self._bring_back(seq)
+            self._end(seq, FinishReason.LENGTH, self._last_output(seq))
+
+    def _last_output(self, seq: Sequence) -> SequenceOutput:
+        token_ids = (self._token_id,)
+        return SequenceOutput(
+            seq.sequence_id, token_ids, FinishReason.LENGTH, num_preemptions=seq.num_preemptions
+        )
 
     def note_plan(self) -> None:
         """Note that a plan was made: each of these gets a token of its step."""
@@ -133,12 +163,10 @@ class SteadyDecodes:
         return seq.max_length - seq.num_tokens - 1
 
     def _steps_to_block(self, num_computed: int, num_slots: int) -> int:
-        """Steps before the one that needs a block, or fills one."""
-        return 0 if num_computed >= num_slots else (-num_computed - 1) % self._block_size
-
-    def _steps_ahead(self, seq: Sequence) -> int:
-        to_block = self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
-        return min(self._steps_to_end(seq), to_block)
+        """Steps before the one that needs a block, or fills one that others are to find."""
+        if num_computed >= num_slots:
+            return 0
+        return (-num_computed - 1) % self._block_size if self._publishes else num_slots - num_computed
 
     def _all(self) -> list[Sequence]:
         return [seq for seqs in self._ends.values() for seq in seqs]
@@ -148,17 +176,17 @@ class SteadyDecodes:
         self._queues.set_aside(seq)
         self._since[seq.sequence_id] = step
         to_block = self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
-        self._calendar.setdefault(step + to_block, []).append(seq)
-        self._ends.setdefault(step + self._steps_to_end(seq), []).append(seq)
+        self._calendar[step + to_block].append(seq)
+        self._ends[step + self._steps_to_end(seq)].append(seq)
         self._highest_priority = max(self._highest_priority, seq.priority)
         self.num_context_tokens += seq.num_computed_tokens + 1
         self.num_by_client[seq.client_index] += 1
         self.entered.append(seq.sequence_id)
 
     def _bring_back(self, seq: Sequence) -> None:
-        self._settle(seq)
-        del self._since[seq.sequence_id]
         step = self._counters.num_steps
+        self._settle(seq, step)
+        del self._since[seq.sequence_id]
         to_block = self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
         _take_off(self._calendar, step + to_block, seq)
         _take_off(self._ends, step + self._steps_to_end(seq), seq)
@@ -169,26 +197,44 @@ class SteadyDecodes:
         if not self.num:
             self._highest_priority = -inf
 
-    def _settle(self, seq: Sequence) -> None:
-        """Move a sequence on to the next step."""
-        step = self._counters.num_steps
+    def _settle(self, seq: Sequence, step: int) -> None:
+        """Move a sequence on to a step."""
         num_steps = step - self._since[seq.sequence_id]
         self._since[seq.sequence_id] = step
         seq.token_ids += [self._token_id] * num_steps
         seq.num_tokens += num_steps
         seq.num_computed_tokens += num_steps
 
+    def _pass_blocks(self, step: int) -> None:
+        """Do what the calendar says, as a plan would: in order of rank, and the queue after these."""
+        events = self._calendar.pop(step, [])
+        if len(events) > 1:
+            events.sort(key=_running_rank_of)
+        needing = (seq.running_rank for seq in self._queues.running if self._needs_blocks(seq))
+        first = next(needing, None)
+        for place, seq in enumerate(events):
+            if first is not None and first < seq.running_rank:
+                for later in events[place:]:
+                    self._bring_back(later)
+                return
+            self._pass_block(seq, step)
+
+    def _needs_blocks(self, seq: Sequence) -> bool:
+        """Whether a plan may take blocks for a sequence of the queue, or let others find one."""
+        is_decode = seq.num_tokens - seq.num_computed_tokens == 1
+        return not is_decode or not self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
+
     def _pass_block(self, seq: Sequence, step: int) -> None:
         """Give a sequence its next block, or let others find the one that this step fills."""
-        self._settle(seq)
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + 1
+        start = seq.num_computed_tokens + step - self._since[seq.sequence_id]
+        end = start + 1
         if end > seq.num_slots:
-            fresh = self._kv.append(seq)
-            assert fresh is not None, "a leap ends before blocks are short"
-        if end % self._block_size == 0:
+            self._kv.append_block(seq)
+        if self._publishes and end % self._block_size == 0:
+            if len(seq.block_keys) * self._block_size < end:  # the key is made of the tokens
+                self._settle(seq, step)
             self._kv.publish(seq, start, end)
-        to_block = self._steps_to_block(end, seq.num_slots)
-        self._calendar.setdefault(step + 1 + to_block, []).append(seq)
+        self._calendar[step + 1 + self._steps_to_block(end, seq.num_slots)].append(seq)
 
 
 def _is_possible(state: SchedulerState) -> bool:

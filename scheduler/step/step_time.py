@@ -7,9 +7,12 @@ Owns: a straight line, seconds = base + slope * tokens, fitted to the recent ste
 Never: a clock; the engine's loop measures.
 """
 
+from collections.abc import Sequence
+
 _DECAY = 0.98  # of an observation's weight with each later step: a memory of some fifty steps
 _MIN_OBSERVATIONS = 8
 _MAX_SURPRISE = 2.0
+_MOST_UNREAD = 64
 _MIN_SPREAD = 4.0  # of the token counts, as a standard deviation; below it there is no slope to be seen
 
 
@@ -17,8 +20,11 @@ class StepTimeModel:
     """Weighted least squares with forgetting; five sums, updated in constant time."""
 
     def __init__(self) -> None:
+        self._unread: list[tuple[int, float]] = []
+        """Tokens and seconds of the latest steps."""
         self._num_observations = 0
-        self._weight = self._tokens = self._seconds = self._tokens_squared = self._tokens_seconds = 0.0
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        """Weights, tokens, seconds, tokens squared, tokens by seconds."""
         self._slope_s: float | None = None
         self._last_prefill_token_s = 0.0
         self.last_prefill_s = 0.0
@@ -28,44 +34,60 @@ class StepTimeModel:
         if has_prefill:
             self.last_prefill_s = seconds
             self._last_prefill_token_s = seconds / num_tokens
-        seconds = self._without_hiccup(num_tokens, seconds)
-        self._num_observations += 1
-        self._weight = self._weight * _DECAY + 1.0
-        self._tokens = self._tokens * _DECAY + num_tokens
-        self._seconds = self._seconds * _DECAY + seconds
-        self._tokens_squared = self._tokens_squared * _DECAY + num_tokens * num_tokens
-        self._tokens_seconds = self._tokens_seconds * _DECAY + num_tokens * seconds
-        mean = self._tokens / self._weight
-        variance = self._tokens_squared / self._weight - mean * mean
-        if variance > _MIN_SPREAD * _MIN_SPREAD:  # else the slope that was seen before still holds
-            covariance = self._tokens_seconds / self._weight - mean * self._seconds / self._weight
-            self._slope_s = max(covariance / variance, 0.0)
-        if self._slope_s is not None and num_tokens:
-            # No step may have taken less than its tokens alone: so a slope that one slow step spoilt, and
-            # that small steps cannot correct, comes down again.
-            self._slope_s = min(self._slope_s, seconds / num_tokens)
+        self._unread.append((num_tokens, seconds))
+        if len(self._unread) >= _MOST_UNREAD:
+            self._learn()
 
-    def _without_hiccup(self, num_tokens: int, seconds: float) -> float:
-        """Duration to learn from. A step much slower than expected counts as somewhat slower.
+    def observe_all(self, num_tokens: int, durations_s: Sequence[float]) -> None:
+        """Observe steps of so many tokens each, without a prefill."""
+        self._unread += [(num_tokens, seconds) for seconds in durations_s]
+        if len(self._unread) >= _MOST_UNREAD:
+            self._learn()
 
-        One page-in must not bend the line. A machine that has really become slower is believed all the same,
-        after a few steps.
-        """
-        if self.slope_s is None:
-            return seconds
-        return min(seconds, _MAX_SURPRISE * (self.base_s + self.slope_s * num_tokens))
+    def _learn(self) -> None:
+        """Take in, in order, the steps since the line was last asked for: most plans do not ask."""
+        num, slope_s = self._num_observations, self._slope_s
+        weight, tokens, total_s, tokens_squared, tokens_seconds = self._sums
+        for num_tokens, measured_s in self._unread:
+            seconds = measured_s
+            if slope_s is not None and num >= _MIN_OBSERVATIONS:
+                # A step much slower than expected counts as somewhat slower: one page-in must not bend the
+                # line. A machine that has really become slower is believed all the same, after a few steps.
+                base_s = max(total_s / weight - slope_s * (tokens / weight), 0.0)
+                seconds = min(seconds, _MAX_SURPRISE * (base_s + slope_s * num_tokens))
+            num += 1
+            weight = weight * _DECAY + 1.0
+            tokens = tokens * _DECAY + num_tokens
+            total_s = total_s * _DECAY + seconds
+            tokens_squared = tokens_squared * _DECAY + num_tokens * num_tokens
+            tokens_seconds = tokens_seconds * _DECAY + num_tokens * seconds
+            mean = tokens / weight
+            variance = tokens_squared / weight - mean * mean
+            if variance > _MIN_SPREAD * _MIN_SPREAD:  # else the slope that was seen before still holds
+                covariance = tokens_seconds / weight - mean * total_s / weight
+                slope_s = max(covariance / variance, 0.0)
+            if slope_s is not None and num_tokens:
+                # No step may have taken less than its tokens alone: so a slope that one slow step spoilt, and
+                # that small steps cannot correct, comes down again.
+                slope_s = min(slope_s, seconds / num_tokens)
+        self._num_observations, self._slope_s = num, slope_s
+        self._sums = (weight, tokens, total_s, tokens_squared, tokens_seconds)
+        self._unread.clear()
 
     @property
     def slope_s(self) -> float | None:
         """Seconds for one more token; None until it was seen."""
+        if self._unread:
+            self._learn()
         return self._slope_s if self._num_observations >= _MIN_OBSERVATIONS else None
 
     @property
     def base_s(self) -> float:
         """Seconds of a step without tokens."""
-        mean_s = self._seconds / self._weight if self._weight else 0.0
-        mean_tokens = self._tokens / self._weight if self._weight else 0.0
-        return max(mean_s - (self._slope_s or 0.0) * mean_tokens, 0.0)
+        if self._unread:
+            self._learn()
+        weight, tokens, total_s, *_ = self._sums
+        return max(total_s / weight - (self._slope_s or 0.0) * (tokens / weight), 0.0) if weight else 0.0
 
     def seconds(self, num_tokens: int) -> float:
         """Expected duration of a step; 0 before it is known."""

@@ -21,7 +21,7 @@ from scheduler.draft_messages import DraftPasses
 from scheduler.messages import ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SchedulingBudget
-from scheduler.step.draft_choice import DraftRule
+from scheduler.step.draft_choice import Drafting, DraftRule, DraftSource
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
@@ -43,9 +43,11 @@ class TokenShares:
         # In a pipeline, a sequence has no share before its token is known.
         self._num_expected = 1 if state.config.num_stages == 1 else 0
         self._drafts: dict[SequenceId, tuple[int, ...]] = {}
+        self._late: dict[SequenceId, int] = {}  # numbers of drafts that came while a plan was in flight
         self._rule: DraftRule | None = None
         if state.config.draft_admission is DraftAdmission.PAYING and state.config.max_drafts:
             self._rule = DraftRule(state.config.max_drafts)
+        self._num_drafted: dict[SequenceId, int] = {}  # tokens that a draft model has caught up with
         self._asks = bool(state.config.max_drafts) and state.config.draft_supply is DraftSupply.ASKED
         self.encoder_cache = EncoderCache(state.config)
 
@@ -67,7 +69,7 @@ class TokenShares:
     @property
     def has_extras(self) -> bool:
         """Whether drafts, or inputs to encode, may change what a decode gets, or what a plan asks for."""
-        return bool(self._drafts or self._asks or self._state.config.max_encoder_tokens)
+        return bool(self._drafts or self._late or self._asks or self._state.config.max_encoder_tokens)
 
     def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
         """Give each one token, as `decode` does, in one loop, and complete the plan.
@@ -130,28 +132,42 @@ class TokenShares:
         if seq.status is not Status.RUNNING or not token_ids:
             return
         fits = seq.num_uncomputed_tokens == 1 and seq.num_tokens == len(seq.token_ids)
-        if self._rule is not None and fits:
-            self._rule.note_offer(seq.sequence_id, seq.token_ids, token_ids)
-        self._drafts[seq.sequence_id] = token_ids if fits else _EXPECTED
+        if self._rule is not None:
+            self._rule.note_offer(seq.sequence_id, seq.token_ids, token_ids, self._source_of(seq))
+        if fits or self._rule is None:
+            self._drafts[seq.sequence_id] = token_ids if fits else _EXPECTED
+        else:
+            self._late[seq.sequence_id] = len(token_ids)
+
+    def _source_of(self, seq: Sequence) -> DraftSource:
+        if seq.prediction:
+            return DraftSource.PREDICTION
+        return DraftSource.MODEL if self._asks else DraftSource.TEXT
 
     def forget_extras(self, seq: Sequence) -> None:
         """Drop drafts and encoder outputs of a sequence that leaves the running queue."""
         self._drafts.pop(seq.sequence_id, None)
+        self._late.pop(seq.sequence_id, None)
+        self._num_drafted.pop(seq.sequence_id, None)
         if self._rule is not None:
             self._rule.forget(seq.sequence_id)
         if seq.encoder_inputs:
             self.encoder_cache.release(seq)
 
     def choose_drafts(self, plan: PlanDraft) -> None:
-        """Keep those of the drafts that are expected to pay, before any share is given."""
-        if not self._drafts or self._rule is None:
+        """Keep those of the drafts that are expected to pay, before any share is given.
+
+        Where drafts came too late to fit, the choice is whether to wait for the next ones.
+        """
+        if self._rule is None or not (self._drafts or self._late):
             return
-        running = self._state.queues.running
-        num_decodes = plan.budget.num_decodes_ahead
+        offers = {each: len(drafts) for each, drafts in self._drafts.items()} | self._late
+        has_prefill = any(seq.num_uncomputed_tokens > 1 for seq in self._state.queues.running)
         chosen, plan.draft_choice = self._rule.choose(
-            self._drafts, num_decodes=num_decodes, has_prefill=num_decodes < len(running)
+            offers, num_decodes=plan.budget.num_decodes_ahead, has_prefill=has_prefill
         )
-        self._drafts = {each: self._drafts[each][:num] for each, num in chosen.items()}
+        drafts, self._late = self._drafts, {}
+        self._drafts = {each: drafts.get(each, _EXPECTED)[:num] for each, num in chosen.items()}
 
     def ask_for_drafts(self, plan: PlanDraft) -> None:
         """Ask a draft model for the drafts of the next step that are expected to pay, after all shares.
@@ -162,16 +178,24 @@ class TokenShares:
             return
         decodes = {share.sequence_id for share in (*plan.decodes, *plan.chunks)}
         decoding = [seq for seq in self._state.queues.running if seq.sequence_id in decodes]
-        room = {seq.sequence_id: self._num_worth_asking(seq, plan) for seq in decoding if not seq.prediction}
-        wanted = room if self._rule is None else self._rule.ask(room, num_decodes=len(decoding))
+        room = {seq.sequence_id: self._drafting(seq, plan) for seq in decoding if not seq.prediction}
+        if self._rule is None:
+            wanted = {each: one.most for each, one in room.items()}
+        else:
+            wanted = self._rule.ask(room, num_decodes=len(decoding))
         if wanted:
             self._keep_room(wanted, plan)
 
-    def _num_worth_asking(self, seq: Sequence, plan: PlanDraft) -> int:
-        """Count the drafts that a sequence may still have after all that this plan may bring."""
+    def _drafting(self, seq: Sequence, plan: PlanDraft) -> Drafting:
+        """Describe a sequence after all that this plan may bring."""
         num_brought = 1 + len(plan.draft_token_ids.get(seq.sequence_id, ()))
         num_left = seq.max_length - seq.num_tokens - num_brought - 1
-        return max(min(num_left, self._state.config.max_drafts), 0)
+        return Drafting(
+            most=max(min(num_left, self._state.config.max_drafts), 0),
+            lag=seq.num_tokens - self._num_drafted.get(seq.sequence_id, 0),
+            num_generated=seq.num_output_tokens,
+            num_left=max(num_left, 0),
+        )
 
     def _keep_room(self, wanted: dict[SequenceId, int], plan: PlanDraft) -> None:
         """Give blocks to drafts that are asked for, of those that no growth in the next step will ask for."""
@@ -193,11 +217,12 @@ class TokenShares:
             if fresh:
                 plan.new_blocks[seq.sequence_id] = plan.new_blocks.get(seq.sequence_id, ()) + fresh
             plan.num_drafts_wanted[seq.sequence_id] = num_drafts
+            self._num_drafted[seq.sequence_id] = seq.num_tokens
 
     def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
         """Learn how long a step without prompts took, while drafts are about."""
         if self._rule is not None and (self._asks or not self._rule.is_idle):
-            self._rule.costs.observe(plan.num_scheduled_tokens, seconds)
+            self._rule.observe(plan.num_scheduled_tokens, seconds)
 
     def observe_draft_passes(self, passes: DraftPasses) -> None:
         """Learn how long passes of the draft model took."""
@@ -212,6 +237,7 @@ class TokenShares:
 
         The worker says how many hold.
         """
+        self._state.in_flight.hold()
         num_drafts = self._num_drafts_with_room(seq, len(drafts), plan)
         share = ScheduledSequence(seq.sequence_id, start, 1 + num_drafts, samples=True)
         if not num_drafts:

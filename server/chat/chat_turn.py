@@ -105,8 +105,8 @@ async def _prediction(engine: Engine, body: ChatCompletionRequest, *, max_tokens
         return ()
     if not engine.info.max_drafts:
         raise RequestRejected(
-            "prediction is not supported by this server: its steps verify no drafts (on GPUs, and for models"
-            " without a paged KV cache); leave it out",
+            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
+            " models without a paged KV cache); leave it out",
             param="prediction",
             code="unsupported_parameter",
         )

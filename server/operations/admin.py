@@ -29,6 +29,9 @@ _RESET_DOCUMENTATION: dict[str, Any] = {"responses": {204: {"description": "It i
 
 class LiveSequence(ReplyModel):
     request_id: str | None
+    """Id of the answer, as chatcmpl-...; null in the moment after its end."""
+    x_request_id: str | None
+    trace_id: str | None
     choice: int = 0
     sequence_id: int
     state: Literal["running", "waiting", "swapped"]

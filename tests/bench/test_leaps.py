@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload
+from bench.simulate.arrivals import LengthDistribution, PromptMaker, SimRequest, SyntheticWorkload
 from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
@@ -81,28 +81,81 @@ def history(result: RunResult) -> dict[str, Any]:
     return facts
 
 
+@pytest.fixture
+def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
+    """Schedulers of all replicas."""
+    made: list[Scheduler] = []
+    begin = Scheduler.__init__
+
+    def kept(self: Scheduler, config: SchedulerConfig) -> None:
+        begin(self, config)
+        made.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", kept)
+    return made
+
+
+def blocks(scheduler: Scheduler) -> tuple[Any, ...]:
+    """Blocks in the order in which they would be reused, and what they hold."""
+    return scheduler.kv.pool.free_blocks(), scheduler.kv.prefix_cache.published()
+
+
 @pytest.mark.parametrize("seed", range(_NUM_HISTORIES))
-def test_leaping_and_stepping_give_the_same_history(seed: int) -> None:
+def test_leaping_and_stepping_give_the_same_history(seed: int, schedulers: list[Scheduler]) -> None:
     random = Random(seed)
     setup, workload = drawn_setup(random), drawn_workload(random)
     slo = Slo(ttft_s=0.3, itl_s=0.02)
     leapt = simulate(workload, setup, slo)
     stepped = simulate(workload, replace(setup, stepping=Stepping.EACH), slo)
     assert history(leapt) == history(stepped)
+    ends = [blocks(scheduler) for scheduler in schedulers]
+    assert ends[: len(ends) // 2] == ends[len(ends) // 2 :]
 
 
-def test_a_long_answer_alone_is_leapt_over_with_a_handful_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_plans, schedule = 0, Scheduler.schedule
+@pytest.mark.parametrize("seed", [1, 4])
+def test_made_up_keys_find_the_blocks_that_keys_of_the_tokens_find(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(seed)
+    setup, workload = drawn_setup(random), replace(drawn_workload(random), num_prefix_groups=3)
+    setup = replace(setup, config=replace(setup.config, prefix_caching=PrefixCaching.ON, num_blocks=60))
+    named = simulate(workload, setup)
+    assert named.num_prefix_hits
+    monkeypatch.setattr(PromptMaker, "block_keys", lambda *_: [])
+    assert history(named) == history(simulate(workload, setup))
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Shares of each plan that is made."""
+    nums: list[int] = []
+    schedule = Scheduler.schedule
 
     def counted(self: Scheduler, *, now_s: float) -> Any:
-        nonlocal num_plans
-        num_plans += 1
-        return schedule(self, now_s=now_s)
+        plan = schedule(self, now_s=now_s)
+        nums.append(len(plan.scheduled))
+        return plan
 
     monkeypatch.setattr(Scheduler, "schedule", counted)
+    return nums
+
+
+def roomy(**changes: Any) -> Setup:
     setup = drawn_setup(Random(0))
-    config = replace(setup.config, num_blocks=2000, max_model_len=4096, batching=Batching.MIXED)
-    setup = replace(setup, config=replace(config, fairness=Fairness.NONE), num_replicas=1)
-    result = simulate([SimRequest(arrival_s=0.0, prompt_len=20, max_tokens=3000)], setup)
+    config = replace(setup.config, num_blocks=9000, max_model_len=4096, batching=Batching.MIXED)
+    config = replace(config, fairness=Fairness.NONE, prefix_caching=PrefixCaching.ON, **changes)
+    return replace(setup, config=config, num_replicas=1)
+
+
+def test_a_long_answer_alone_is_leapt_over_with_a_handful_of_plans(planned: list[int]) -> None:
+    result = simulate([SimRequest(arrival_s=0.0, prompt_len=20, max_tokens=3000)], roomy())
     assert result.num_steps == 3000
-    assert num_plans < 10
+    assert len(planned) < 10
+
+
+def test_a_plan_holds_little_beside_the_newcomer_that_it_is_made_for(planned: list[int]) -> None:
+    """Blocks and ends of the others cost no share of it."""
+    requests = [SimRequest(arrival_s=0.31 * n, prompt_len=20, max_tokens=200) for n in range(40)]
+    result = simulate(requests, roomy(max_num_seqs=32, max_num_batched_tokens=256))
+    assert result.num_steps > 1000
+    assert sum(planned) < 2 * len(requests)

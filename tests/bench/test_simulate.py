@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload
+from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload, Waiting
 from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Replica, Stuck, Tallies
 from bench.simulate.router import LeastBusy, RouterKind, router_of
@@ -15,7 +15,6 @@ from bench.simulate.simulate_report import RunReport, report_of
 from bench.simulate.simulate_run import simulate
 from bench.simulate.tally import GapCounts, QueueLine, Slo
 from scheduler.config import PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy
-from scheduler.messages import SequenceId
 
 MODEL = LinearStepTime(base_s=0.010, per_token_s=0.001, per_decode_s=0.002, per_context_token_s=0.0001)
 ROOMY = SchedulerConfig(
@@ -203,7 +202,7 @@ def replicas(number: int) -> list[Replica]:
 
 
 def place(request: SimRequest, replica: Replica, number: int) -> None:
-    replica.add(request, (number,) * request.prompt_len, SequenceId(number), 0.0)
+    replica.add(Waiting(request, (number,) * request.prompt_len, number, []), 0.0)
 
 
 @pytest.mark.parametrize("kind", [RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN])

@@ -1,10 +1,21 @@
 """Requests made from our own OpenAPI document, right ones and wrong ones."""
 
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
 from tests.clients.conftest import HERE, INSTALLED
+from tests.e2e.serving import RunningServer, running_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A short context: a request that names no limit of tokens ends soon."""
+    with running_server(
+        tmp_path_factory.mktemp("schemathesis"), "--enable-admin", "--max-model-len", "128"
+    ) as server:
+        yield server
 
 
 @pytest.mark.timeout(600)  # six thousand requests, some of them for each bound of each field
@@ -21,6 +32,7 @@ def test_whatever_the_document_allows_or_forbids_is_answered_as_it_says(server, 
             "--max-examples=8",
             "--exclude-path=/admin/events",  # a stream that ends when the viewer leaves
             "--seed=1",
+            "--workers=4",
             "--request-timeout=20",
             "--no-color",
             # What no schema can say is refused too: an unknown model, a prompt beyond the context window.

@@ -329,7 +329,7 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
             max_plans_in_flight=1,
         )
         world, oracle = World(config), Oracle(config)
-        for number, event in enumerate([*history, Step(200)], start=1):
+        for number, event in enumerate(history, start=1):
             if isinstance(event, Arrive):
                 try:
                     world.add(
@@ -342,10 +342,18 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
                 oracle.waiting.append(Client(number, event.priority, event.length, event.max_tokens))
                 continue
             for _ in range(event.times):
-                assert shares(world.step()) == oracle.step()
-                assert world.num_preemptions() == oracle.num_preemptions
+                step_both(world, oracle)
+        while world.scheduler.has_unfinished_requests:
+            step_both(world, oracle)
+        assert oracle.waiting == oracle.running == []
 
     check()
+
+
+def step_both(world: World, oracle: Oracle) -> None:
+    plan = world.step()
+    assert shares(plan) == oracle.step()
+    assert len(plan.preemptions) == oracle.num_preemptions
 
 
 def _random_history(random: Random) -> list[Event]:
@@ -428,5 +436,5 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     assert num_swaps > 300
     assert num_accepted_drafts > 1000
     assert num_asked > 1000
-    assert (num_host_hits > 1000 and num_tails > 50) == (caching is PrefixCaching.ON)
+    assert (num_host_hits > 800 and num_tails > 50) == (caching is PrefixCaching.ON)
     assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)

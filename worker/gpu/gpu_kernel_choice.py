@@ -160,8 +160,9 @@ def reserve(
 
     longest = config.max_model_len or checkpoint_len
     limits = step_limits(config, longest, config.block_size or _SMALLEST_BLOCK)
-    num_graphs = 0 if config.enforce_eager else len(GraphSizes(limits, longest))
-    logits_bytes = num_graph_logits(config, vocab_size) * dtype.itemsize
+    sizes = GraphSizes(limits, longest)
+    num_graphs = 0 if config.enforce_eager else len(sizes)
+    logits_bytes = num_graph_logits(config, sizes, vocab_size) * dtype.itemsize
     count_bytes = limits.num_sequences * vocab_size * torch.int32.itemsize  # for penalties
     tables_bytes = table_bytes(model, longest, dtype)
     buffer_bytes = StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES + tables_bytes
@@ -177,9 +178,9 @@ def _refuse_quantization(config: WorkerConfig) -> None:
         )
 
 
-def num_graph_logits(config: WorkerConfig, vocab_size: int) -> int:
+def num_graph_logits(config: WorkerConfig, sizes: GraphSizes, vocab_size: int) -> int:
     """Count the logits that graphs leave, in one place for all."""
-    return 0 if config.enforce_eager else config.max_num_seqs * vocab_size
+    return 0 if config.enforce_eager else sizes.most_logits * vocab_size
 
 
 def step_limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Limits:
@@ -189,4 +190,5 @@ def step_limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Li
         num_sequences=config.max_num_seqs,
         num_blocks=-(-(max_model_len + 1) // block_size),
         block_size=block_size,
+        max_drafts=config.speculation.num_speculative_tokens,
     )

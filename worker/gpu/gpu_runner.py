@@ -23,6 +23,7 @@ from worker.gpu.device_batch import DeviceBatch
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
+from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
@@ -71,7 +72,7 @@ class GpuSteps:
             self._buffers.fill_with_padding(each)
             batch = self._buffers.view(each)
             self._rows_of[each] = batch.rows_N
-            return _Work(self, batch)
+            return _Work(self, batch, each)
 
         self._graphs = capture_all(sizes, work_on, self._device)
 
@@ -81,15 +82,16 @@ class GpuSteps:
         if captured is None:
             batch = self._begin(inputs)
             logits_NV = self._forward(batch)
-            self._draw(logits_NV, batch)
+            if not inputs.has_drafts:
+                self.draw(logits_NV, batch)
             return logits_NV
-        self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), captured.sizes)
+        self._buffers.fill(inputs, self._draws_of(inputs), captured.sizes)
         self._rows_N = self._rows_of[captured.sizes]
         captured.graph.replay()
         note_layers_begun(captured.num_layers)
         self._num_replayed += 1
         self._num_padding += captured.sizes.num_tokens - len(inputs.input_ids_T)
-        return self._logits_NV[: len(inputs.rows)]
+        return self._logits_NV[: len(inputs.logits_indices_N)]
 
     def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
         """See StepRunner."""
@@ -98,7 +100,8 @@ class GpuSteps:
         logits_NV, body = self._runner.forward_keeping_body(
             batch.input_ids_1T, batch.position_ids_1T, batch.logits_indices_N, self._backend
         )
-        self._draw(logits_NV, batch)
+        if not inputs.has_drafts:
+            self.draw(logits_NV, batch)
         return logits_NV, body
 
     def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
@@ -117,23 +120,29 @@ class GpuSteps:
             f"padding; {self._num_eager} were not"
         )
 
-    def compute_and_draw(self, batch: DeviceBatch) -> None:
-        """Compute a batch. Its logits go to the memory for graphs, its tokens to the sampler."""
+    def compute_into_graphs_memory(self, batch: DeviceBatch) -> Tensor:
+        """Compute a batch. Its logits go to the memory for graphs."""
         logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
         with self._runner.logits_into(logits_NV):
             found_NV = self._forward(batch)
         if found_NV.data_ptr() != logits_NV.data_ptr():
             logits_NV.copy_(found_NV)
-        self._draw(logits_NV, batch)
+        return logits_NV
 
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
         """Fill in a step without padding."""
         self._num_eager += 1
         sizes = sizes_of(inputs)
-        self._buffers.fill(inputs, self._sampler.draws_of_step(inputs.rows), sizes)
+        self._buffers.fill(inputs, self._draws_of(inputs), sizes)
         batch = self._buffers.view(sizes)
         self._rows_N = batch.rows_N
         return batch
+
+    def _draws_of(self, inputs: StepInputs) -> NDArray[np.float64]:
+        """Return the sampling fields of a step; with drafts it samples nothing itself."""
+        if inputs.has_drafts:
+            return no_draws(len(inputs.logits_indices_N))
+        return self._sampler.draws_of_step(inputs.rows)
 
     def _forward(self, batch: DeviceBatch) -> Tensor:
         self._prepare(batch)
@@ -163,7 +172,8 @@ class GpuSteps:
         remember_tokens(self._last_token_C, batch.rows_N, self._last_token_C[:1])
 
     @torch.inference_mode()
-    def _draw(self, logits_NV: Tensor, batch: DeviceBatch) -> None:
+    def draw(self, logits_NV: Tensor, batch: DeviceBatch) -> None:
+        """Sample the tokens of a batch without drafts, and keep them for a next step built without them."""
         if len(batch.rows_N):
             token_ids_N = self._sampler.draw_in_step(logits_NV, batch.draws_NF)
             remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)
@@ -172,12 +182,14 @@ class GpuSteps:
 class _Work:
     """The work that a graph records: it knows a batch's place in memory, and nothing of the host's step."""
 
-    def __init__(self, steps: GpuSteps, batch: DeviceBatch) -> None:
-        self._steps, self._batch = steps, batch
+    def __init__(self, steps: GpuSteps, batch: DeviceBatch, sizes: BatchSizes) -> None:
+        self._steps, self._batch, self._sizes = steps, batch, sizes
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        self._steps.compute_and_draw(self._batch)
+        logits_NV = self._steps.compute_into_graphs_memory(self._batch)
+        if not self._sizes.has_drafts:
+            self._steps.draw(logits_NV, self._batch)
 
 
 def sizes_of(inputs: StepInputs) -> BatchSizes:
@@ -186,7 +198,7 @@ def sizes_of(inputs: StepInputs) -> BatchSizes:
     return BatchSizes(
         num_tokens=num_tokens,
         num_sequences=len(metadata.seq_lens),
-        num_logits=len(inputs.rows),
+        num_logits=len(inputs.logits_indices_N),
         # As for graphs: kernels with the decodes of a mixed step as a constant would be compiled in service.
         num_decodes=num_tokens if metadata.num_decodes == num_tokens else 0,
         max_query_len=int(np.diff(metadata.query_starts).max()),

@@ -8,6 +8,7 @@ less than that to compute. Captured, it is launched at once.
 
     decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 576 ... 1024 sequences of one token each
     mixed     256 384 512 768 1024 1536 2048 tokens of any sequences
+    drafted   4 8 16 32 64 128 256 tokens of sequences with up to so many drafts each; all have logits
 
 Sizes in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
 for longer than the host launches.
@@ -18,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from worker.attention.interface import num_layers_begun
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _DECODES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32), *range(576, 1025, 64))
 _MIXED = (256, 384, 512, 768, 1024, 1536, 2048)
+_DRAFTED = (4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,26 @@ class GraphSizes:
             for size in _MIXED
             if size <= limits.num_tokens
         ]
+        longest = 1 + limits.max_drafts
+        self.drafted = [
+            # One of the sequences has a draft at least.
+            BatchSizes(size, min(most_sequences, size - 1), size, 0, min(size, longest), max_model_len)
+            for size in _DRAFTED
+            if limits.max_drafts and size <= min(limits.num_tokens, most_sequences * longest)
+        ]
 
     def __len__(self) -> int:
-        return len(self.decodes) + len(self.mixed)
+        return len(self.decodes) + len(self.mixed) + len(self.drafted)
+
+    @property
+    def most_logits(self) -> int:
+        """Lines of logits that the largest of them leaves."""
+        return max(each.num_logits for each in (*self.decodes, *self.mixed, *self.drafted))
 
     def largest_first(self) -> Iterator[BatchSizes]:
         """Yield large sizes first, so that all later ones find room in the memory of earlier ones."""
         yield from reversed(self.mixed)
+        yield from reversed(self.drafted)
         yield from reversed(self.decodes)
 
 
@@ -69,21 +85,28 @@ class StepGraphs:
     def __init__(self) -> None:
         self._decodes: list[CapturedStep] = []
         self._mixed: list[CapturedStep] = []
+        self._drafted: list[CapturedStep] = []
 
     def __len__(self) -> int:
-        return len(self._decodes) + len(self._mixed)
+        return len(self._decodes) + len(self._mixed) + len(self._drafted)
 
     def add(self, step: CapturedStep) -> None:
         steps = self._decodes if step.sizes.num_decodes else self._mixed
+        if step.sizes.has_drafts:
+            steps = self._drafted
         steps.insert(bisect_left([each.sizes for each in steps], step.sizes), step)
 
     def find(self, inputs: StepInputs) -> CapturedStep | None:
         """The smallest that the step fits into; None if it fits into none."""
         num_tokens = len(inputs.input_ids_T)
-        num_sequences, num_logits = len(inputs.metadata.seq_lens), len(inputs.rows)
+        num_sequences, num_logits = len(inputs.metadata.seq_lens), len(inputs.logits_indices_N)
         found: CapturedStep | None = None
         if inputs.metadata.num_decodes == num_tokens:
             found = _first_of(self._decodes, num_tokens)
+        elif inputs.has_drafts:
+            found = _first_of(self._drafted, num_tokens)
+            if found is None or found.sizes.max_query_len < int(np.diff(inputs.metadata.query_starts).max()):
+                return None
         if found is None:
             found = _first_of(self._mixed, num_tokens)
         if found is None or num_sequences > found.sizes.num_sequences or num_logits > found.sizes.num_logits:

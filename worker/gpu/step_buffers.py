@@ -46,6 +46,11 @@ class BatchSizes(NamedTuple):
     max_query_len: int
     max_seq_len: int
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some sequence has logits for several tokens: then the step samples none of them itself."""
+        return self.num_logits > self.num_sequences
+
 
 class Limits(NamedTuple):
     """The largest step."""
@@ -55,6 +60,12 @@ class Limits(NamedTuple):
     num_blocks: int
     """The most blocks of one sequence."""
     block_size: int
+    max_drafts: int = 0
+    """The most drafts of one sequence, each of which has logits."""
+
+    @property
+    def num_logits(self) -> int:
+        return max(self.num_sequences, min(self.num_tokens, self.num_sequences * (1 + self.max_drafts)))
 
 
 class _Field(NamedTuple):
@@ -160,7 +171,7 @@ class StepBuffers:
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self.limits = limits
-        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_sequences)
+        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits)
         tables_numel = limits.num_sequences * limits.num_blocks
         num_bytes = largest.blocks.start + tables_numel * torch.int32.itemsize
         self._memory = device.zeros(num_bytes, torch.uint8)
@@ -175,7 +186,8 @@ class StepBuffers:
     @staticmethod
     def num_bytes(limits: Limits) -> int:
         """Estimate the memory on the device."""
-        return limits.num_tokens * 32 + limits.num_sequences * (36 + 8 * NUM_FIELDS + 8 * limits.num_blocks)
+        per_logit, per_sequence = 12 + 8 * NUM_FIELDS, 24 + 8 * limits.num_blocks
+        return limits.num_tokens * 32 + limits.num_logits * per_logit + limits.num_sequences * per_sequence
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
         """Return the tensors of a step of these sizes, whenever it is filled in."""
@@ -218,7 +230,7 @@ class StepBuffers:
         num_tokens, num_sequences, num_logits = sizes_without_padding = (
             len(inputs.input_ids_T),
             len(metadata.seq_lens),
-            len(inputs.rows),
+            len(inputs.logits_indices_N),
         )
         host.draws_NF[:num_logits] = draws_NF
         host.input_ids_T[:num_tokens] = inputs.input_ids_T
@@ -230,7 +242,8 @@ class StepBuffers:
         host.rows_T[:num_tokens] = inputs.rows_T
         host.query_starts_R[: num_sequences + 1] = metadata.query_starts
         host.seq_lens_R[:num_sequences] = metadata.seq_lens
-        host.rows_N[:num_logits] = inputs.rows
+        # Tokens behind drafts are sampled after the step: there is none to remember.
+        host.rows_N[:num_logits] = self.limits.num_sequences if inputs.has_drafts else inputs.rows
         if sizes_without_padding != sizes[:3]:
             self._pad(host, *sizes_without_padding)
         num_new = self._pack_new_blocks(metadata.tables, host)

@@ -57,6 +57,9 @@ class Ranks(Protocol):
     def gather(self, part_TP: Tensor) -> Tensor | None:
         """Put the parts of all ranks side by side, [T, size * P]; None on all ranks but rank 0."""
 
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of rank 0; each rank brings as many."""
+
     def agree_min(self, number: int) -> int:
         """Return the smallest number of all ranks, of all stages."""
 
@@ -84,6 +87,9 @@ class Alone:
 
     def gather(self, part_TP: Tensor) -> Tensor | None:
         return part_TP
+
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        return numbers
 
     def agree_min(self, number: int) -> int:
         return number

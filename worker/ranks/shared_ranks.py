@@ -90,6 +90,10 @@ class SharedRanks:
         self._gather(part_TP.contiguous(), whole, do_others_read=self.rank != 0)
         return whole
 
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """See Ranks."""
+        return [int(number) for number in self.of_all(numbers)[0]]
+
     def agree_min(self, number: int) -> int:
         """See Ranks."""
         return int(self._world.of_all([number]).min())

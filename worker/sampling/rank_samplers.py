@@ -1,9 +1,9 @@
 """Sampling on several ranks: one rank samples, and the others get its tokens with a later plan.
 
 Owns: the samplers of all ranks. The tokens of a step go through `sampled` of the rank's stage: on their way
-out where they are sampled, on their way in everywhere else.
-Never: draws on another rank than the first of the last stage, which alone has logits, grammars and penalties;
-or exchanges anything (engine/core/rank_group.py).
+out where they are sampled, on their way in everywhere else (engine/core/rank_group.py). Those of a step with
+drafts are exchanged within it, since the step itself ends with how many there are.
+Never: draws on another rank than the first of the last stage, which alone has logits, grammars and penalties.
 
 Shapes: N tokens that are sampled in a step, V vocabulary.
 """
@@ -18,7 +18,14 @@ from worker.devices.device import Device
 from worker.machine import usable_cores
 from worker.ranks.ranks import Ranks
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.row_sampler import LaunchedSample, RowSampler, SampleResult
+from worker.sampling.row_sampler import (
+    DraftedPlace,
+    LaunchedSample,
+    RowSampler,
+    SampleResult,
+    VerifiedRow,
+    lines_of,
+)
 from worker.sampling.sampler import Sampler
 from worker.sampling.sampling_state import SamplingRow
 
@@ -53,6 +60,22 @@ class LeadingSampler(Sampler):
 
         return launched._replace(collect=collect)
 
+    def verify(
+        self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[VerifiedRow]:
+        """See RowSampler. The others get as many numbers as there are places, and one for each row."""
+        verified = super().verify(logits_NV, rows, drafts)
+        numbers: list[int] = []
+        for found, guesses in zip(verified, drafts, strict=True):
+            num_tokens = len(found.token_ids)
+            numbers += (num_tokens, *found.token_ids, *[0] * (1 + len(guesses) - num_tokens))
+        self._ranks.broadcast(numbers)
+        return verified
+
+    def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
+        lines_NV = lines_of(logits_NV, [each.line for each in places])
+        return super()._launch(lines_NV, (), [each.state for each in places]).collect()
+
 
 class FollowingSampler(RowSampler):
     """Sampler of the other ranks, whose tokens are in `sampled` before a result is asked for.
@@ -85,3 +108,21 @@ class FollowingSampler(RowSampler):
             return SampleResult(token_ids=token_ids, logprobs={}, failed={})
 
         return LaunchedSample(torch.zeros(len(rows), dtype=torch.int64), collect)
+
+    def verify(
+        self,
+        logits_NV: Tensor,  # noqa: ARG002 - read by rank 0
+        rows: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+    ) -> list[VerifiedRow]:
+        """See RowSampler. Tokens are recorded by the row table alone: nothing here depends on them."""
+        del rows
+        num_numbers = sum(2 + len(guesses) for guesses in drafts)
+        numbers = iter(self._ranks.broadcast([0] * num_numbers))
+        verified = []
+        for guesses in drafts:
+            num_tokens = next(numbers)
+            token_ids = [next(numbers) for _ in range(1 + len(guesses))][:num_tokens]
+            failure = "" if num_tokens else "it failed on rank 0"
+            verified.append(VerifiedRow(token_ids=tuple(token_ids), logprobs=(), failure=failure))
+        return verified

@@ -92,6 +92,18 @@ class VerifiedRow:
     """Reason why no token could be sampled, for the log."""
 
 
+class DraftedPlace(NamedTuple):
+    """One position of a row in a step with drafts."""
+
+    row: int
+    line: int
+    """Its line of the logits."""
+    state: SamplingRow
+    """The row's state with the drafts before it taken in."""
+    draft: int | None
+    """The draft behind it; None at the end."""
+
+
 class RowSampler(ABC):
     """Sampler of rows, with the parameters, the counts and the progress of each."""
 
@@ -170,31 +182,42 @@ class RowSampler(ABC):
         """Sample a token behind each draft, as `begin` would, and keep drafts while they equal the sample.
 
         The logits have 1 + k lines for a row with k drafts: that of its last token, then one for each draft.
-        Tokens are recorded as after `begin`. Only for samplers that keep all state on the host.
+        Tokens are recorded as after `begin`. All earlier results of these rows must have been collected.
         """
         self._begin_masks([self._rows[row] for row in rows])
-        views: list[SamplingRow] = []
-        lines: list[int] = []
+        places: list[DraftedPlace] = []
         firsts: list[int] = []
         line = 0
         for row, guesses in zip(rows, drafts, strict=True):
-            of_row = self._views(self._rows[row], guesses)
-            firsts.append(len(views))
-            views += of_row
-            lines += range(line, line + len(of_row))
+            firsts.append(len(places))
+            views = self._views(self._rows[row], guesses)
+            followers = (*guesses[: len(views) - 1], None)
+            places += [
+                DraftedPlace(row, line + place, view, draft)
+                for place, (view, draft) in enumerate(zip(views, followers, strict=True))
+            ]
             line += 1 + len(guesses)
-        if len(lines) < line:
-            logits_NV = logits_NV[torch.tensor(lines, device=logits_NV.device)]
-        result = self._launch(logits_NV, (), views).collect()
-        firsts.append(len(views))
+        result = self._sample_places(logits_NV, places)
+        firsts.append(len(places))
         verified = []
         for row, guesses, first, end in zip(rows, drafts, firsts, firsts[1:], strict=False):
             found = _longest_right(result, range(first, end), guesses)
-            for token_id in found.token_ids:
-                self._rows[row].advance()
-                self._rows[row].record(token_id)
+            self._take(row, found)
             verified.append(found)
         return verified
+
+    def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
+        """Sample a token at each place. Places behind a draft that is wrong may be left out."""
+        logits_NV = lines_of(logits_NV, [each.line for each in places])
+        return self._launch(
+            logits_NV, [each.row for each in places], [each.state for each in places]
+        ).collect()
+
+    def _take(self, row: int, found: VerifiedRow) -> None:
+        """Record the tokens of a row that were verified."""
+        for token_id in found.token_ids:
+            self._rows[row].advance()
+            self._rows[row].record(token_id)
 
     def preview(self, row: int) -> SamplingRow:
         """Copy the state of a row, for guesses at its tokens: without its grammar and its reports."""
@@ -250,6 +273,13 @@ class RowSampler(ABC):
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
         """Sample on the device, for a PendingSample."""
+
+
+def lines_of(logits_NV: Tensor, lines: list[int]) -> Tensor:
+    """Select lines in ascending order; all of them are not copied."""
+    if len(lines) == len(logits_NV):
+        return logits_NV
+    return logits_NV[torch.tensor(lines, device=logits_NV.device)]
 
 
 def _before_stop(drafts: Sequence[int], state: SamplingRow) -> tuple[int, ...]:

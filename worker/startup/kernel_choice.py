@@ -34,8 +34,8 @@ class KernelChoice(NamedTuple):
     """Say why no adapters are computed; empty where they are."""
     stacks_adapters: bool
     """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
-    why_no_drafts: str | None = None
-    """The reason why steps verify no drafts; None if they do."""
+    why_no_draft_model: str | None = None
+    """The reason why no model drafts there; None if one may."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -63,7 +63,7 @@ _ON_GPU = KernelChoice(
     saturating_tokens=0,
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,
-    why_no_drafts="the steps of a GPU verify no drafts yet",
+    why_no_draft_model="a draft model has no passes on a GPU yet",
 )
 
 

@@ -21,6 +21,7 @@ from worker.memory_sizes import format_size
 from worker.model.rope import longest_right_len
 from worker.progress import LoadStage
 from worker.sampling.row_sampler import RowSampler
+from worker.speculation.unsupported import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, find_kind, load_model
 from worker.startup.ready_model import ReadyModel, probe_shapes, start_beside
@@ -80,9 +81,16 @@ def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
     )
 
 
-def why_no_drafts(device: Device, *, is_shared: bool) -> str | None:
-    """Say why steps verify no drafts, where ranks or stages share a model or not; None if they do."""
-    return "ranks verify no drafts yet" if is_shared else kernels_of(device).why_no_drafts
+def verifies_drafts(config: WorkerConfig, device: Device) -> bool:
+    """Tell whether steps verify drafts. Raises StartupError for speculation that there is none of."""
+    if config.num_stages > 1:
+        refuse_speculation(config, "stages verify no drafts yet")
+        return False
+    if config.speculation.method is DraftMethod.DRAFT_MODEL:
+        reason = "a draft model is not divided over ranks yet" if config.num_ranks > 1 else None
+        if (reason := reason or kernels_of(device).why_no_draft_model) is not None:
+            refuse_speculation(config, f"{reason}; ngram and suffix are verified there")
+    return True
 
 
 def refuse_scales_with_draft(config: WorkerConfig) -> None:
@@ -142,6 +150,12 @@ def load_draft(
         )
 
 
+def _tokens_of_pass(config: WorkerConfig, saturating_tokens: int) -> int:
+    """Find the most tokens of a pass: no more of a prompt than a step would compute beside decodes."""
+    most = config.max_num_batched_tokens
+    return min(most, max(saturating_tokens, config.max_num_seqs)) if saturating_tokens else most
+
+
 def open_draft(
     draft: LoadedDraft, ready: ReadyModel[ModelRunner], device: Device, rows: RowTable, sampler: RowSampler
 ) -> DraftModel:
@@ -168,7 +182,7 @@ def open_draft(
         vocab_size=loaded.vocab_size,
         sampled_vocab_size=facts.vocab_size,
         max_len=max_len,
-        max_tokens=draft.config.max_num_batched_tokens,
+        max_tokens=_tokens_of_pass(draft.config, kernels_of(device).saturating_tokens),
         num_blocks=facts.num_blocks,
         num_host_blocks=facts.num_host_blocks,
     )

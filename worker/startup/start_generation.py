@@ -17,12 +17,11 @@ from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
-from worker.speculation.unsupported import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_adapters import open_adapters
-from worker.startup.start_drafting import load_draft, naming_draft, open_draft, why_no_drafts
+from worker.startup.start_drafting import load_draft, naming_draft, open_draft, verifies_drafts
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.steps.row_table import RowTable
@@ -33,9 +32,7 @@ def start_generating(
     config: WorkerConfig, kind: ModelKind, device: Device, stage: LoadStage, ranks: Ranks
 ) -> tuple[ModelFacts, GenerationSteps]:
     """Load, measure, allocate, try. Raises StartupError, with a fix, for a model that cannot be served."""
-    no_drafts = why_no_drafts(device, is_shared=is_divided(ranks))
-    if no_drafts is not None:
-        refuse_speculation(config, no_drafts)
+    has_drafts = verifies_drafts(config, device)
     loaded = load_model(config, kind, device, stage, ranks)
     draft = load_draft(config, kind, loaded, device)
     if draft is not None:
@@ -55,7 +52,7 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
         sampler = _open_sampler(facts, device, grammars, ranks)
-    if no_drafts is None:
+    if has_drafts:
         max_drafts = config.speculation.num_speculative_tokens
         facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
     generation = GenerationSteps(
@@ -69,7 +66,7 @@ def start_generating(
     )
     if adapters is not None:
         generation.adapt(adapters)
-    if facts.max_drafts:
+    if facts.max_drafts and ranks.rank == 0:  # the others verify what its plans bring
         generation.speculate(Drafter(config.speculation))
     if draft is not None:
         with naming_draft(config):

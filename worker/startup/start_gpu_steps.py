@@ -49,9 +49,10 @@ def open_steps(
     """Make the runner of steps, with graphs unless they are off, and the sampler. Raises StartupError."""
     facts = ready.facts
     limits = step_limits(config, facts.max_model_len, facts.block_size)
+    sizes = GraphSizes(limits, facts.max_model_len)
     dtype: torch.dtype = getattr(torch, facts.dtype)
     try:
-        logits = device.zeros(num_graph_logits(config, facts.vocab_size), dtype)
+        logits = device.zeros(num_graph_logits(config, sizes, facts.vocab_size), dtype)
         buffers = StepBuffers(device, limits)
         sampler = GpuSampler(
             vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device, grammars=grammars
@@ -71,5 +72,5 @@ def open_steps(
         steps = GpuSteps(ready.runner, backend, device, buffers, sampler, logits_NV)
     if not config.enforce_eager:
         stage.enter(LoadPhase.CAPTURING)
-        steps.capture(GraphSizes(limits, facts.max_model_len))
+        steps.capture(sizes)
     return steps, sampler

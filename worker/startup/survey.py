@@ -24,7 +24,6 @@ from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import check_host_memory, check_weights_fit, format_size
-from worker.speculation.unsupported import refuse_speculation
 from worker.startup.forecast import (
     CannotForesee,
     DraftForecast,
@@ -36,7 +35,7 @@ from worker.startup.forecast import (
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
 from worker.startup.start_adapters import refuse_adapters
-from worker.startup.start_drafting import why_no_drafts
+from worker.startup.start_drafting import verifies_drafts
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError
 
@@ -121,9 +120,8 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
 
 def _look_at_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
     """Raise StartupError for a draft model that cannot be served; None for one that cannot be foreseen."""
-    is_shared = config.num_ranks * config.num_stages > 1
-    if (reason := why_no_drafts(device, is_shared=is_shared)) is not None:
-        refuse_speculation(config, reason)
+    if not verifies_drafts(config, device):
+        return None
     try:
         return foresee_draft(config, kind, device)
     except CannotForesee:

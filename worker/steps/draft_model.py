@@ -7,14 +7,14 @@ those of both models, so that a preemption, a swap or a cached prefix moves or k
     model               written by steps ....... |
     draft model         written here . |  behind: caught up when drafts are asked for
 
-Prompts are caught up in the step that computes them, single tokens when drafts are wanted next.
+Prompts too are caught up when drafts are first wanted, in parts as large as a pass may be.
 Never: verifies a draft, or decides how many are worth their time (scheduler/step/draft_choice.py).
 Source: speculative decoding, arXiv:2211.17192; here a draft is sampled with the uniform of its position, and
 not judged by probabilities.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -101,6 +101,7 @@ class DraftModel:
         self._sizes = sizes
         self._filled = _Filled(sizes, rows.block_size)
         self._ahead: dict[int, _Ahead] = {}
+        self.clock: Callable[[], float] = time.perf_counter
 
     def move_blocks(self, plan: SchedulerOutput) -> None:
         """Follow the copies of a plan, before its step."""
@@ -110,25 +111,9 @@ class DraftModel:
         """Forget a row; an unknown one is ignored."""
         self._ahead.pop(row, None)
 
-    def follow(self, inputs: StepInputs, drafted: Iterable[SequenceId]) -> None:
-        """Take in a step that the model has computed: catch up with its prompts."""
-        metadata = inputs.metadata
-        self._filled.lower(metadata.token_blocks, metadata.token_offsets)
-        if metadata.num_decodes == len(inputs.shares):
-            return
-        passed = set(drafted)
-        shares: list[ScheduledSequence] = []
-        num_left = self._sizes.max_tokens
-        for share in inputs.shares:
-            if share.num_tokens > 1 and share.sequence_id not in passed:
-                end = min(share.start + share.num_tokens, self._sizes.max_len)
-                start = self._num_filled(share.sequence_id, end)
-                num_tokens = min(end - start, num_left)
-                if num_tokens > 0:
-                    shares.append(ScheduledSequence(share.sequence_id, start, num_tokens, samples=False))
-                    num_left -= num_tokens
-        if shares and (lag := self._inputs(shares)) is not None:
-            self._compute(lag)
+    def follow(self, inputs: StepInputs) -> None:
+        """Take in a step that the model has computed: there are other tokens than before at its places."""
+        self._filled.lower(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
 
     def propose(
         self, wanted: Mapping[SequenceId, int]
@@ -142,7 +127,7 @@ class DraftModel:
         shares, views = self._first_shares(wanted)
         try:
             while shares and (inputs := self._inputs(shares)) is not None:
-                began_s = time.perf_counter()
+                began_s = self.clock()
                 shares = []
                 for sequence_id, token_id in self._guess(inputs, views).items():
                     drafts.setdefault(sequence_id, []).append(token_id)
@@ -151,7 +136,7 @@ class DraftModel:
                     if len(drafts[sequence_id]) < wanted[sequence_id] and self._has_place(row):
                         position = int(self._rows.num_tokens_C[row]) - 1
                         shares.append(ScheduledSequence(sequence_id, position, 1, samples=True))
-                passes.append((len(inputs.input_ids_T), time.perf_counter() - began_s))
+                passes.append((len(inputs.input_ids_T), self.clock() - began_s))
         finally:
             for sequence_id, found in drafts.items():
                 row = self._row(sequence_id)
@@ -166,9 +151,8 @@ class DraftModel:
 
         A sequence that its last token ends is left out. Returns the states of the others beside.
         """
-        shares: list[ScheduledSequence] = []
         views: dict[SequenceId, SamplingRow] = {}
-        num_left = self._sizes.max_tokens
+        starts: dict[SequenceId, int] = {}
         for sequence_id in wanted:
             row = self._rows.row_of(sequence_id)
             if row is None or not self._has_place(row):
@@ -177,19 +161,26 @@ class DraftModel:
             if int(self._rows.tokens_of(row)[-1]) in view.params.stop_token_ids:
                 continue
             views[sequence_id] = view
-            num_tokens = int(self._rows.num_tokens_C[row])
             # The last token is computed in any case, for its logits.
-            start = self._num_filled(sequence_id, num_tokens - 1)
-            num_new = num_tokens - start
-            if num_new > num_left:
-                shares += self._part(sequence_id, start, num_left)
-                break
-            shares.append(ScheduledSequence(sequence_id, start, num_new, samples=True))
-            num_left -= num_new
-        return shares, views
+            starts[sequence_id] = self._num_filled(sequence_id, int(self._rows.num_tokens_C[row]) - 1)
+        return self._shares_from(starts), views
 
-    def _part(self, sequence_id: SequenceId, start: int, num_tokens: int) -> list[ScheduledSequence]:
-        return [ScheduledSequence(sequence_id, start, num_tokens, samples=False)] if num_tokens else []
+    def _shares_from(self, starts: Mapping[SequenceId, int]) -> list[ScheduledSequence]:
+        """List shares up to the last tokens, shortest first; of one that is too long for a pass, a part."""
+        shares: list[ScheduledSequence] = []
+        num_left = self._sizes.max_tokens
+        lengths = {
+            each: int(self._rows.num_tokens_C[self._row(each)]) - start for each, start in starts.items()
+        }
+        for sequence_id in sorted(starts, key=lengths.__getitem__):
+            num_tokens = min(lengths[sequence_id], num_left)
+            if num_tokens:
+                is_whole = num_tokens == lengths[sequence_id]
+                shares.append(
+                    ScheduledSequence(sequence_id, starts[sequence_id], num_tokens, samples=is_whole)
+                )
+            num_left -= num_tokens
+        return shares
 
     def _has_place(self, row: int) -> bool:
         """Tell whether the last token of a row can be computed."""

@@ -68,12 +68,11 @@ class GenerationSteps:
         self._pending: deque[_PendingStep] = deque()
 
     def speculate(self, drafter: Drafter) -> None:
-        """Propose drafts after each step from now on; only where a launch computes at once."""
-        assert not self._works_ahead
+        """Propose drafts after each step from now on."""
         self._drafter = drafter
 
     def speculate_with(self, draft_model: DraftModel) -> None:
-        """Make drafts where plans ask for them, from now on; beside those of `speculate`."""
+        """Make drafts where plans ask for them, from now on; only where a launch computes at once."""
         assert not self._works_ahead
         self._draft_model = draft_model
 
@@ -102,7 +101,7 @@ class GenerationSteps:
         row = self.rows.row_of(sequence_id)
         if row is not None:
             if self._drafter is not None:
-                self._drafter.remove(row, self.rows.tokens_of(row))
+                self._drafter.remove(row, self.rows.known_tokens_of(row))
             if self._draft_model is not None:
                 self._draft_model.remove(row)
             if self.adapters is not None:
@@ -115,14 +114,14 @@ class GenerationSteps:
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self, failures)
         if plan.draft_token_ids:
-            return ComputedStep(self._with_next_drafts(self._verify(plan, failures), plan))
+            return ComputedStep(self.propose(self._verify(plan, failures), plan))
         inputs = build_inputs(plan, self.rows, failures)
         if inputs is None:
             return ComputedStep(ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures))
         with self._host_pool.step(inputs.metadata):
             logits_NV, prompts = self._compute(inputs)
         if self._draft_model is not None:
-            self._draft_model.follow(inputs, ())
+            self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         known = ModelRunnerOutput(
             token_ids={}, logprobs={}, failures=failures, prompt_logprobs=prompts.logprobs
@@ -130,20 +129,15 @@ class GenerationSteps:
         if not inputs.rows:
             return ComputedStep(known)
         if self._pending and self._sampler.needs_history(inputs.rows):
-            # Meanwhile the device computes the logits.
-            for earlier in tuple(self._pending):
-                earlier.result()
+            self._collect_all()  # meanwhile the device computes the logits
         sample = self._sampler.begin(logits_NV, inputs.rows)
         if sample.is_new:
             self._steps.remember(sample.token_ids_N)
-        step = _PendingStep(inputs, sample, known, self)
+        step = _PendingStep(inputs, sample, known, plan, self)
         self._pending.append(step)
-        if self._works_ahead:
-            return step
-        output = step.result()
-        if (self._drafter is None or self._drafter.is_idle) and not plan.num_drafts_wanted:
-            return step
-        return ComputedStep(self._with_next_drafts(output, plan))
+        if not self._works_ahead:
+            step.result()
+        return step
 
     def learn(self, step: "_PendingStep", token_ids: list[int]) -> None:
         """Record the tokens of a step in their rows."""
@@ -159,7 +153,11 @@ class GenerationSteps:
         return self._steps.describe()
 
     def _verify(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> ModelRunnerOutput:
-        """Compute and sample a step some of whose shares have drafts. Waits for the device."""
+        """Compute and sample a step some of whose shares have drafts. Waits for the device.
+
+        Where steps are in flight, their tokens are read first: each token of the step is known to the host.
+        """
+        self._collect_all()
         held = hold_drafts(plan, self.rows, self._vocab_size, failures)
         try:
             inputs = build_inputs(plan, self.rows, failures)
@@ -171,7 +169,7 @@ class GenerationSteps:
             for row, drafts in held.items():
                 self.rows.drop_drafts(row, len(drafts))
         if self._draft_model is not None:
-            self._draft_model.follow(inputs, plan.draft_token_ids)
+            self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
@@ -188,7 +186,14 @@ class GenerationSteps:
             token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompts.logprobs
         )
 
-    def _with_next_drafts(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def _collect_all(self) -> None:
+        for earlier in tuple(self._pending):
+            earlier.result()
+
+    def propose(self, output: ModelRunnerOutput, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Add drafts of what follows the sampled tokens to the output of a step."""
+        if (self._drafter is None or self._drafter.is_idle) and not plan.num_drafts_wanted:
+            return output
         guesses: dict[SequenceId, tuple[int, ...]] = {}
         passes: tuple[tuple[int, float], ...] = ()
         if self._draft_model is not None and plan.num_drafts_wanted:
@@ -201,7 +206,7 @@ class GenerationSteps:
                 continue
             guess = guesses.get(sequence_id, ())
             if not guess and self._drafter is not None:
-                guess = self._drafter.propose(row, self.rows.tokens_of(row))
+                guess = self._drafter.propose(row, self.rows.known_tokens_of(row))
             if possible := self._sampler.possible_drafts(row, guess):
                 drafts[sequence_id] = possible
         return replace(output, draft_token_ids=drafts, draft_passes=passes)
@@ -221,9 +226,15 @@ class _PendingStep:
     """A LaunchedStep whose tokens are being sampled. Collected by the engine, or by a later step."""
 
     def __init__(
-        self, inputs: StepInputs, sample: PendingSample, known: ModelRunnerOutput, steps: GenerationSteps
+        self,
+        inputs: StepInputs,
+        sample: PendingSample,
+        known: ModelRunnerOutput,
+        plan: SchedulerOutput,
+        steps: GenerationSteps,
     ) -> None:
         """Take in `known`, the output that needs no sample: failures and log-probabilities of prompts."""
+        self._plan = plan
         self._sequence_ids = inputs.sequence_ids
         self._sample = sample
         self._known = known
@@ -235,7 +246,8 @@ class _PendingStep:
         """See LaunchedStep."""
         if self._output is None:
             try:
-                self._output = naming_out_of_memory(self._steps.device, self._collect)
+                output = naming_out_of_memory(self._steps.device, self._collect)
+                self._output = self._steps.propose(output, self._plan)
             finally:
                 self._steps.forget(self)
         return self._output

@@ -119,6 +119,13 @@ class RowTable:
         """Return the tokens of a row so far, without a copy."""
         return self.token_ids_CL[row, : self.num_tokens_C[row]]
 
+    def known_tokens_of(self, row: int) -> NDArray[np.int32]:
+        """Return the tokens of a row without those that the device still samples."""
+        tokens = self.tokens_of(row)
+        while len(tokens) and tokens[-1] == UNKNOWN_TOKEN:
+            tokens = tokens[:-1]
+        return tokens
+
     def hold_drafts(self, sequence_id: SequenceId, draft_ids: Sequence[int]) -> int:
         """Append drafts to a row, for one step, and return the row. Raises SequenceRefused.
 

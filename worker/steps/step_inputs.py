@@ -41,6 +41,11 @@ class StepInputs:
     shares: list[ScheduledSequence]
     """Shares in the order of the batch: the first num_tokens of T belong to the first share, and so on."""
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some row has several logits."""
+        return len(self.logits_indices_N) > len(self.rows)
+
 
 def check_new_sequence(new: NewSequence, vocab_size: int) -> None:
     """Raise SequenceRefused for tokens that the model has no embedding for."""

@@ -58,7 +58,9 @@ def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
         config_of(speculative_model="small", speculative_config='{"model": "other"}')
     with pytest.raises(OptionError, match=r"model '.*/none'"):
         resolve(Options(speculative_model=str(tmp_path / "none")))
-    with pytest.raises(OptionError, match="--speculative-model with --tensor-parallel-size 2: ranks verify"):
+    with pytest.raises(
+        OptionError, match="--speculative-model with --tensor-parallel-size 2: a draft model is not divided"
+    ):
         resolve(Options(speculative_model="small", tensor_parallel_size=2))
     engine, _ = resolve(Options(speculative_model=str(DEMO_MODEL), data_parallel_size=2, device="cpu"))
     assert engine.worker.speculation.model_path == str(DEMO_MODEL)
@@ -90,20 +92,24 @@ def test_what_is_not_understood_is_refused_by_name(text: str, named: str) -> Non
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 2}, "with --tensor-parallel-size 2: ranks verify no drafts"),
-        ({"pipeline_parallel_size": 2}, "with --pipeline-parallel-size 2: ranks verify no drafts"),
-        ({"device": "cuda"}, "with --device cuda: the steps of a GPU verify no drafts"),
-        ({"device": "cuda:1"}, "with --device cuda:1: the steps of a GPU verify no drafts"),
+        ({"pipeline_parallel_size": 2}, "with --pipeline-parallel-size 2: stages verify no drafts"),
+        ({"tensor_parallel_size": 2}, "with --tensor-parallel-size 2: a draft model is not divided"),
+        ({"device": "cuda:1"}, "with --device cuda:1: a draft model has no passes on a GPU"),
     ],
 )
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_steps_that_verify_no_drafts_are_refused_before_a_model_is_loaded(
-    options: dict, named: str, method: str
+def test_steps_that_verify_no_such_drafts_are_refused_before_a_model_is_loaded(
+    options: dict, named: str
 ) -> None:
     resolve(Options(**options))
-    text = f'{{"method": "{method}"}}'
+    text = '{"method": "draft_model", "model": "small"}'
     with pytest.raises(OptionError, match=f"--speculative-config {named}"):
         resolve(Options(speculative_config=text, **options))
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"device": "cuda"}])
+def test_drafts_from_texts_are_verified_by_ranks_and_gpus(options: dict) -> None:
+    engine, _ = resolve(Options(speculative_config='{"method": "suffix"}', **options))
+    assert engine.worker.speculation.method is DraftMethod.SUFFIX
 
 
 def test_several_engines_get_it_each() -> None:

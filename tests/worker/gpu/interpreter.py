@@ -5,7 +5,9 @@ Never: changes what a kernel computes.
 """
 
 import inspect
+from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import triton
@@ -17,6 +19,8 @@ from triton.runtime import interpreter
 def mend_interpreter() -> None:
     """Once for a process."""
     _patch_once_in_a_launch()
+    _leave_out_overflows()
+    _look_up_types_once()
     if triton.__version__.startswith("3.6."):
         _make_numbers_of_scalars()
 
@@ -30,6 +34,43 @@ def _make_numbers_of_scalars() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_numbers
+
+
+def _leave_out_overflows() -> None:
+    """Compute no second time in 64 bits what whole numbers of 32 bits hold.
+
+    The results only reach assertions of the device, which the interpreter's options leave out.
+    """
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def _look_up_types_once() -> None:
+    """Keep the numpy type of each scalar and the shape of each block, both made anew for every value."""
+    find = interpreter._get_np_dtype
+    by_name: dict[str, Any] = {}
+
+    def find_once(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        name = "pointer" if isinstance(scalar, language.pointer_type) else scalar.name
+        if name not in by_name:
+            by_name[name] = find(scalar)
+        return by_name[name]
+
+    interpreter._get_np_dtype = find_once
+
+    def hold(tensor: Any, handle: Any, type: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = _shape_of(type.shape if type.is_block() else ())
+
+    language.tensor.__init__ = hold
+
+
+@cache
+def _shape_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    sizes = language.core.tuple([language.constexpr(size) for size in shape])
+    return sizes, language.constexpr(prod(shape))
 
 
 def _patch_once_in_a_launch() -> None:

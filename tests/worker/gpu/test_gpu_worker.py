@@ -34,7 +34,7 @@ from worker.gpu.triton_attention import TritonAttention
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps
 from worker.worker import Worker
-from worker.worker_config import DraftMethod, ModelFacts, SpeculationConfig, WorkerConfig
+from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 LONG = [(7 * index + 3) % 300 for index in range(17)]
@@ -304,11 +304,6 @@ def test_a_family_without_a_paged_cache_is_computed_one_step_at_a_time(tmp_path:
         driver.generate([number], 3)
         drawn.append(driver.generated(number))
     assert drawn[0] == drawn[1]
-
-
-def test_drafts_are_refused_by_the_steps_of_a_gpu(folders: dict[str, Path]) -> None:
-    with pytest.raises(StartupError, match="--speculative-config: the steps of a GPU verify no drafts yet"):
-        load_gpu(folders["llama"], speculation=SpeculationConfig(method=DraftMethod.NGRAM))
 
 
 class SkinnyGpu(InterpretedGpu):

@@ -43,8 +43,16 @@ def step_of(query_lens: list[int], num_logits: int = 1) -> Any:
     return SimpleNamespace(
         input_ids_T=[0] * sum(query_lens),
         metadata=SimpleNamespace(num_decodes=query_lens.count(1), seq_lens=query_lens),
-        rows=[0] * num_logits,
+        logits_indices_N=[0] * num_logits,
+        has_drafts=False,
     )
+
+
+def drafted_step_of(query_lens: list[int]) -> Any:
+    """With logits for each token."""
+    step = step_of(query_lens, num_logits=sum(query_lens))
+    step.has_drafts, step.metadata.query_starts = True, np.cumsum([0, *query_lens])
+    return step
 
 
 def size_for(graphs: StepGraphs, step: Any) -> int | None:
@@ -89,6 +97,28 @@ def test_nothing_is_captured_for_more_tokens_than_a_step_has() -> None:
 )
 def test_a_step_is_padded_to_the_next_size(query_lens: list[int], size: int) -> None:
     assert size_for(graphs_of(GraphSizes(LIMITS, max_model_len=36)), step_of(query_lens)) == size
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "size"),
+    [
+        ([5], 8),
+        ([2, 1], 4),
+        ([1, 1, 1, 5], 8),
+        ([5] * 20, 128),
+        ([5] * 40, None),
+        ([6], None),
+        ([9, 1], None),
+    ],
+)
+def test_a_step_with_drafts_has_a_graph_of_all_logits(query_lens: list[int], size: int | None) -> None:
+    sizes = GraphSizes(LIMITS._replace(max_drafts=4), max_model_len=36)
+    assert [each.num_tokens for each in sizes.drafted] == [4, 8, 16, 32, 64, 128]
+    found = graphs_of(sizes).find(drafted_step_of(query_lens))
+    assert (None if found is None else found.sizes.num_tokens) == size
+    assert sizes.most_logits == 128
+    assert all(each.has_drafts for each in sizes.drafted)
+    assert not any(each.has_drafts for each in (*sizes.decodes, *sizes.mixed))
 
 
 def test_a_step_that_fits_no_graph_has_none() -> None:

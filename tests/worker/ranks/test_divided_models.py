@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from engine.options.engine_config import DEMO_MODEL
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
@@ -22,6 +24,8 @@ from tests.worker.ranks.histories import (
     load_divided,
     serve,
 )
+from tests.worker.speculation.random_requests import TINY_REQUESTS
+from tests.worker.speculation.speculated import Speculated, half_right, oracle
 from worker.worker_config import DraftMethod, SpeculationConfig
 from worker.worker_errors import StartupError
 
@@ -74,6 +78,10 @@ def test_two_ranks_and_two_stages_sample_the_tokens_of_one_process(
     assert serve(two_stages, of_stages, FAMILIES[family]) == served
     for each in (of_ranks, of_stages):
         assert (each.num_blocks, each.num_host_blocks) == (facts.num_blocks, facts.num_host_blocks)
+
+
+def test_the_built_in_model_is_divided_too(two_ranks: DividedWorker) -> None:
+    compare(two_ranks, DEMO_MODEL)
 
 
 def test_a_grid_of_stages_and_ranks_samples_the_tokens_of_one_process(
@@ -164,10 +172,28 @@ def test_permuted_inputs_are_refused(two_ranks: DividedWorker, tmp_path: Path) -
         load_divided(two_ranks, checkpoint)
 
 
-@pytest.mark.parametrize("division", ["two_ranks", "two_stages"])
-def test_drafts_are_refused(request: pytest.FixtureRequest, division: str, folder: Path) -> None:
-    divided: DividedWorker = request.getfixturevalue(division)
-    config = config_of(make_checkpoint("llama", folder / "no drafts"))
-    config = replace(config, num_ranks=divided.num_shards, num_stages=divided.num_stages)
-    with pytest.raises(StartupError, match="--speculative-config: ranks verify no drafts yet"):
-        divided.load(replace(config, speculation=SpeculationConfig(method=DraftMethod.SUFFIX)))
+def test_ranks_verify_drafts_and_sample_the_tokens_of_one(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint("llama", folder / "drafted")
+    expected = Speculated(*load_alone(checkpoint)).answers(TINY_REQUESTS)
+    speculation = SpeculationConfig(method=DraftMethod.SUFFIX)
+    facts = two_ranks.load(replace(config_of(checkpoint), num_ranks=2, speculation=speculation))
+    assert facts.max_drafts == speculation.num_speculative_tokens
+    world = Speculated(two_ranks, facts, {"num_blocks": 7})  # type: ignore[arg-type]
+    for guess in (oracle(expected, 4), half_right(expected, Random(1), 335)):
+        found = world.answers(TINY_REQUESTS, guess)
+        assert [each[::2] for each in found] == [each[::2] for each in expected]
+    assert 0 < world.num_accepted < world.num_drafted
+    assert world.num_preemptions
+
+
+def test_a_draft_model_is_not_divided(two_ranks: DividedWorker, folder: Path) -> None:
+    checkpoint = make_checkpoint("llama", folder / "with a draft model")
+    drafting = SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=str(checkpoint))
+    with pytest.raises(StartupError, match="--speculative-config: a draft model is not divided over ranks"):
+        two_ranks.load(replace(config_of(checkpoint), num_ranks=2, speculation=drafting))
+
+
+def test_drafts_are_refused_by_stages(two_stages: DividedWorker, folder: Path) -> None:
+    config = replace(config_of(make_checkpoint("llama", folder / "no drafts")), num_stages=2)
+    with pytest.raises(StartupError, match="--speculative-config: stages verify no drafts yet"):
+        two_stages.load(replace(config, speculation=SpeculationConfig(method=DraftMethod.SUFFIX)))

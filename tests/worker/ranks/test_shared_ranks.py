@@ -75,7 +75,7 @@ def test_many_exchanges_of_different_kinds_stay_in_step(three: list[SharedRanks]
             sums = torch.full((1 + turn % 7,), float(ranks.rank + turn))
             ranks.reduce(sums)
             found.append(int(sums[-1]))
-            found += ranks.of_all([turn + 100 * ranks.rank] * (turn % 3))[0].tolist()
+            found += ranks.broadcast([turn + 100 * ranks.rank] * (turn % 3))
         return found
 
     first, *others = together(three, work)

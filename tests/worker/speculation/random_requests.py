@@ -25,6 +25,25 @@ _GRAMMARS = (
     Grammar(kind=GrammarKind.REGEX, text="(ab|cd e)+f"),
     Grammar(kind=GrammarKind.LARK, text='start: "x" ("y" | " z")* "q"'),
 )
+_TINY_EOS = 334
+TINY_REQUESTS = [
+    ([5, 9, 5, 9, 5], SamplingParams(temperature=0.0, max_tokens=7, num_logprobs=2)),
+    ([7, 3], SamplingParams(temperature=0.9, seed=7, top_p=0.9, max_tokens=7, frequency_penalty=0.5)),
+    (
+        [40, 9, 5],
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=8,
+            stop_token_ids=(_TINY_EOS,),
+            grammar=Grammar(kind=GrammarKind.REGEX, text="[a-m]{20}", begins_after=None),
+        ),
+    ),
+    (
+        [8, 2, 4, 1, 6],
+        SamplingParams(seed=4, max_tokens=7, bad_words=((8,), (7, 9)), logit_bias=((8, 50.0), (9, 49.0))),
+    ),
+]
+"""For the checkpoints of tests, which have 335 tokens: a report, penalties, a grammar, bad words."""
 
 
 def random_request(

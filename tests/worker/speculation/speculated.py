@@ -1,5 +1,6 @@
 """A scheduler over a real worker, with drafts that a test makes up in place of the worker's own."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -19,6 +20,7 @@ from scheduler.messages import (
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence as TokenSequence
 from tests.invariants import check_invariants
+from worker.steps.step_protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 
@@ -63,13 +65,17 @@ class Speculated:
             seq = TokenSequence(SequenceId(first + offset), tuple(prompt), params, inputs=inputs)
             scheduler.add_request(seq, now_s=0.0)
         answers: list[Answer] = [([], [], None) for _ in requests]
+        in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
         while scheduler.has_unfinished_requests:
-            plan = scheduler.schedule(now_s=0.0)
-            result = None if plan.is_empty else self._execute(plan)
-            outputs = (
-                scheduler.take_outputs() if result is None else scheduler.update_from_output(plan, result)
-            )
-            self._take(outputs.get(0, []), first, answers)
+            while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=0.0)).is_empty:
+                in_flight.append((plan, self._launch(plan)))
+            result = None
+            outputs = {}
+            if in_flight:
+                plan, launched = in_flight.popleft()
+                result = launched.result()
+                outputs = scheduler.update_from_output(plan, result)
+            self._take(outputs.get(0, []) + scheduler.take_outputs().get(0, []), first, answers)
             for number in aborted:
                 if len(answers[number][0]) >= 3 and answers[number][2] is None:
                     scheduler.finish_requests([SequenceId(first + number)], FinishReason.ABORTED)
@@ -95,8 +101,8 @@ class Speculated:
             number = sequence_id - first
             self.offers[number, len(answers[number][0])] = offer
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        return self.worker.execute(plan)
+    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        return self.worker.launch(plan)
 
     def _drafts(self, made_up: Drafts, result: ModelRunnerOutput) -> Drafts:
         return made_up
@@ -135,9 +141,9 @@ class ModelDrafted(Speculated):
         supply = DraftSupply.ASKED if self.num_asked else DraftSupply.FREE
         return {**super()._settings(), "max_drafts": self.num_asked, "draft_supply": supply}
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
         self.num_steps += 1
-        return super()._execute(plan if self.num_steps % self.ask_every == 0 else without_asking(plan))
+        return super()._launch(plan if self.num_steps % self.ask_every == 0 else without_asking(plan))
 
     def _drafts(self, made_up: Drafts, result: ModelRunnerOutput) -> Drafts:
         return result.draft_token_ids

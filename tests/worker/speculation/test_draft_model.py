@@ -21,6 +21,7 @@ from worker.doctor_findings import Verdict
 from worker.startup.forecast import forecast, foresee_draft, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey
+from worker.steps.step_protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
@@ -184,9 +185,10 @@ class Recorded(ModelDrafted):
 
     results: list[ModelRunnerOutput] = field(default_factory=list)
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self.results.append(super()._execute(plan))
-        return self.results[-1]
+    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        launched = super()._launch(plan)
+        self.results.append(launched.result())
+        return launched
 
 
 def test_nothing_is_guessed_behind_a_token_that_ends_its_sequence(half_right: Loaded) -> None:
@@ -237,8 +239,8 @@ def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
     ("options", "part"),
     [
         ({"kv_cache_dtype": "fp8", "cpu_kernels": "off"}, "does not go with a draft model"),
-        ({"num_ranks": 2}, "ranks verify no drafts yet"),
-        ({"num_stages": 2}, "ranks verify no drafts yet"),
+        ({"num_ranks": 2}, "a draft model is not divided over ranks yet"),
+        ({"num_stages": 2}, "stages verify no drafts yet"),
     ],
 )
 def test_doctor_refuses_a_draft_model_where_the_start_does(

@@ -30,6 +30,13 @@ UNIFORM = 6
 NOBODY = -1
 
 
+def no_draws(num: int) -> NDArray[np.float64]:
+    """Return the fields [N, F] of positions that are not sampled."""
+    draws_NF = np.zeros((num, NUM_FIELDS))
+    draws_NF[:, LINE], draws_NF[:, PLACE] = NOBODY, np.arange(num)
+    return draws_NF
+
+
 def draw_fields(params: SamplingParams, vocab_size: int) -> NDArray[np.float64]:
     """Return the fields that stay from step to step: all but line, place and uniform number."""
     fields_F = np.zeros(NUM_FIELDS)

@@ -17,6 +17,7 @@ tokens that a line's request names.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,11 +33,13 @@ from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw, p
 from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, given_ids_NG, measure_logprobs, write_reports
-from worker.sampling.row_sampler import LaunchedSample, RowSampler, SampleResult
+from worker.sampling.row_sampler import DraftedPlace, LaunchedSample, RowSampler, SampleResult, lines_of
 from worker.sampling.sampling_state import SamplingRow, uniforms
 
 _NUM_REPORTED = 64
 """Lines at once: their logits are copied as float32, 39 MB at a vocabulary of 151,936."""
+
+_Item = TypeVar("_Item")
 
 _GREEDY = 1
 """The value of top_k for it."""
@@ -90,8 +93,9 @@ class GpuSampler(RowSampler):
 
     def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
         """Return the fields [N, F] of the step about to be launched; `begin` samples the other rows."""
-        draws_NF = self._draws_of(rows)
-        self._has_step, self._not_drawn = True, self._edited_places(rows)
+        states = [self._rows[row] for row in rows]
+        draws_NF = self._draws_of(rows, states)
+        self._has_step, self._not_drawn = True, self._edited_places(rows, states)
         if self._not_drawn:
             draws_NF = draws_NF.copy()
             draws_NF[self._not_drawn, LINE] = NOBODY
@@ -124,14 +128,14 @@ class GpuSampler(RowSampler):
     ) -> None:
         self._counts.begin_row(row, state.params, token_ids, num_prompt_tokens)
 
-    def _edited_places(self, rows: Sequence[int]) -> list[int]:
+    def _edited_places(self, rows: Sequence[int], states: Sequence[SamplingRow]) -> list[int]:
         if not self._editing:
             return []
-        return [n for n, row in enumerate(rows) if row in self._editing and self._rows[row].edits_logits]
+        return [n for n, row in enumerate(rows) if row in self._editing and states[n].edits_logits]
 
-    def _draws_of(self, rows: Sequence[int]) -> NDArray[np.float64]:
+    def _draws_of(self, rows: Sequence[int], states: Sequence[SamplingRow]) -> NDArray[np.float64]:
         chosen_N = np.array(rows, np.int64)
-        num_generated = (self._rows[row].num_generated for row in rows)
+        num_generated = (state.num_generated for state in states)
         self._draws_NF = draws_NF = self._draws_CF[chosen_N]
         draws_NF[:, LINE] = draws_NF[:, PLACE] = np.arange(len(rows))
         draws_NF[:, UNIFORM] = uniforms(
@@ -145,10 +149,10 @@ class GpuSampler(RowSampler):
         not_drawn, has_step = self._not_drawn, self._has_step
         self._has_step = False
         if not has_step:
-            self._draws_of(rows)
+            self._draws_of(rows, states)
             not_drawn = list(range(len(rows)))
         # A token that was learned since may have begun or ended what is edited.
-        places = not_drawn if has_step and not self._learners else self._edited_places(rows)
+        places = not_drawn if has_step and not self._learners else self._edited_places(rows, states)
         edited = [EditedRow(rows[n], n, states[n]) for n in places]
         if places != not_drawn:
             self._draw_plain(logits_NV, sorted(set(not_drawn).difference(places)))
@@ -175,6 +179,39 @@ class GpuSampler(RowSampler):
         return LaunchedSample(
             self._outcome_2C[0, : len(rows)], collect, is_new=bool(not_drawn) or bool(edited)
         )
+
+    def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
+        """See RowSampler. The host waits.
+
+        Counts for penalties are of sampled tokens. So a row with penalties is sampled place by place, as long
+        as its drafts are right: then its counts are those before the next place. Others are sampled at once.
+        """
+        found = SampleResult(token_ids=[0] * len(places), logprobs={}, failed={})
+        wave = [n for n, each in enumerate(places) if not self._waits(places, n)]
+        while wave:
+            for some in _in_chunks(wave, self._outcome_2C.shape[1]):
+                chosen = [places[n] for n in some]
+                lines_NV = lines_of(logits_NV, [each.line for each in chosen])
+                self._has_step = False
+                result = self._launch(
+                    lines_NV, [each.row for each in chosen], [each.state for each in chosen]
+                ).collect()
+                for n, token_id in zip(some, result.token_ids, strict=True):
+                    found.token_ids[n] = token_id
+                found.logprobs.update((some[place], report) for place, report in result.logprobs.items())
+                found.failed.update((some[place], reason) for place, reason in result.failed.items())
+            wave = [n + 1 for n in wave if self._goes_on(places, n, found)]
+        return found
+
+    @staticmethod
+    def _waits(places: Sequence[DraftedPlace], n: int) -> bool:
+        """Tell whether a place is sampled once the one before it is."""
+        return places[n].state.is_penalized and n > 0 and places[n - 1].row == places[n].row
+
+    def _goes_on(self, places: Sequence[DraftedPlace], n: int, found: SampleResult) -> bool:
+        """Tell whether the place behind was waiting for this one, whose draft is right."""
+        is_right = n not in found.failed and places[n].draft == found.token_ids[n]
+        return is_right and self._waits(places, n + 1)
 
     def _draw_plain(self, logits_NV: Tensor, places: list[int]) -> None:
         if places:
@@ -220,7 +257,7 @@ def measure_lines(
     return measure_logprobs(logits_IV, token_ids_N.index_select(0, where_I), num_top, given_IG)
 
 
-def _in_chunks(items: list[EditedRow], size: int) -> Iterator[list[EditedRow]]:
+def _in_chunks(items: list[_Item], size: int) -> Iterator[list[_Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
