@@ -37,13 +37,8 @@ class Ranks {
       float* part = sums + done;
       const int64_t length = count - done < most ? count - done : most;
       exchange(part, length * static_cast<int64_t>(sizeof(float)));
-      for (int rank = 0; rank < size_; ++rank) {
-        const float* other = reinterpret_cast<const float*>(part_of(rank));
-        if (rank == 0) {
-          std::memcpy(part, other, static_cast<size_t>(length) * sizeof(float));
-        } else {
-          for (int64_t i = 0; i < length; ++i) part[i] += other[i];
-        }
+      for (int64_t first = 0; first < length; first += kSummedAtOnce) {
+        add_all(part, first, length - first < kSummedAtOnce ? length - first : kSummedAtOnce);
       }
     }
   }
@@ -68,10 +63,11 @@ class Ranks {
   }
 
  private:
+  static constexpr int64_t kSummedAtOnce = 1024;  // within the first-level cache
   static constexpr int64_t kMarkBytes = 128;  // two cache lines: processors fetch them in pairs
   // Some microseconds, then some turns of other programs. A rank that is later has lost its core, or samples: the
   // others sleep until it wakes them.
-  static constexpr int kSpins = 4000, kYields = 100;
+  static constexpr int kSpins = 4000, kYields = 400;
 
   struct Mark {
     std::atomic<uint32_t> turn;  // counts on after its largest number from zero
@@ -84,6 +80,20 @@ class Ranks {
 
   char* part_of(int rank) {
     return page_ + size_ * kMarkBytes + (2 * rank + static_cast<int64_t>(turn_ & 1)) * part_bytes_;
+  }
+
+  // Each part of another rank is read once, and the own one where it was made.
+  void add_all(float* own, int64_t first, int64_t count) {
+    float sums[kSummedAtOnce];
+    for (int rank = 0; rank < size_; ++rank) {
+      const float* part = (rank == rank_ ? own : reinterpret_cast<const float*>(part_of(rank))) + first;
+      if (rank == 0) {
+        std::memcpy(sums, part, static_cast<size_t>(count) * sizeof(float));
+      } else {
+        for (int64_t i = 0; i < count; ++i) sums[i] += part[i];
+      }
+    }
+    std::memcpy(own + first, sums, static_cast<size_t>(count) * sizeof(float));
   }
 
   // Null: no other rank reads it.
