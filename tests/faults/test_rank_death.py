@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import AsyncOpenAI
 
@@ -35,16 +36,10 @@ def server(
         folder, str(tiny_model), option, "2", *RANKS, "--heartbeat-timeout", "3", ready_within_s=300
     ) as server:
         yield server
-        pids = below(server.process.pid)  # the last test leaves a group that loads
+        pids = pids_of(server)
         server.send(signal.SIGTERM)
         assert server.wait() == 0
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=2)
-
-
-def below(pid: int) -> list[int]:
-    """Children of a process, and theirs."""
-    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [each for child in found for each in (child, *below(child))]
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def rank_pid(server: RunningServer) -> int:
@@ -103,3 +98,5 @@ async def test_a_rank_that_stands_still_is_found_and_the_stacks_of_the_others_ar
     found = server.text()[before:]
     assert "has not moved" in found
     assert any(f" in {name}\n" in found for name in WAITS_IN[option])
+    wait_for(lambda: is_ready(server), within_s=300)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"}).status_code == 200
