@@ -1,6 +1,6 @@
 """Ranks of a divided model that are killed or stopped at random moments, and what they use while idle.
 
-    python -m campaigns.rank_faults [--rounds 20] [--by tensor] [--idle-seconds 30] [--args WORDS]
+    python -m campaigns.rank_faults [--rounds 20] [--first 0] [--by tensor] [--idle-seconds 30] [--args WORDS]
 
 Starts `tokenyard serve` on the built-in model, divided between two ranks. In each round streams begin, and
 a random rank, or the engine process, gets SIGKILL at a random moment, or every fifth round SIGSTOP. Then
@@ -119,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
     """Return 1 if anything was not as promised."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.rank_faults", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default %(default)s")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first round")
     parser.add_argument("--by", choices=("tensor", "pipeline"), default="tensor", help="default %(default)s")
     parser.add_argument("--idle-seconds", type=float, default=30.0, metavar="S", help="default %(default)g")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
@@ -126,13 +127,14 @@ def main(argv: Sequence[str]) -> int:
     division = (f"--{options.by}-parallel-size", "2")
     ranks = (*division, "--num-threads", "1", "--heartbeat-timeout", f"{HEARTBEAT_S:g}")
     words, num_faults = (*ranks, *options.args.split()), 0
-    for first in range(0, options.rounds, _DEATHS_OF_A_SERVER):
+    end = options.first + options.rounds
+    for first in range(options.first, end, _DEATHS_OF_A_SERVER):
         with own_server(words) as server:
             if first == 0:
                 cores = asyncio.run(idle_cores(server, options.idle_seconds))
                 print("idle ranks:", ", ".join(f"{core:.2%} of a core" for core in cores))
                 num_faults += sum(core > _MOST_IDLE_CORE for core in cores)
-            numbers = range(first, min(first + _DEATHS_OF_A_SERVER, options.rounds))
+            numbers = range(first, min(first + _DEATHS_OF_A_SERVER, end))
             num_faults += sum(bool(each.faults) for each in asyncio.run(rounds(server, numbers)))
     print(f"{num_faults} rounds or idle ranks are not as promised")
     return 1 if num_faults else 0

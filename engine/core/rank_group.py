@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from engine.core.adapter_desk import Adapters
 from engine.core.loop import Executor, Launched
-from engine.core.stage_steps import StageSteps
+from engine.core.stage_steps import StageSteps, take_sampled
 from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
 from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
@@ -60,6 +60,7 @@ class RankGroup:
         self._switchboard = switchboard
         self._placed = placed
         self._worker: Executor
+        self._stage: Stage
         self._steps: StageSteps | None = None
         self._sampled: list[list[int]] = []  # tokens that the other ranks do not know yet
         self._is_closing = threading.Event()
@@ -92,7 +93,7 @@ class RankGroup:
 
     def lead(self, worker: Executor, stage: "Stage") -> None:
         """Carry out plans with `worker` as rank 0, which is in the first stage."""
-        self._worker = worker
+        self._worker, self._stage = worker, stage
         if self._results is not None:
             self._steps = StageSteps(worker, stage)
 
@@ -106,7 +107,9 @@ class RankGroup:
             sampled, self._sampled = self._sampled, []
             self._plans.send(RankStep(plan, sampled))
             if self._steps is None:
-                return self._worker.launch(plan)
+                launched = self._worker.launch(plan)
+                self._sampled.append(take_sampled(self._stage))
+                return launched
             self._steps.launch(plan)
             return _StepOfStages(self._collect)
         except Exception:
@@ -119,7 +122,7 @@ class RankGroup:
         return self._results.has_any(wait_s)
 
     def _collect(self) -> ModelRunnerOutput:
-        """Wait for the result of the oldest step, whose tokens all ranks but the last stage's still need."""
+        """Wait for the result of the oldest step, whose tokens all ranks but one still need."""
         assert self._results is not None
         assert self._steps is not None
         result = self._results.receive()

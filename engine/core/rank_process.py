@@ -94,19 +94,17 @@ def _carry_out(
     plans: "PlansIn | Links", worker: "Worker", stage: "Stage", results: "ResultsOut | Links | None"
 ) -> None:
     """Compute all steps until goodbye."""
-    steps = None if stage.is_last else StageSteps(worker, stage)
+    steps = StageSteps(worker, stage)
     while (step := plans.receive()) is not None:
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
             continue
-        if steps is not None:
-            for token_ids in step.sampled:
-                steps.learn(token_ids)
-            steps.launch(step.plan)
+        if results is not None:
+            results.send(StageResult(*compute_last(worker, stage, step.plan)))
             continue
-        result = StageResult(*compute_last(worker, stage, step.plan))
-        if results is not None and stage.count > 1:
-            results.send(result)
+        for token_ids in step.sampled:
+            steps.learn(token_ids)
+        steps.launch(step.plan)
 
 
 def change_adapters(worker: "Worker", order: AdapterOrder) -> None:

@@ -1,4 +1,4 @@
-"""The steps of one rank of a pipeline, whose results come from the last stage.
+"""The steps of one rank, and the tokens that one rank samples for all others.
 
 Owns: the steps that wait for their tokens, oldest first.
 Never: samples.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StageSteps:
-    """Steps of a stage that is not the last. All ranks of a stage carry out the same."""
+    """Steps of a rank that does not sample. All ranks of a stage carry out the same."""
 
     def __init__(self, worker: Executor, stage: "Stage") -> None:
         self._worker = worker
@@ -36,6 +36,11 @@ class StageSteps:
 def compute_last(
     worker: Executor, stage: "Stage", plan: SchedulerOutput
 ) -> tuple[ModelRunnerOutput, list[int]]:
-    """Compute a step in the last stage; returns its result, and the tokens for all others."""
+    """Compute a step on the rank that samples; returns its result, and the tokens for all others."""
     output = worker.launch(plan).result()
-    return output, stage.sampled.popleft() if stage.sampled else []
+    return output, take_sampled(stage)
+
+
+def take_sampled(stage: "Stage") -> list[int]:
+    """Take the tokens of the step that this rank computed last; none if it sampled none."""
+    return stage.sampled.popleft() if stage.sampled else []

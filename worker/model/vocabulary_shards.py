@@ -57,7 +57,7 @@ class DividedOutput(nn.Module):
         logits: Tensor
         shape = (*x.shape[:-1], self._shard.num_tokens)
         if whole_TV is None:
-            logits = part_TP.new_zeros(shape)
+            logits = part_TP.new_zeros(()).expand(shape)
             return logits
         return whole_TV[:, : self._shard.num_tokens].reshape(shape)
 

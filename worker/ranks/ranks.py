@@ -107,3 +107,8 @@ ALONE = Alone()
 def is_divided(ranks: Ranks) -> bool:
     """Tell whether other processes compute a part of the model."""
     return ranks.size > 1 or ranks.stage.count > 1
+
+
+def samples(ranks: Ranks) -> bool:
+    """Tell whether a rank has the logits, and samples for all others."""
+    return ranks.rank == 0 and ranks.stage.is_last

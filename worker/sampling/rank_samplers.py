@@ -1,7 +1,9 @@
-"""Sampling on several ranks: rank 0 samples, and the others get its tokens.
+"""Sampling on several ranks: one rank samples, and the others get its tokens with a later plan.
 
-Owns: the exchange of tokens, one in each step that samples.
-Never: draws on another rank than 0, which alone has logits, grammars and penalties.
+Owns: the samplers of all ranks. The tokens of a step go through `sampled` of the rank's stage: on their way
+out where they are sampled, on their way in everywhere else (engine/core/rank_group.py). Those of a step with
+drafts are exchanged within it, since the step itself ends with how many there are.
+Never: draws on another rank than the first of the last stage, which alone has logits, grammars and penalties.
 
 Shapes: N tokens that are sampled in a step, V vocabulary.
 """
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from scheduler.messages import SamplingParams
 from worker.devices.device import Device
+from worker.machine import usable_cores
 from worker.ranks.ranks import Ranks
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import (
@@ -27,25 +30,32 @@ from worker.sampling.sampler import Sampler
 from worker.sampling.sampling_state import SamplingRow
 
 _UNREAD = SamplingParams(temperature=0.0)
+_LARGE = 1 << 18
+"""Logits of a step from which more threads pay for waking them."""
 
 
 class LeadingSampler(Sampler):
-    """Sampler of rank 0, which sends each step's tokens to the others."""
+    """Sampler of the rank that samples. Meanwhile the others of its stage sleep, and it has their threads."""
 
     def __init__(self, *, vocab_size: int, device: Device, grammars: Grammars, ranks: Ranks) -> None:
         super().__init__(vocab_size=vocab_size, device=device, grammars=grammars)
         self._ranks = ranks
+        num_own = torch.get_num_threads()
+        self._num_threads = max(num_own, min(ranks.size * num_own, usable_cores()))
 
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
-        launched = super()._launch(logits_NV, rows, states)
+        num_own = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads if logits_NV.numel() >= _LARGE else num_own)
+        try:
+            launched = super()._launch(logits_NV, rows, states)
+        finally:
+            torch.set_num_threads(num_own)
 
         def collect() -> SampleResult:
             result = launched.collect()
-            self._ranks.broadcast(result.token_ids)
-            if self._ranks.stage.count > 1:
-                self._ranks.stage.sampled.append(result.token_ids)
+            self._ranks.stage.sampled.append(result.token_ids)
             return result
 
         return launched._replace(collect=collect)
@@ -68,7 +78,10 @@ class LeadingSampler(Sampler):
 
 
 class FollowingSampler(RowSampler):
-    """Sampler of the other ranks. A position that failed on rank 0 has its token 0 here too."""
+    """Sampler of the other ranks, whose tokens are in `sampled` before a result is asked for.
+
+    A position that failed where it was sampled has its token 0 here too.
+    """
 
     def __init__(self, *, vocab_size: int, ranks: Ranks) -> None:
         super().__init__(vocab_size=vocab_size)
@@ -77,7 +90,7 @@ class FollowingSampler(RowSampler):
     def add_row(
         self,
         row: int,
-        params: SamplingParams,  # noqa: ARG002 - read by rank 0
+        params: SamplingParams,  # noqa: ARG002 - read where tokens are sampled
         token_ids: Sequence[int],
         num_prompt_tokens: int,
     ) -> None:
@@ -90,7 +103,9 @@ class FollowingSampler(RowSampler):
         del logits_NV, states
 
         def collect() -> SampleResult:
-            return SampleResult(token_ids=self._receive(len(rows)), logprobs={}, failed={})
+            token_ids = self._ranks.stage.sampled.popleft()
+            assert len(token_ids) == len(rows), "ranks do not compute the same"
+            return SampleResult(token_ids=token_ids, logprobs={}, failed={})
 
         return LaunchedSample(torch.zeros(len(rows), dtype=torch.int64), collect)
 
@@ -102,7 +117,8 @@ class FollowingSampler(RowSampler):
     ) -> list[VerifiedRow]:
         """See RowSampler. Tokens are recorded by the row table alone: nothing here depends on them."""
         del rows
-        numbers = iter(self._receive(sum(2 + len(guesses) for guesses in drafts)))
+        num_numbers = sum(2 + len(guesses) for guesses in drafts)
+        numbers = iter(self._ranks.broadcast([0] * num_numbers))
         verified = []
         for guesses in drafts:
             num_tokens = next(numbers)
@@ -110,15 +126,3 @@ class FollowingSampler(RowSampler):
             failure = "" if num_tokens else "it failed on rank 0"
             verified.append(VerifiedRow(token_ids=tuple(token_ids), logprobs=(), failure=failure))
         return verified
-
-    def _receive(self, num_tokens: int) -> list[int]:
-        return self._ranks.broadcast([0] * num_tokens)
-
-
-class StageSampler(FollowingSampler):
-    """Sampler of all stages but the last, whose tokens are in `sampled` before a result is asked for."""
-
-    def _receive(self, num_tokens: int) -> list[int]:
-        token_ids = self._ranks.stage.sampled.popleft()
-        assert len(token_ids) == num_tokens, "stages do not compute the same"
-        return token_ids

@@ -11,9 +11,9 @@ from worker.adapters.adapter_targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
-from worker.ranks.ranks import ALONE, Ranks, is_divided
+from worker.ranks.ranks import ALONE, Ranks, is_divided, samples
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler, StageSampler
+from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
@@ -57,8 +57,8 @@ def start_generating(
         facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
     generation = GenerationSteps(
         device=device,
-        # The tokens of a stage's steps come with later plans, if it is not the last.
-        facts=facts if ranks.stage.is_last else replace(facts, runs_ahead=True),
+        # To ranks that do not sample, the tokens of a step come with a later plan.
+        facts=facts if samples(ranks) else replace(facts, runs_ahead=True),
         rows=rows,
         host_pool=ready.host_pool,
         steps=steps,
@@ -105,13 +105,11 @@ def _open_adapters(
 
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:
-    if not ranks.stage.is_last:
-        return StageSampler(vocab_size=facts.vocab_size, ranks=ranks)
-    if not is_divided(ranks):
-        return Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
-    if ranks.rank == 0:
+    if not samples(ranks):
+        return FollowingSampler(vocab_size=facts.vocab_size, ranks=ranks)
+    if is_divided(ranks):
         return LeadingSampler(vocab_size=facts.vocab_size, device=device, grammars=grammars, ranks=ranks)
-    return FollowingSampler(vocab_size=facts.vocab_size, ranks=ranks)
+    return Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
 
 
 def load_generator(

@@ -87,7 +87,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         _refuse_so_many_engines(config, device, num_weight_bytes)
     num_processes = config.num_ranks * config.num_stages
     if num_processes > 1:
-        weights += f", divided among {num_processes} ranks"
+        weights += f", {format_size(num_weight_bytes // num_processes)} on each of {num_processes} ranks"
     if config.num_nodes > 1:
         weights += f" on {config.num_nodes} nodes"
     refuse_ranks(config, kind, device)
@@ -171,7 +171,7 @@ def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     max_model_len = found.size.max_model_len
     cache = format_size(found.size.num_blocks * found.layout.block_bytes // config.num_stages)
     if config.num_ranks * config.num_stages > 1:
-        cache += f" on each of {config.num_ranks * config.num_stages} ranks"
+        cache += f" on each of them{_describe_heads(config, found)}"
     if config.num_engines > 1:
         cache += " in each engine"
     what = (
@@ -187,6 +187,14 @@ def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
         what=f"{what}; the model could take {found.checkpoint_len:,} tokens",
         fix="give the KV cache more memory, or accept it",
     )
+
+
+def _describe_heads(config: WorkerConfig, found: Forecast) -> str:
+    """Say how many KV heads a rank has, where heads are divided."""
+    if config.num_ranks == 1:
+        return ""
+    nums = sorted({shape.num_heads for shape in found.layout.layers.values()})
+    return f" with {' or '.join(map(str, nums))} KV head{'s' * (nums != [1])} in each layer"
 
 
 def _fine(topic: str, what: str) -> Finding:

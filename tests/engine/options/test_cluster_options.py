@@ -121,3 +121,28 @@ def test_an_address_for_clients_needs_a_key_where_clients_come_and_on_no_other_n
 def test_the_secret_is_in_no_text_of_the_configuration() -> None:
     config, _ = resolve(read_options(BASE | FLAGS, {}), environment={})
     assert KEY not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"data_parallel_size": "3"}, "--data-parallel-size 3: each engine takes a GPU, and there are 2"),
+        (
+            {"data_parallel_size": "2", "device": "cuda:1"},
+            "--device cuda:1: each engine has a GPU of its own",
+        ),
+        ({"tensor_parallel_size": "2", "device": "cuda"}, "--device cuda: it divides models on CPUs only"),
+        ({"tensor_parallel_size": "2", "cpu_kernels": "off"}, "--cpu-kernels off: only layers of the CPU"),
+        (
+            {"tensor_parallel_size": "2", "quantization": "int8"},
+            "rounded numbers are not divided among ranks",
+        ),
+    ],
+)
+def test_a_division_that_devices_do_not_allow_is_refused_in_one_line(
+    given: dict[str, str], refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(OptionError, match=refusal) as refused:
+        resolve(read_options(given, {}), environment={})
+    assert "\n" not in str(refused.value)

@@ -1,17 +1,17 @@
-"""A rank beside the test's own: `python -m tests.worker.ranks.follower PLACE DIRECTORY [STORE]`.
+"""A rank beside the test's own: `python -m tests.worker.ranks.follower PLACES FOLDER`.
 
 Owns: one worker after another, with the steps of each, from standard input. An empty message ends a worker.
-Importing torch takes seconds, and is done once for all models of a module. With STORE, the ranks are gloo's.
+Importing torch takes seconds, and is done once for all models. PLACES are by the name of a division.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from engine.core.rank_process import change_adapters, read_place
+from engine.core.rank_process import change_adapters
 from engine.core.stage_steps import StageSteps, compute_last
 from engine.nodes.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from tests.worker.ranks.gloo_ranks import GlooRanks
@@ -22,7 +22,15 @@ from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
+GLOO = "two by gloo"
 _LENGTH_BYTES = 4
+
+
+class Order(NamedTuple):
+    """A model to load."""
+
+    division: str
+    config: WorkerConfig
 
 
 def send(pipe: BinaryIO, message: bytes) -> None:
@@ -35,39 +43,46 @@ def _messages(pipe: BinaryIO) -> Iterator[bytes]:
         yield pipe.read(int.from_bytes(length, "big"))
 
 
-def open_place(place: RankPlace, store: Path | None) -> Ranks:
-    if store is None:
+def open_ranks_of(division: str, place: RankPlace, folder: Path) -> Ranks:
+    if division != GLOO:
         return open_ranks(place)
-    return GlooRanks(store, rank=place.shard, size=place.num_shards)
+    return GlooRanks(folder / "store", rank=place.shard, size=place.num_shards)
 
 
-def follow(place: RankPlace, directory: Path, store: Path | None) -> None:
-    ranks = open_place(place, store)
-    results = ResultsOut(directory) if place.is_reporting else None
+def follow(places: dict[str, RankPlace], folder: Path) -> None:
+    opened: dict[str, Ranks] = {}
+    outlets: dict[str, ResultsOut] = {}
     messages = _messages(sys.stdin.buffer)
-    for config in messages:
-        worker = Worker(msgspec.json.decode(config, type=WorkerConfig), ranks=ranks)
+    for message in messages:
+        division, config = msgspec.json.decode(message, type=Order)
+        if division not in opened:
+            opened[division] = open_ranks_of(division, places[division], folder)
+            if places[division].is_reporting:
+                outlets[division] = ResultsOut(folder / division)
+        worker = Worker(config, ranks=opened[division])
         try:
             worker.load(lambda _progress: None)
         except StartupError:
             continue  # rank 0 refuses too
-        steps = StageSteps(worker, ranks.stage)
-        while message := next(messages, b""):
-            step = decode_order(message)
-            if isinstance(step, AdapterOrder):
-                change_adapters(worker, step)
-                continue
-            if ranks.stage.is_last:
-                result = StageResult(*compute_last(worker, ranks.stage, step.plan))
-                if results is not None and ranks.stage.count > 1:
-                    results.send(result)
-            else:
-                for token_ids in step.sampled:
-                    steps.learn(token_ids)
-                steps.launch(step.plan)
-        worker.close()
-        ranks.stage.sampled.clear()
+        carry_out(worker, opened[division], outlets.get(division), messages)
+
+
+def carry_out(worker: Worker, ranks: Ranks, results: ResultsOut | None, messages: Iterator[bytes]) -> None:
+    """Carry out what comes until the worker ends."""
+    steps = StageSteps(worker, ranks.stage)
+    while message := next(messages, b""):
+        step = decode_order(message)
+        if isinstance(step, AdapterOrder):
+            change_adapters(worker, step)
+        elif results is not None:
+            results.send(StageResult(*compute_last(worker, ranks.stage, step.plan)))
+        else:
+            for token_ids in step.sampled:
+                steps.learn(token_ids)
+            steps.launch(step.plan)
+    worker.close()
+    ranks.stage.sampled.clear()
 
 
 if __name__ == "__main__":
-    follow(read_place(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)
+    follow(msgspec.json.decode(sys.argv[1], type=dict[str, RankPlace]), Path(sys.argv[2]))

@@ -1,6 +1,5 @@
 """Adapters of a model on two processes: what they compute, and that both have the same ones."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tests.worker.adapters.test_against_peft import make
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.ranks.divided import DividedWorker
-from tests.worker.ranks.test_divided_models import OVERRIDES, PROMPT, config_of
+from tests.worker.ranks.histories import OVERRIDES, PROMPT, config_of
 from worker.adapters import adapter_store
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, WorkerConfig
@@ -23,25 +22,16 @@ from worker.worker_errors import AdapterRefused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-WAYS = {"two shards": (2, 1), "two stages": (1, 2)}
 
-
-@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
-def divided(request: pytest.FixtureRequest) -> Iterator[DividedWorker]:
-    num_shards, num_stages = request.param
-    worker = DividedWorker(num_shards, num_stages=num_stages)
-    yield worker
-    worker.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapted")
+@pytest.fixture(scope="module", params=["two_ranks", "two_stages"])
+def divided(request: pytest.FixtureRequest) -> DividedWorker:
+    worker: DividedWorker = request.getfixturevalue(request.param)
+    return worker
 
 
 def config_with(base: Path, adapters: list[Path]) -> WorkerConfig:
     named = tuple(AdapterFolder(each.name, str(each)) for each in adapters)
-    return replace(config_of(base, 1), adapter_limits=LIMITS, adapters=named)
+    return replace(config_of(base), adapter_limits=LIMITS, adapters=named)
 
 
 def divide(config: WorkerConfig, divided: DividedWorker) -> WorkerConfig:

@@ -12,6 +12,7 @@ from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, make_checkpoint
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
+from worker.memory_sizes import format_size
 from worker.startup.forecast import forecast, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey
@@ -195,14 +196,27 @@ def test_engines_stages_and_nodes_each_change_the_figures_as_they_divide_memory(
     )
     assert "for each of 2 engines" in engines
     assert "in each engine" in engines
-    assert "divided among 2 ranks" in stages
-    assert "on each of 2 ranks" in stages
+    assert "on each of 2 ranks, KV cache up to" in stages
+    assert "on each of them for" in stages
     assert num_tokens_of(stages) == num_tokens_of(alone)
     nodes = memory_line(config_of(tiny_model, num_stages=2, num_nodes=2))
-    assert "divided among 2 ranks on 2 nodes" in nodes
+    assert "on each of 2 ranks on 2 nodes" in nodes
     block_size = CpuDevice(config_of(tiny_model)).default_block_size
     more = num_tokens_of(nodes) - 2 * num_tokens_of(alone)
     assert more in (block_size, 2 * block_size), "one block is for padding, and halves of blocks are joined"
+
+
+def test_ranks_are_told_what_each_has_of_weights_and_heads(tiny_model: Path) -> None:
+    num_bytes = weight_bytes(
+        config_of(tiny_model), find_kind(config_of(tiny_model)), StandInGpu(config_of(tiny_model))
+    )
+    divided = memory_line(config_of(tiny_model, num_ranks=2))
+    assert f"{format_size(num_bytes // 2)} on each of 2 ranks" in divided
+    assert "on each of them with 1 KV head in each layer" in divided
+    assert num_tokens_of(divided) == num_tokens_of(memory_line(config_of(tiny_model)))
+    *_, last = survey(config_of(tiny_model, num_ranks=3))
+    assert (last.topic, last.verdict) == ("memory", Verdict.FAULT)
+    assert "its 2 KV heads cannot be divided by 3" in last.what
 
 
 def test_more_engines_than_the_memory_holds_are_a_fault(tiny_model: Path) -> None:

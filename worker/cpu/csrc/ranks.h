@@ -7,10 +7,13 @@
 // have two places each, by turns: a rank that has said so for one turn has read all parts of the turn before.
 #pragma once
 
+#include <linux/futex.h>
 #include <sched.h>
-#include <time.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <climits>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -34,40 +37,44 @@ class Ranks {
       float* part = sums + done;
       const int64_t length = count - done < most ? count - done : most;
       exchange(part, length * static_cast<int64_t>(sizeof(float)));
+      for (int64_t first = 0; first < length; first += kSummedAtOnce) {
+        add_all(part, first, length - first < kSummedAtOnce ? length - first : kSummedAtOnce);
+      }
+    }
+  }
+
+  // Puts the rows of all ranks side by side into `all`, in the order of ranks. Null: they are for others alone.
+  void gather(const char* own, int64_t num_rows, int64_t row_bytes, char* all, bool do_others_read) {
+    const int64_t num_bytes = num_rows * row_bytes;
+    for (int64_t done = 0; done < num_bytes; done += part_bytes_) {
+      const int64_t length = num_bytes - done < part_bytes_ ? num_bytes - done : part_bytes_;
+      exchange(do_others_read ? own + done : nullptr, length);
+      if (all == nullptr) continue;
       for (int rank = 0; rank < size_; ++rank) {
-        const float* other = reinterpret_cast<const float*>(part_of(rank));
-        if (rank == 0) {
-          std::memcpy(part, other, static_cast<size_t>(length) * sizeof(float));
-        } else {
-          for (int64_t i = 0; i < length; ++i) part[i] += other[i];
+        const char* from = rank == rank_ ? own + done : part_of(rank);
+        for (int64_t at = done, end; at < done + length; from += end - at, at = end) {
+          const int64_t row = at / row_bytes, row_end = (row + 1) * row_bytes;
+          end = row_end < done + length ? row_end : done + length;
+          char* to = all + (row * size_ + rank) * row_bytes + at - row * row_bytes;
+          std::memcpy(to, from, static_cast<size_t>(end - at));
         }
       }
     }
   }
 
-  // Copies the bytes of each rank to `all`, in the order of ranks. Null: they are for others alone.
-  void gather(const char* own, int64_t num_bytes, char* all) {
-    for (int64_t done = 0; done < num_bytes; done += part_bytes_) {
-      const int64_t length = num_bytes - done < part_bytes_ ? num_bytes - done : part_bytes_;
-      exchange(own + done, length);
-      if (all == nullptr) continue;
-      for (int rank = 0; rank < size_; ++rank) {
-        std::memcpy(all + rank * num_bytes + done, part_of(rank), static_cast<size_t>(length));
-      }
-    }
-  }
-
  private:
+  static constexpr int64_t kSummedAtOnce = 1024;  // within the first-level cache
   static constexpr int64_t kMarkBytes = 128;  // two cache lines: processors fetch them in pairs
-  // Some microseconds, then some turns of other programs; a rank that is that late has lost its core.
+  // Some microseconds, then some turns of other programs. A rank that is later has lost its core, or samples: the
+  // others sleep until it wakes them.
   static constexpr int kSpins = 4000, kYields = 400;
-  static constexpr long kShortestSleepNs = 20'000, kLongestSleepNs = 1'000'000;
 
   struct Mark {
-    std::atomic<uint64_t> turn;
+    std::atomic<uint32_t> turn;  // counts on after its largest number from zero
+    std::atomic<uint32_t> num_sleeping;
     int64_t num_bytes[2];
   };
-  static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Mark) <= kMarkBytes);
+  static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Mark) <= kMarkBytes);
 
   Mark& mark_of(int rank) { return *reinterpret_cast<Mark*>(page_ + rank * kMarkBytes); }
 
@@ -75,14 +82,30 @@ class Ranks {
     return page_ + size_ * kMarkBytes + (2 * rank + static_cast<int64_t>(turn_ & 1)) * part_bytes_;
   }
 
+  // Each part of another rank is read once, and the own one where it was made.
+  void add_all(float* own, int64_t first, int64_t count) {
+    float sums[kSummedAtOnce];
+    for (int rank = 0; rank < size_; ++rank) {
+      const float* part = (rank == rank_ ? own : reinterpret_cast<const float*>(part_of(rank))) + first;
+      if (rank == 0) {
+        std::memcpy(sums, part, static_cast<size_t>(count) * sizeof(float));
+      } else {
+        for (int64_t i = 0; i < count; ++i) sums[i] += part[i];
+      }
+    }
+    std::memcpy(own + first, sums, static_cast<size_t>(count) * sizeof(float));
+  }
+
+  // Null: no other rank reads it.
   void exchange(const void* own, int64_t num_bytes) {
     ++turn_;
-    std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
+    if (own != nullptr) std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
     Mark& mark = mark_of(rank_);
     mark.num_bytes[turn_ & 1] = num_bytes;
-    mark.turn.store(turn_, std::memory_order_release);
+    mark.turn.store(turn_);
+    if (mark.num_sleeping.load() != 0) futex(mark, FUTEX_WAKE, INT_MAX);
     for (int rank = 0; rank < size_; ++rank) {
-      const Mark& other = mark_of(rank);
+      Mark& other = mark_of(rank);
       wait_for(other);
       if (other.num_bytes[turn_ & 1] != num_bytes) {
         std::fprintf(stderr, "rank %d exchanges %lld bytes and rank %d %lld: they do not compute the same\n", rank_,
@@ -92,9 +115,8 @@ class Ranks {
     }
   }
 
-  void wait_for(const Mark& mark) const {
-    long sleep_ns = kShortestSleepNs;
-    for (int spins = 0; mark.turn.load(std::memory_order_acquire) < turn_; ++spins) {
+  void wait_for(Mark& mark) const {
+    for (int spins = 0; is_before(mark.turn.load(std::memory_order_acquire)); ++spins) {
       if (spins < kSpins) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -102,17 +124,28 @@ class Ranks {
       } else if (spins < kSpins + kYields) {
         sched_yield();
       } else {
-        const timespec time = {0, sleep_ns};
-        nanosleep(&time, nullptr);
-        sleep_ns = sleep_ns * 2 < kLongestSleepNs ? sleep_ns * 2 : kLongestSleepNs;
+        sleep_until(mark);
       }
     }
+  }
+
+  bool is_before(uint32_t turn) const { return static_cast<int32_t>(turn - turn_) < 0; }
+
+  // Both the count and the turn are in one order for all processes: the mark is either seen, or wakes this rank.
+  void sleep_until(Mark& mark) const {
+    ++mark.num_sleeping;
+    for (uint32_t turn; is_before(turn = mark.turn.load());) futex(mark, FUTEX_WAIT, turn);
+    --mark.num_sleeping;
+  }
+
+  static void futex(Mark& mark, int operation, uint32_t value) {
+    syscall(SYS_futex, &mark.turn, operation, value, nullptr, nullptr, 0);
   }
 
   char* const page_;
   const int rank_, size_;
   const int64_t part_bytes_;
-  uint64_t turn_ = 0;
+  uint32_t turn_ = 0;
 };
 
 }  // namespace tokenyard
