@@ -21,6 +21,7 @@ from engine.core.step_trace import StepTrace
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.nodes.first_node import gather_nodes
+from engine.nodes.ray_nodes import RayNodes
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import Loading, Ready, StartFailed
 from engine.processes.child_process import (
@@ -29,7 +30,7 @@ from engine.processes.child_process import (
     die_with_parent,
     leave_signals_to_parent,
 )
-from engine.processes.garbage import keep_what_is_loaded
+from engine.processes.garbage import keep_what_is_loaded, only_imports
 from engine.processes.process_end import (
     EXIT_UNEXPECTED,
     EXIT_WORKER_BROKEN,
@@ -76,14 +77,17 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
-    # Not at the top: importing torch takes seconds, and the first message should leave before.
-    import_torch(config.worker.device)
-    from worker.attention.interface import num_layers_begun
-    from worker.sampling.grammar_rows import num_masks_begun
-    from worker.worker_errors import StartupError
+    placed = None if config.ray is None else RayNodes(directory)
+    # Not at the top: importing torch takes a second, and the first message should leave before.
+    with only_imports():
+        import_torch(config.worker.device)
+        from worker.attention.interface import num_layers_begun
+        from worker.sampling.grammar_rows import num_masks_begun
+        from worker.worker import Worker as _  # noqa: F401 - loaded for _open_worker
+        from worker.worker_errors import StartupError
 
     try:
-        worker, group, stage = _open_worker(config, mailbox, directory)
+        worker, group, stage = _open_worker(config, mailbox, directory, placed)
         facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
     except StartupError as error:
         mailbox.send(StartFailed(what=error.what, fix=error.fix))
@@ -121,7 +125,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
 
 
 def _open_worker(
-    config: EngineConfig, mailbox: EngineSide, directory: Path
+    config: EngineConfig, mailbox: EngineSide, directory: Path, placed: RayNodes | None
 ) -> tuple["Worker", RankGroup | None, "Stage"]:
     """Start the other ranks first, if there are any: all load at the same time."""
     num_stages, num_ranks = config.worker.num_stages, config.worker.num_ranks
@@ -130,11 +134,18 @@ def _open_worker(
         from worker.worker import Worker
 
         return Worker(config.worker), None, ALONE.stage
-    places = make_places(num_stages, num_ranks, num_nodes=config.worker.num_nodes)
+
+    def report(progress: LoadProgress) -> None:
+        mailbox.send(Loading(progress))
+
     switchboard = None
+    if placed is not None:
+        config = placed.place(config, report)
+    places = make_places(num_stages, num_ranks, num_nodes=config.worker.num_nodes)
     if config.cluster is not None:
-        switchboard = gather_nodes(config, directory, lambda progress: mailbox.send(Loading(progress)))
-    group = RankGroup.start(directory, places, switchboard)
+        check = (lambda: None) if placed is None else placed.check
+        switchboard = gather_nodes(config, directory, report, check)
+    group = RankGroup.start(directory, places, switchboard, placed)
     from engine.nodes.links import Links
     from worker.ranks.shared_ranks import open_ranks
     from worker.worker import Worker

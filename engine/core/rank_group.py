@@ -29,6 +29,7 @@ from worker.ranks.rank_places import RankPlace
 from worker.worker_config import AdapterFacts
 
 if TYPE_CHECKING:
+    from engine.nodes.ray_nodes import RayNodes
     from engine.nodes.switchboard import Switchboard
     from worker.ranks.stage import Stage
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 _STACKS_S = 0.1
 """Time for the other ranks to write their stacks."""
 _GOODBYE_S = 1.0
+_NODES_GOODBYE_S = 0.9
+"""Time for the nodes that Ray has placed to see that their ranks have ended."""
 
 
 class RankGroup:
@@ -48,12 +51,14 @@ class RankGroup:
         plans: "PlansOut | Switchboard",
         results: "ResultsIn | Switchboard | None",
         switchboard: "Switchboard | None" = None,
+        placed: "RayNodes | None" = None,
     ) -> None:
         """Watch the children. `results` are those of the last stage, where there are several."""
         self._children = children
         self._plans = plans
         self._results = results
         self._switchboard = switchboard
+        self._placed = placed
         self._worker: Executor
         self._steps: StageSteps | None = None
         self._sampled: list[list[int]] = []  # tokens that the other ranks do not know yet
@@ -64,7 +69,11 @@ class RankGroup:
 
     @classmethod
     def start(
-        cls, directory: Path, places: list[RankPlace], switchboard: "Switchboard | None" = None
+        cls,
+        directory: Path,
+        places: list[RankPlace],
+        switchboard: "Switchboard | None" = None,
+        placed: "RayNodes | None" = None,
     ) -> "RankGroup":
         """Start all ranks of this node but rank 0, and those of other nodes over the switchboard."""
         plans: PlansOut | Switchboard = switchboard or PlansOut(directory, num_ranks=len(places))
@@ -75,7 +84,7 @@ class RankGroup:
         for descriptor in {each for place in places[1:] for each in place.descriptors}:
             if descriptor not in places[0].descriptors:
                 os.close(descriptor)
-        group = cls(children, plans, results, switchboard)
+        group = cls(children, plans, results, switchboard, placed)
         if switchboard is not None:
             switchboard.on_loss = group.end_for_node
             switchboard.begin()
@@ -126,6 +135,9 @@ class RankGroup:
         for child in self._children:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline_s - time.monotonic()))
+        if self._switchboard is not None and self._placed is not None:  # it ends when all other nodes have
+            with suppress(subprocess.TimeoutExpired):
+                self._placed.wait(_NODES_GOODBYE_S)
         self._kill()
         self._plans.close()
         if self._results is not None:
@@ -140,8 +152,9 @@ class RankGroup:
     def _watch_all(self) -> None:
         """Wait until a rank ends; pass signals for stacks on meanwhile."""
         ranks_of = {os.pidfd_open(child.pid): rank for rank, child in enumerate(self._children, start=1)}
+        placed = None if self._placed is None else os.pidfd_open(self._placed.pid)
         poll = select.poll()
-        for descriptor in (*ranks_of, self._signals):
+        for descriptor in (*ranks_of, self._signals, *([] if placed is None else [placed])):
             poll.register(descriptor, select.POLLIN)
         while True:
             ready = [descriptor for descriptor, _ in poll.poll()]
@@ -150,6 +163,8 @@ class RankGroup:
             ended = [ranks_of[descriptor] for descriptor in ready if descriptor in ranks_of]
             if ended:
                 self._mourn(ended[0])
+            if self._placed is not None and placed in ready:
+                self.end_for_node(self._placed.wait(), "the nodes that Ray had placed are lost")
             with suppress(BlockingIOError):
                 os.read(self._signals, 64)
             self._ask_for_stacks()
@@ -185,6 +200,8 @@ class RankGroup:
         for child in self._children:
             with suppress(ProcessLookupError):
                 child.kill()
+        if self._placed is not None:
+            self._placed.kill()
 
 
 class RankAdapters:

@@ -42,6 +42,7 @@ class ProcessName(StrEnum):
     ENGINE = "engine"
     RANK = "rank"
     NODE = "node"
+    PLACEMENT = "placement"
 
 
 def fields(**values: Field) -> dict[str, dict[str, Field]]:

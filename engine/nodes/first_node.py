@@ -24,13 +24,16 @@ from worker.worker_errors import StartupError
 log = logging.getLogger(__name__)
 
 _RESOLVES_WITHIN_S = 60.0
-_REPORT_S = 0.5
+REPORT_S = 0.5
 
 
 def gather_nodes(
-    config: EngineConfig, directory: Path, report: Callable[[LoadProgress], None]
+    config: EngineConfig,
+    directory: Path,
+    report: Callable[[LoadProgress], None],
+    check: Callable[[], None] = lambda: None,
 ) -> Switchboard:
-    """Listen, and wait until all other nodes are there. Raises StartupError."""
+    """Listen, and wait until all other nodes are there; check while waiting. Raises StartupError."""
     assert config.cluster is not None
     started_s = time.monotonic()
     roll = NodeRoll(config.cluster.num_nodes, software=software(), checkpoint=checkpoint_of(config))
@@ -45,7 +48,8 @@ def gather_nodes(
             "host's network), and a --cluster-port that is free",
         ) from error
     reported = ""
-    while missing := switchboard.wait_for_nodes(_REPORT_S):
+    while missing := switchboard.wait_for_nodes(REPORT_S):
+        check()
         elapsed_s = time.monotonic() - started_s
         report(LoadProgress(stage=missing, done_bytes=0, total_bytes=0, elapsed_s=elapsed_s))
         if missing != reported:
@@ -79,4 +83,4 @@ def _resolve(host: str, until_s: float) -> str:
         except OSError:
             if time.monotonic() > until_s:
                 raise
-            time.sleep(_REPORT_S)
+            time.sleep(REPORT_S)

@@ -62,11 +62,10 @@ def run_node(config: EngineConfig, log_level: str) -> int:
     """Take part in one engine after another until a signal; return the exit code."""
     level = logging.getLevelNamesMapping()[log_level.upper()]
     with Logs(config.log_format, level=level, process=ProcessName.NODE):
-        agent = NodeAgent(config)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _signal, _frame: agent.stop())
         try:
-            with closing(agent):
+            with closing(NodeAgent(config)) as agent:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, lambda _signal, _frame: agent.stop())
                 return agent.run()
         except StartupError as error:
             log.critical("%s; %s", error.what, error.fix)
@@ -77,9 +76,16 @@ class NodeAgent:
     """A node, from `run` to `stop` or a refusal."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Read the checkpoint's digest. Raises StartupError."""
         assert config.cluster is not None
         self._config = config
         self._cluster: ClusterConfig = config.cluster
+        self._hello = Hello(
+            node=self._cluster.node,
+            num_nodes=self._cluster.num_nodes,
+            software=software(),
+            checkpoint=checkpoint_of(config),
+        )
         self._stopping = threading.Event()
         self._context = zmq.Context(io_threads=1)
         self._said = ""
@@ -93,22 +99,25 @@ class NodeAgent:
         self._context.destroy(linger=1000)
 
     def run(self) -> int:
-        """Dial, take part, and dial again. Raises StartupError for a checkpoint that cannot be read."""
-        hello = Hello(
-            node=self._cluster.node,
-            num_nodes=self._cluster.num_nodes,
-            software=software(),
-            checkpoint=checkpoint_of(self._config),
-        )
+        """Take part in one engine after another; return the exit code."""
+        while not self._stopping.is_set():
+            refused = self.take_part()
+            if refused is not None:
+                log.critical("this node is refused: %s; %s", refused.what, refused.fix)
+                return EXIT_REFUSED
+        return 0
+
+    def take_part(self) -> Refused | None:
+        """Dial until an engine begins, and run the ranks of this node for it; return a refusal, if any."""
         while not self._stopping.is_set():
             with self.connected() as leader:
-                answer = self._dial(leader, hello)
+                answer = self._dial(leader, self._hello)
                 if isinstance(answer, Refused):
-                    log.critical("this node is refused: %s; %s", answer.what, answer.fix)
-                    return EXIT_REFUSED
+                    return answer
                 if answer is not None:
                     _Part(self._config, answer, leader).run(self._stopping)
-        return 0
+                    return None
+        return None
 
     def _dial(self, leader: "Leader", hello: Hello) -> Begin | Refused | None:
         """Say hello until an engine begins; None at a signal, or after a silence."""

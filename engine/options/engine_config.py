@@ -19,6 +19,7 @@ from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import (
     ClusterConfig,
     KVEventsConfig,
+    RayConfig,
     check_device,
     check_engines,
     check_ranks,
@@ -26,6 +27,7 @@ from engine.options.engine_split import (
     device_of,
     kv_events_config,
     prefix_journal,
+    ray_config,
 )
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
@@ -96,7 +98,9 @@ class EngineConfig:
     kv_events: KVEventsConfig | None = None
     """Sockets on which these reports are published; None: they are not."""
     cluster: ClusterConfig | None = None
-    """Machines that compute the model together; None: this one is alone."""
+    """Machines that compute the model together; None: this one is alone, or Ray finds the others."""
+    ray: RayConfig | None = None
+    """Request to Ray for these machines; None: it is not asked, or has placed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,7 @@ def resolve(
     options: Options, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
     """Check and resolve the options. Raises OptionError. `environment` names the hub cache."""
-    cluster = cluster_config(options, environment)
+    cluster, ray = cluster_config(options, environment), ray_config(options)
     edge = edge_config(options, node=0 if cluster is None else cluster.node)
     _check_health_port(options)
     _check_limits(options)
@@ -155,6 +159,8 @@ def resolve(
     engine = _engine_config(options, folder, name, speculation)
     if cluster is not None:
         engine = replace(engine, cluster=cluster, worker=replace(engine.worker, num_nodes=cluster.num_nodes))
+    if ray is not None:
+        engine = replace(engine, ray=ray, worker=replace(engine.worker, num_nodes=ray.num_nodes or 1))
     return engine, ServerConfig(
         host=options.host,
         port=options.port,

@@ -4,7 +4,9 @@ Owns: the device of each engine, and the reports that the choice between engines
 Never: counts memory (`tokenyard doctor` does, worker/startup/survey.py).
 """
 
+import importlib.util
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,6 +45,19 @@ class ClusterConfig:
     port: int
     key: str = field(repr=False)
     """Secret that all share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """The request to Ray for machines that compute one model."""
+
+    num_nodes: int | None
+    """Number of machines; None: as few as hold all ranks."""
+    host: str | None
+    """Address of this machine for the others; None: the one that Ray has for it."""
+    port: int
+    key: str = field(repr=False)
+    timeout_s: float
 
 
 def check_device(options: Options) -> None:
@@ -156,6 +171,8 @@ def kv_events_config(options: Options, served_name: str) -> KVEventsConfig | Non
 
 def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterConfig | None:
     """Check and resolve the options of nodes; None: this machine is alone. Raises OptionError."""
+    if options.distributed_executor == "ray":
+        return None
     where = _where(options, environment)
     if where is None:
         return None
@@ -165,6 +182,56 @@ def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterC
         raise OptionError(
             f"{asked} with --node-rank {node}", "nodes count from 0", f"give {num_nodes - 1} at most"
         )
+    _check_several(options, asked, num_nodes)
+    if ":" in host:
+        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
+    if len(options.cluster_key or "") < _LEAST_KEY_CHARS:
+        raise OptionError(
+            asked,
+            f"nodes share a secret of {_LEAST_KEY_CHARS} characters or more, TOKENYARD_CLUSTER_KEY",
+            "make one with `openssl rand -hex 32`, and set it on all",
+        )
+    return ClusterConfig(
+        num_nodes=num_nodes, node=node, host=host, port=options.cluster_port, key=str(options.cluster_key)
+    )
+
+
+def ray_config(options: Options) -> RayConfig | None:
+    """Check and resolve the options of Ray; None: it is not asked. Raises OptionError."""
+    asked = f"--distributed-executor {options.distributed_executor}"
+    if options.distributed_executor != "ray":
+        if options.placement_timeout != Options().placement_timeout:
+            raise OptionError("--placement-timeout", f"{asked} places nothing", "leave it out")
+        return None
+    if options.pipeline_parallel_size * options.tensor_parallel_size == 1:
+        raise OptionError(asked, "there is one rank", "give --pipeline-parallel-size 2, say, or leave it out")
+    if options.node_rank is not None:
+        raise OptionError(f"{asked} with --node-rank", "Ray starts all nodes but this one", "leave it out")
+    _check_several(options, asked, options.nnodes or 1)
+    host, key = options.master_addr, options.cluster_key or secrets.token_hex(_LEAST_KEY_CHARS)
+    if ":" in (host or ""):
+        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
+    if len(key) < _LEAST_KEY_CHARS:
+        raise OptionError(
+            "--cluster-key",
+            f"it has fewer than {_LEAST_KEY_CHARS} characters",
+            "leave it out: one is made at each start",
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise OptionError(
+            asked, "the package ray is not installed", "pip install 'tokenyard[ray]', on all nodes"
+        )
+    return RayConfig(
+        num_nodes=options.nnodes,
+        host=host,
+        port=options.cluster_port,
+        key=key,
+        timeout_s=options.placement_timeout,
+    )
+
+
+def _check_several(options: Options, asked: str, num_nodes: int) -> None:
+    """Refuse more than several machines compute."""
     if options.pipeline_parallel_size % num_nodes:
         raise OptionError(
             f"{asked} with --pipeline-parallel-size {options.pipeline_parallel_size}",
@@ -183,17 +250,6 @@ def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterC
         )
     if options.lora_modules or options.lora_directory:
         raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")
-    if ":" in host:
-        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
-    if len(options.cluster_key or "") < _LEAST_KEY_CHARS:
-        raise OptionError(
-            asked,
-            f"nodes share a secret of {_LEAST_KEY_CHARS} characters or more, TOKENYARD_CLUSTER_KEY",
-            "make one with `openssl rand -hex 32`, and set it on all",
-        )
-    return ClusterConfig(
-        num_nodes=num_nodes, node=node, host=host, port=options.cluster_port, key=str(options.cluster_key)
-    )
 
 
 def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, str] | None:

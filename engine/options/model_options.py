@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Group
 from engine.options.option_declaration import declared as _option
-from engine.options.option_values import Choice, Count, Pattern, Switch, Text
+from engine.options.option_values import Choice, Count, Duration, Pattern, Switch, Text
 
 TOOL_CALL_PARSERS = Choice(
     words=(
@@ -19,15 +19,17 @@ TOOL_CALL_PARSERS = Choice(
     )
 )
 TOOL_CALL_HELP = (
-    "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
-    "template; generic shows the tools in the prompt and lets a grammar keep to their schemas, for models "
-    "that were not trained to call, at the cost of a mask for each token; none refuses."
+    "How the model writes tool calls, for requests that leave the choice to it. auto takes the "
+    "checkpoint's response_template if it has one, else looks at the chat template; generic shows the "
+    "tools in the prompt and lets a grammar keep to their schemas, for models that were not trained "
+    "to call, at the cost of a mask for each token; none refuses."
 )
 REASONING_PARSERS = Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"))
 REASONING_HELP = (
     "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
-    "</think>, mistral [THINK], harmony the channels of gpt-oss. auto looks for the marks in the chat "
-    "template and the tokenizer."
+    "</think>, mistral [THINK], harmony the channels of gpt-oss. auto takes the checkpoint's "
+    "response_template if it has one, else looks for the marks in the chat template and the tokenizer. "
+    "A name for either parser sets the template aside."
 )
 
 
@@ -183,6 +185,21 @@ class ModelOptions(EdgeOptions):
         is_secret=True,
         open_default="none, and then there are no --nnodes",
         default=None,
+    )
+    distributed_executor: str = _option(
+        Group.MODEL,
+        Choice(words=("processes", "ray")),
+        "Starter of ranks on other machines. processes: this command, run on each of them. ray: the Ray "
+        "cluster of which this machine is a node; it finds --nnodes nodes, by default as few as hold all "
+        "ranks, with --num-threads processors for each rank. Needs `tokenyard[ray]` on all machines.",
+        default="processes",
+    )
+    placement_timeout: float = _option(
+        Group.MODEL,
+        Duration(low=1.0, high=86_400.0),
+        "Longest wait for Ray to find free processors; then the server ends. Longer gives an autoscaler time "
+        "to add machines, and tells later that there are too few.",
+        default=300.0,
     )
     cpu_kernels: str = _option(
         Group.MODEL,

@@ -12,6 +12,7 @@ _OURS = {
         "dp": "data-parallel-size",
         "data-parallel": "data-parallel-size",
         "master-port": "cluster-port",
+        "distributed-executor-backend": "distributed-executor",
     },
     **{"c": "max-model-len", "ctx-size": "max-model-len", "max-total-tokens": "max-model-len"},
     **{"model-id": "model", "m": "model", "tokenizer": "model", "a": "served-model-name"},

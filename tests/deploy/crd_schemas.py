@@ -1,10 +1,10 @@
 """The custom resources that we write, as JSON schemas: the part of each that we use, and nothing else.
 
 Owns: fields and types for KEDA's ScaledObject, the Prometheus operator's PodMonitor, the Gateway API's
-HTTPRoute, the inference extension's InferencePool and LeaderWorkerSet, whose pods are checked as a
-Deployment's. A field that is not here is a mistake, or a reason to look it up and add it.
+HTTPRoute, the inference extension's InferencePool, LeaderWorkerSet and RayCluster. Pods of the latter two are
+checked as a Deployment's. A field that is not here is a mistake, or a reason to look it up and add it.
 Source: the CRDs of keda.sh v1alpha1, monitoring.coreos.com v1, gateway.networking.k8s.io v1,
-inference.networking.k8s.io v1 and leaderworkerset.x-k8s.io v1, as their projects publish them.
+inference.networking.k8s.io v1, leaderworkerset.x-k8s.io v1 and ray.io v1, as their projects publish them.
 """
 
 from typing import Any
@@ -178,10 +178,28 @@ LEADER_WORKER_SET = _resource(
         },
     ),
 )
+_RAY_START = {"rayStartParams": _LABELS, "template": _POD_TEMPLATE}
+RAY_CLUSTER = _resource(
+    "ray.io/v1",
+    "RayCluster",
+    _object(
+        {
+            "rayVersion": {"type": "string", "pattern": r"^2\.[0-9]+\.[0-9]+$"},
+            "headGroupSpec": _object(_RAY_START, {"serviceType": {"enum": ["ClusterIP", "LoadBalancer"]}}),
+            "workerGroupSpecs": _list(
+                _object(
+                    {"groupName": _NAME, **_RAY_START},
+                    dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), _SECONDS),
+                )
+            ),
+        }
+    ),
+)
 SCHEMAS: dict[str, dict[str, Any]] = {
     "ScaledObject": SCALED_OBJECT,
     "PodMonitor": POD_MONITOR,
     "InferencePool": INFERENCE_POOL,
     "HTTPRoute": HTTP_ROUTE,
     "LeaderWorkerSet": LEADER_WORKER_SET,
+    "RayCluster": RAY_CLUSTER,
 }

@@ -10,7 +10,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from engine.options.engine_config import resolve
 from engine.options.option_schema import file_schema
 from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS, Options
@@ -27,7 +26,6 @@ from tests.deploy.manifests import (
     read_file,
     the_only,
 )
-from tests.deploy.test_dockerfile import ENVIRONMENT
 
 OVERLAYS = sorted(path.parent for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
@@ -316,7 +314,7 @@ def test_images_are_pinned_where_we_build_them_and_come_from_no_registry_by_name
                 assert "/" not in container_of(item)["image"]
     for path in KUSTOMIZATIONS:
         for image in yaml.safe_load(path.read_text()).get("images", ()):
-            assert image["newTag"] in {"cpu", "cuda"}
+            assert image["newTag"] in {"cpu", "cuda", "cpu-ray"}
 
 
 # What scales and routes by our metrics.
@@ -404,83 +402,3 @@ def test_the_precise_picker_finds_kv_events_where_replicas_publish_them_and_alon
     assert plugins.keys() - used == {"token-producer"}
     assert used <= plugins.keys()
     assert plugins["prefix-cache-scorer"]["prefixMatchInfoProducerName"] in plugins
-
-
-# Several machines.
-
-
-NODES = KUBERNETES / "nodes"
-
-
-def node_pods() -> dict[str, dict[str, Any]]:
-    """Pods of the LeaderWorkerSet, by their role."""
-    (item,) = read_file(NODES / "leaderworkerset.yaml")
-    templates = item["spec"]["leaderWorkerTemplate"]
-    return {role: templates[f"{role}Template"] for role in ("leader", "worker")}
-
-
-@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-@pytest.mark.parametrize("role", ["leader", "worker"])
-def test_pods_of_nodes_are_pods_as_restricted_as_those_of_the_base(
-    deployment: dict[str, Any], role: str, version: str
-) -> None:
-    pod = node_pods()[role]
-    labels = pod["metadata"]["labels"]
-    around = {**deployment["spec"], "selector": {"matchLabels": labels}, "template": pod}
-    check({**deployment, "spec": around}, version)
-    ours, base = pod["spec"], deployment["spec"]["template"]["spec"]
-    for name in ("securityContext", "automountServiceAccountToken", "enableServiceLinks"):
-        assert ours[name] == base[name]
-    (container,) = ours["containers"]
-    assert container["securityContext"] == container_of(deployment)["securityContext"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        each["name"] for each in ours["volumes"]
-    }
-    environment = {each["name"].removeprefix("TOKENYARD_").lower() for each in container["env"]}
-    assert environment - {"tmpdir"} <= DECLARATIONS.keys()
-    (key,) = [each for each in container["env"] if each["name"] == "TOKENYARD_CLUSTER_KEY"]
-    assert "secretKeyRef" in key["valueFrom"]
-
-
-def test_nodes_divide_the_stages_and_reach_each_other_where_the_first_listens() -> None:
-    (policy,) = read_file(NODES / "networkpolicy.yaml")
-    (service,) = read_file(NODES / "service.yaml")
-    pods = node_pods()
-    (leader,) = pods["leader"]["spec"]["containers"]
-    named = {port["name"]: port["containerPort"] for port in leader["ports"]}
-    assert named == {"http": Options().port, "health": 8001, "nodes": Options().cluster_port}
-    *_, nodes = policy["spec"]["ingress"]
-    to_nodes, _ = policy["spec"]["egress"]
-    assert nodes["from"] == to_nodes["to"] == [{"podSelector": policy["spec"]["podSelector"]}]
-    assert (nodes["ports"], to_nodes["ports"]) == ([{"port": "nodes"}], [{"port": named["nodes"]}])
-    labels = policy["spec"]["podSelector"]["matchLabels"]
-    assert all(labels.items() <= pod["metadata"]["labels"].items() for pod in pods.values())
-    index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
-    assert service["spec"]["selector"] == labels | index
-    assert pods["leader"]["spec"]["terminationGracePeriodSeconds"] >= 10 + 45 + GOODBYE_S + 10
-    assert {"startupProbe", "livenessProbe", "readinessProbe"}.isdisjoint(
-        pods["worker"]["spec"]["containers"][0]
-    )
-
-
-@pytest.mark.parametrize(("role", "index"), [("leader", 0), ("worker", 1)])
-def test_each_pod_of_nodes_starts_with_the_variables_of_its_image_and_its_place(
-    role: str, index: int, tiny_model: Path
-) -> None:
-    (item,) = read_file(NODES / "leaderworkerset.yaml")
-    (container,) = node_pods()[role]["spec"]["containers"]
-    environment = ENVIRONMENT | {each["name"]: each.get("value", "k" * 32) for each in container["env"]}
-    environment |= {"TOKENYARD_MODEL": str(tiny_model)}
-    environment |= {"LWS_WORKER_INDEX": str(index), "LWS_LEADER_ADDRESS": "tokenyard-nodes-0.tokenyard-nodes"}
-    environment["LWS_GROUP_SIZE"] = str(item["spec"]["leaderWorkerTemplate"]["size"])
-    config, _ = resolve(read_options({}, environment), environment=environment)
-    assert config.cluster is not None
-    assert config.cluster.node == index
-
-
-@needs_kustomize
-def test_what_kustomize_builds_of_nodes_names_the_image() -> None:
-    built = the_only(build(NODES), "LeaderWorkerSet", "tokenyard-nodes")
-    templates = built["spec"]["leaderWorkerTemplate"]
-    images = [templates[f"{role}Template"]["spec"]["containers"][0]["image"] for role in ("leader", "worker")]
-    assert images == ["tokenyard:cpu"] * 2

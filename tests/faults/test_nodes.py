@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,15 +45,13 @@ class Cluster(NamedTuple):
 
 
 @contextmanager
-def second_node(model: Path, relay: Relay, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def other_node(
+    model: Path, address: str, port: int, log: Path, *, rank: int = 1, num_nodes: int = 2
+) -> Iterator["subprocess.Popen[bytes]"]:
     """Start it as torchrun does: by variables alone."""
-    given = {"MASTER_ADDR": relay.address, "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
-    given |= {
-        "TOKENYARD_CLUSTER_KEY": KEY,
-        "TOKENYARD_CLUSTER_PORT": str(relay.port),
-        "TMPDIR": str(log.parent),
-    }
-    words = [str(model), "--pipeline-parallel-size", "2", "--num-threads", "1"]
+    given = {"MASTER_ADDR": address, "MASTER_PORT": "1", "RANK": str(rank), "WORLD_SIZE": str(num_nodes)}
+    given |= {"TOKENYARD_CLUSTER_KEY": KEY, "TOKENYARD_CLUSTER_PORT": str(port), "TMPDIR": str(log.parent)}
+    words = [str(model), "--pipeline-parallel-size", str(num_nodes), "--num-threads", "1"]
     with log.open("ab") as file:
         node = subprocess.Popen(
             [sys.executable, "-m", "server", "serve", *words],
@@ -69,21 +68,30 @@ def second_node(model: Path, relay: Relay, log: Path) -> Iterator["subprocess.Po
         assert node.wait(WAIT_S) in (0, 78)
 
 
+@asynccontextmanager
+async def first_node(model: Path, port: int, num_nodes: int, **more: str) -> AsyncIterator[AsyncEngine]:
+    """Start the engine, which waits for the others."""
+    given = GIVEN | {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0", **more}
+    given |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
+    config, _ = resolve(read_options(given | {"pipeline_parallel_size": str(num_nodes)}, {}), environment={})
+    engine = AsyncEngine(config)
+    engine.start()
+    await asyncio.wait_for(engine.ready(), WAIT_S)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     folder, port = tmp_path_factory.mktemp("nodes"), free_port()
-    given = GIVEN | {"model": str(tiny_model), "nnodes": "2", "node_rank": "0", "master_addr": "127.0.0.1"}
-    given |= {"cluster_port": str(port), "cluster_key": KEY}
-    config, _ = resolve(read_options(given, {}), environment={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
         async with relaying(("127.0.0.1", port)) as relay:
-            with second_node(tiny_model, relay, folder / "log") as node:
-                engine = AsyncEngine(config)
-                engine.start()
-                await asyncio.wait_for(engine.ready(), WAIT_S)
-                yield Cluster(engine, relay, folder / "log", node)
-                await engine.close()
+            with other_node(tiny_model, relay.address, relay.port, folder / "log") as node:
+                async with first_node(tiny_model, port, 2) as engine:
+                    yield Cluster(engine, relay, folder / "log", node)
     assert not list(folder.glob("tokenyard-*")), "a folder was left behind"
 
 
@@ -102,10 +110,28 @@ async def all_tokens(engine: AsyncEngine) -> list[list[int]]:
     return list(await asyncio.gather(*asked))
 
 
+async def ends_of_begun(engine: AsyncEngine, name: str, strike: Callable[[], None]) -> list[object]:
+    """Strike once all of some long requests have begun; return how they end."""
+    begun = [asyncio.Event() for _ in range(SEATS)]
+
+    async def run(i: int) -> None:
+        async for _ in engine.generate_all([request(f"{name} {i}", [9, i], max_tokens=480)]):
+            begun[i].set()
+
+    running = [asyncio.create_task(run(i)) for i in range(SEATS)]
+    await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), WAIT_S)
+    strike()
+    ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), WAIT_S)
+    return [type(end) for end in ends]
+
+
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
-    """Tokens of one process."""
-    given = GIVEN | {"pipeline_parallel_size": "1", "model": str(tiny_model)}
+    return tokens_of_one_process(tiny_model)
+
+
+def tokens_of_one_process(model: Path) -> list[list[int]]:
+    given = GIVEN | {"pipeline_parallel_size": "1", "model": str(model)}
     config, _ = resolve(read_options(given, {}), environment={})
     worker = Worker(config.worker)
     driver = PlanDriver(worker, worker.load(lambda _progress: None).block_size)
@@ -129,45 +155,59 @@ async def test_a_node_with_another_checkpoint_is_refused_in_one_line(
     cluster: Cluster, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=2)
-    with second_node(other, cluster.relay, tmp_path / "log") as node:
+    with other_node(other, cluster.relay.address, cluster.relay.port, tmp_path / "log") as node:
         assert await asyncio.to_thread(node.wait, WAIT_S) == 78
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "refused" in line]
     assert "node 1 has a checkpoint that the first node has not" in line
     assert await all_tokens(cluster.engine) == expected
 
 
-async def _fails_and_heals(cluster: Cluster, expected: list[list[int]], strike: str) -> None:
-    """Requests that have begun fail; others go to the next engine, which needs both nodes."""
-    begun = [asyncio.Event() for _ in range(SEATS)]
+async def fails_and_heals(
+    engine: AsyncEngine, name: str, strike: Callable[[], None], mend: Callable[[], None]
+) -> list[list[int]]:
+    """Check that requests that have begun fail; return the tokens of others, which go to the next engine."""
+    waiting: list[asyncio.Task[list[list[int]]]] = []
 
-    async def run(i: int) -> None:
-        async for _ in cluster.engine.generate_all([request(f"{strike} {i}", [9, i], max_tokens=480)]):
-            begun[i].set()
+    def strike_while_others_wait() -> None:
+        waiting.append(asyncio.create_task(all_tokens(engine)))
+        asyncio.get_running_loop().call_soon(strike)
 
-    running = [asyncio.create_task(run(i)) for i in range(SEATS)]
-    await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), WAIT_S)
-    waiting = asyncio.create_task(all_tokens(cluster.engine))
-    await asyncio.sleep(0)
-    if strike == "cut":
-        cluster.relay.cut()
-    else:
-        os.kill(ranks_of(cluster.node)[0], signal.SIGKILL)
-    ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), WAIT_S)
-    assert [type(end) for end in ends] == [EngineDied] * SEATS
-    cluster.relay.mend()
-    assert await waiting == expected
+    assert await ends_of_begun(engine, name, strike_while_others_wait) == [EngineDied] * SEATS
+    mend()
+    return await waiting[0]
 
 
 async def test_a_cut_cable_ends_the_engine_and_both_nodes_find_each_other_again(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
-    before = ranks_of(cluster.node)
-    await _fails_and_heals(cluster, expected, "cut")
+    before, relay = ranks_of(cluster.node), cluster.relay
+    assert await fails_and_heals(cluster.engine, "cut", relay.cut, relay.mend) == expected
     assert ranks_of(cluster.node) != before
     assert cluster.node.poll() is None, "the node itself stays"
 
 
-async def test_the_death_of_a_rank_on_the_other_node_ends_the_engine_and_the_next_serves(
+async def test_an_agent_that_stands_still_ends_the_engine_and_takes_part_in_the_next(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
-    await _fails_and_heals(cluster, expected, "kill")
+    before, node = ranks_of(cluster.node), cluster.node
+    stop, go_on = (partial(node.send_signal, each) for each in (signal.SIGSTOP, signal.SIGCONT))
+    assert await fails_and_heals(cluster.engine, "stop", stop, go_on) == expected
+    assert ranks_of(cluster.node) != before
+
+
+async def test_three_nodes_of_two_ranks_sample_the_same_tokens_and_the_death_of_one_rank_ends_all(
+    tiny_model: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(
+                other_node(tiny_model, "127.0.0.1", port, tmp_path / "log", rank=rank, num_nodes=3)
+            )
+            for rank in (1, 2)
+        ]
+        async with first_node(tiny_model, port, 3, tensor_parallel_size="2") as engine:
+            assert await all_tokens(engine) == expected
+            assert [len(ranks_of(node)) for node in others] == [2, 2]
+            kill = partial(os.kill, ranks_of(others[1])[1], signal.SIGKILL)
+            assert await ends_of_begun(engine, "kill", kill) == [EngineDied] * SEATS

@@ -1,5 +1,7 @@
 """Place of a node, by flags or by the environment of torchrun or LeaderWorkerSet, and refusals."""
 
+import sys
+
 import pytest
 
 from engine.options.engine_config import resolve
@@ -76,6 +78,32 @@ def test_a_wrong_place_is_refused_in_one_line(
         cluster_of(BASE | given, environment)
     assert line in str(refusal.value)
     assert "short" not in str(refusal.value), "a secret is not shown"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"pipeline_parallel_size": "1"}, "there is one rank; give --pipeline-parallel-size 2, say"),
+        ({"node_rank": "0"}, "ray with --node-rank: Ray starts all nodes but this one"),
+        ({"nnodes": "3"}, "give --pipeline-parallel-size 3 or a multiple of it"),
+        ({"data_parallel_size": "2"}, "one engine has all nodes"),
+        ({"lora_modules": "a=/a"}, "ray with adapters: they are for one machine yet"),
+        ({"master_addr": "::1"}, "--master-addr ::1: nodes meet over IPv4"),
+        ({"cluster_key": "short"}, "--cluster-key: it has fewer than 32 characters; leave it out"),
+        ({}, "ray: the package ray is not installed; pip install 'tokenyard[ray]', on all nodes"),
+        (
+            {"distributed_executor": "processes"},
+            "--placement-timeout: --distributed-executor processes",
+        ),
+    ],
+)
+def test_ray_is_refused_in_one_line_what_it_cannot_place(
+    given: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(OptionError) as refusal:
+        cluster_of(BASE | {"distributed_executor": "ray", "placement_timeout": "60"} | given, TORCHRUN)
+    assert line in str(refusal.value)
 
 
 def test_a_port_of_nodes_without_nodes_is_refused() -> None:

@@ -87,6 +87,8 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "node_rank": ("1", 1),
     "master_addr": ("10.0.0.1", "10.0.0.1"),
     "cluster_port": ("29700", 29700),
+    "distributed_executor": ("ray", "ray"),
+    "placement_timeout": ("90s", 90.0),
     "cluster_key": ("a secret of all machines together", "a secret of all machines together"),
     "speculative_config": ('{"method": "ngram", "num_speculative_tokens": 3}',) * 2,
     "speculative_model": ("./draft", "./draft"),

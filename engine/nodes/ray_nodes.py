@@ -1,0 +1,148 @@
+"""The nodes that Ray finds for an engine, as the engine process sees them: placed, then lost or not.
+
+Owns: the process that speaks with Ray (ray_placement.py) and the wait for it; how many nodes are asked for,
+and how many processors on each.
+Never: imports Ray; or chooses a machine.
+"""
+
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from engine.nodes.first_node import REPORT_S
+from engine.options.engine_config import EngineConfig
+from engine.options.engine_split import ClusterConfig
+from engine.processes import child_process
+from engine.processes.child_environment import child_environment
+from engine.processes.child_process import CONFIG_FILE
+from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
+from worker.machine import usable_cores
+from worker.worker_config import LoadProgress
+from worker.worker_errors import StartupError
+
+log = logging.getLogger(__name__)
+
+_ANSWERS_WITHIN_S = 60.0
+"""Time for Ray's own start in the process, beside that for processors."""
+_PLACED_FILE = "placed.msgpack"
+
+
+class Share(NamedTuple):
+    """The part of one node."""
+
+    num_threads: int
+    """Threads of each rank."""
+    num_processors: int
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a placement."""
+
+    num_nodes: int
+    host: str
+    """Address of this machine for the others."""
+
+
+def share_of(config: EngineConfig, num_nodes: int) -> Share:
+    """Divide the ranks among nodes; without --num-threads each node is as large as this machine."""
+    num_ranks = config.worker.num_stages // num_nodes * config.worker.num_ranks
+    num_threads = config.worker.num_threads or max(1, usable_cores() // num_ranks)
+    return Share(num_threads, num_threads * num_ranks)
+
+
+def fewest_nodes(config: EngineConfig, num_here: int, others: list[int]) -> int:
+    """Find the least number of nodes with enough processors; without any, the most, for machines to come."""
+    assert config.ray is not None
+    num_stages = config.worker.num_stages
+    possible = [count for count in range(1, num_stages + 1) if num_stages % count == 0]
+    if config.ray.num_nodes is not None:
+        possible = [config.ray.num_nodes]
+    for count in possible:
+        least = share_of(config, count).num_processors
+        if num_here >= least and sum(each >= least for each in others) >= count - 1:
+            return count
+    return possible[-1]
+
+
+def divided(config: EngineConfig, placed: Placed) -> EngineConfig:
+    """Return the configuration of an engine on the nodes that were placed."""
+    assert config.ray is not None
+    share = share_of(config, placed.num_nodes)
+    worker = replace(config.worker, num_nodes=placed.num_nodes, num_threads=share.num_threads)
+    cluster = ClusterConfig(
+        num_nodes=placed.num_nodes, node=0, host=placed.host, port=config.ray.port, key=config.ray.key
+    )
+    return replace(config, ray=None, cluster=cluster if placed.num_nodes > 1 else None, worker=worker)
+
+
+def say_placed(directory: Path, placed: Placed) -> None:
+    """Leave the outcome for the engine process."""
+    unfinished = directory / f"{_PLACED_FILE}.new"
+    unfinished.write_bytes(msgspec.msgpack.encode(placed))
+    unfinished.rename(directory / _PLACED_FILE)
+
+
+class RayNodes:
+    """The process that holds the nodes. Its end is theirs, and theirs is its end."""
+
+    def __init__(self, directory: Path) -> None:
+        """Start it, in the main thread: a child ends with the thread that starts it."""
+        self._process = subprocess.Popen(
+            [
+                *child_process.INTERPRETER,
+                *("-m", "engine.nodes.ray_placement"),
+                *(str(directory), str(os.getpid()), str(log.getEffectiveLevel())),
+            ],
+            stdin=subprocess.DEVNULL,
+            # Ray lets its processes import from the folder that it is called in.
+            cwd="/",
+            env=child_environment() | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        self._directory = directory
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def place(self, config: EngineConfig, report: Callable[[LoadProgress], None]) -> EngineConfig:
+        """Wait until Ray has found all nodes; return the configuration for them. Raises StartupError."""
+        assert config.ray is not None
+        started_s = time.monotonic()
+        placed = self._directory / _PLACED_FILE
+        while not placed.exists():
+            self.check()
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > config.ray.timeout_s + _ANSWERS_WITHIN_S:
+                raise StartupError(
+                    f"Ray at {os.environ.get('RAY_ADDRESS', 'this machine')} has not answered "
+                    f"within {elapsed_s:.0f} s",
+                    fix="start it with `ray start`, or see `ray status` and Ray's own logs",
+                )
+            report(LoadProgress(stage="waiting for Ray", done_bytes=0, total_bytes=0, elapsed_s=elapsed_s))
+            time.sleep(REPORT_S)
+        config = divided(config, msgspec.msgpack.decode(placed.read_bytes(), type=Placed))
+        (self._directory / CONFIG_FILE).write_bytes(
+            msgspec.msgpack.encode(config)
+        )  # for all other ranks here
+        return config
+
+    def check(self) -> None:
+        """End this process too if that one has ended. It has reported why."""
+        exit_code = self._process.poll()
+        if exit_code is not None:
+            leave(exit_code if exit_code > 0 else EXIT_WORKER_BROKEN)
+
+    def wait(self, wait_s: float | None = None) -> int:
+        """Wait for its end; return the exit code. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(wait_s)
+
+    def kill(self) -> None:
+        """End it; Ray then frees what it had placed."""
+        self._process.kill()

@@ -1,0 +1,171 @@
+"""The nodes of one engine: `python -m engine.nodes.ray_placement DIRECTORY PARENT_PID LOG_LEVEL`.
+
+Owns: Ray's placement group, and one actor for each node but the first, which runs the node's agent. The
+process ends when one of them does; and Ray frees all when the process ends, however that is.
+Never: chooses a machine or carries a message of ranks: Ray does the one, the switchboard the other.
+Source: Ray's placement groups, https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
+
+What Ray carries between its own processes it pickles: here the code of `_Node`, a mapping of texts to it, and
+a list of texts back. Nothing of ours is pickled beside.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.logs.log_lines import ProcessName
+from engine.logs.log_setup import Logs
+from engine.nodes.ray_agent import options_of
+from engine.nodes.ray_nodes import Placed, Share, divided, fewest_nodes, say_placed, share_of
+from engine.options.engine_config import EngineConfig
+from engine.process_messages import StartFailed
+from engine.processes.child_process import (
+    CONFIG_FILE,
+    EXIT_START_FAILED,
+    die_with_parent,
+    leave_signals_to_parent,
+)
+from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
+from engine.processes.transport import PulseSide
+from worker.worker_errors import StartupError
+
+log = logging.getLogger("engine.nodes.ray_placement")
+
+_RAY_STARTS_WITHIN_S = 60.0
+"""Time for a Ray that is started beside the server."""
+_CPU = "CPU"
+_NODE_ID_LABEL = "ray.io/node-id"
+
+
+class _Node:
+    """An actor. Ray sends its code: a process of Ray's does not find our modules before it runs."""
+
+    def run(self, given: dict[str, str]) -> list[str]:
+        """See take_part."""
+        from importlib import import_module
+
+        sys = import_module("sys")
+        sys.path.insert(0, str(import_module("tokenyard.__main__").packages_folder()))
+        found: list[str] = import_module("engine.nodes.ray_agent").take_part(given)
+        return found
+
+
+def main(directory: Path, parent_pid: int, log_level: int) -> int:
+    """Place the nodes and hold them until one ends; return the exit code."""
+    die_with_parent(parent_pid)
+    config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
+    with Logs(config.log_format, level=log_level, process=ProcessName.PLACEMENT), _silent_prints():
+        try:
+            here = _connect(config)
+            group, placed = _place(config, here)
+            say_placed(directory, placed)
+            return _hold(divided(config, placed), group, log_level)
+        except StartupError as error:
+            PulseSide(directory).send_last(StartFailed(what=error.what, fix=error.fix))
+            return EXIT_START_FAILED
+        except Exception:
+            log.critical("the placement by Ray has failed", exc_info=True)
+            return EXIT_WORKER_BROKEN
+
+
+@contextmanager
+def _silent_prints() -> Iterator[None]:
+    """Drop what Ray prints, in colours, between the lines of the log."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def _connect(config: EngineConfig) -> str:
+    """Join Ray as a driver; return the id of this machine's node. Raises StartupError."""
+    assert config.ray is not None
+    until_s = time.monotonic() + min(config.ray.timeout_s, _RAY_STARTS_WITHIN_S)
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    fix = "make this machine a node of the cluster: `ray start --head` or `ray start --address ...`"
+    if "://" in address or address == "local":
+        raise StartupError(f"RAY_ADDRESS={address} is not a cluster of which this machine is a node", fix=fix)
+    while not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except Exception as error:  # of many types, by Ray's version
+            if time.monotonic() > until_s:
+                what = " ".join(str(error).split())
+                raise StartupError(f"no Ray answers on this machine ({what[:200]})", fix=fix) from error
+            time.sleep(1.0)
+    leave_signals_to_parent()  # Ray sets a handler of its own
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _place(config: EngineConfig, here: str) -> tuple[PlacementGroup, Placed]:
+    """Let Ray find the nodes; this machine is the first. Raises StartupError."""
+    assert config.ray is not None
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    processors = {node["NodeID"]: int(node["Resources"].get(_CPU, 0)) for node in nodes}
+    num_here = processors.pop(here, 0)
+    num_nodes = fewest_nodes(config, num_here, list(processors.values()))
+    share = share_of(config, num_nodes)
+    needed, given = _count(num_nodes, share), _describe(num_here, list(processors.values()))
+    log.info("asking Ray for %s; %s", needed, given)
+    group = placement_group(
+        [{_CPU: share.num_processors}] * num_nodes,
+        strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD",
+        bundle_label_selector=[{_NODE_ID_LABEL: here}, *[{}] * (num_nodes - 1)],
+    )
+    if not group.wait(config.ray.timeout_s):
+        free = int(ray.available_resources().get(_CPU, 0))
+        raise StartupError(
+            f"Ray has not found {needed} within {config.ray.timeout_s:.0f} s; {given}, {free} of all free",
+            fix="add nodes, end what uses them, or lower --num-threads or the number of ranks",
+        )
+    (host,) = [node["NodeManagerAddress"] for node in nodes if node["NodeID"] == here]
+    return group, Placed(num_nodes=num_nodes, host=config.ray.host or host)
+
+
+def _count(num_nodes: int, share: Share) -> str:
+    each = f"{share.num_processors} processor{'s' if share.num_processors > 1 else ''}"
+    return f"{each} on this node" + (f" and on {num_nodes - 1} more" if num_nodes > 1 else "")
+
+
+def _describe(num_here: int, others: list[int]) -> str:
+    more = ", ".join(map(str, sorted(others, reverse=True))) or "none"
+    return f"it has {num_here} on this node, and on others: {more}"
+
+
+def _hold(config: EngineConfig, group: PlacementGroup, log_level: int) -> int:
+    """Run the agents until one is lost, or all have ended by themselves."""
+    agents: dict[Any, int] = {}
+    num_nodes = config.worker.num_nodes
+    share = share_of(config, num_nodes)
+    actors = []  # Ray ends those that nothing refers to
+    for node in range(1, num_nodes):
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+        actor: Any = ray.remote(num_cpus=share.num_processors, scheduling_strategy=place)(_Node)
+        actors.append(actor.remote())
+        agents[actors[-1].run.remote(options_of(config, node, log_level))] = node
+    if not agents:
+        threading.Event().wait()
+    while agents:
+        (ended,), _ = ray.wait(list(agents), num_returns=1)
+        node = agents.pop(ended)
+        try:
+            refusal = ray.get(ended)
+        except ray.exceptions.RayError as error:
+            log.critical("node %d is lost, as Ray reports: %s", node, " ".join(str(error).split())[:1000])
+            return EXIT_WORKER_BROKEN
+        if refusal:
+            raise StartupError(f"node {node}: {refusal[0]}", fix=refusal[1])
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

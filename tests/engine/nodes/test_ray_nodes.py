@@ -1,0 +1,53 @@
+"""The number of nodes that Ray is asked for, the part of each, and what another node is given."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.nodes.node_agent import ClusterConfig
+from engine.nodes.ray_agent import options_of
+from engine.nodes.ray_nodes import Placed, divided, fewest_nodes
+from engine.options.engine_config import EngineConfig, resolve
+from engine.options.engine_split import RayConfig
+from engine.options.option_sources import read_options
+
+
+def asking(*, num_nodes: int | None = None, **given: str) -> EngineConfig:
+    """Make the configuration of four stages of two ranks, of three threads each."""
+    base = {"pipeline_parallel_size": "4", "tensor_parallel_size": "2", "num_threads": "3"}
+    config, _ = resolve(read_options(base | given, {}), environment={})
+    ray = RayConfig(num_nodes=num_nodes, host=None, port=29600, key="k" * 32, timeout_s=1.0)
+    return replace(config, ray=ray)
+
+
+@pytest.mark.parametrize(
+    ("num_here", "others", "num_nodes"),
+    [
+        (24, [], 1),
+        (23, [24, 24], 2),
+        (12, [12], 2),
+        (12, [11, 11, 11], 4),
+        (6, [6, 6, 6], 4),
+        (6, [100, 100], 4),  # too few: the most nodes, for machines to come
+        (0, [100], 4),
+    ],
+)
+def test_the_fewest_nodes_that_are_large_enough_are_asked_for(
+    num_here: int, others: list[int], num_nodes: int
+) -> None:
+    assert fewest_nodes(asking(), num_here, others) == num_nodes
+    assert fewest_nodes(asking(num_nodes=2), num_here, others) == 2
+
+
+def test_the_engine_and_other_nodes_have_as_many_threads_as_were_placed() -> None:
+    config = divided(asking(), Placed(num_nodes=2, host="10.0.0.1"))
+    assert config.ray is None
+    assert config.cluster == ClusterConfig(num_nodes=2, node=0, host="10.0.0.1", port=29600, key="k" * 32)
+    assert (config.worker.num_nodes, config.worker.num_threads) == (2, 3)
+    other, _ = resolve(read_options(options_of(config, 1, 20), {}), environment={"RANK": "0"})
+    assert other.cluster == replace(config.cluster, node=1)
+    assert (other.worker.num_threads, other.model_path) == (3, config.model_path)
+
+
+def test_one_node_is_an_engine_without_a_cluster() -> None:
+    assert divided(asking(), Placed(num_nodes=1, host="10.0.0.1")).cluster is None

@@ -1,0 +1,74 @@
+"""A Ray cluster of this machine, one `ray start --block` for each node, with nothing of it left behind.
+
+A killed node takes its processes with it, as that of a machine would: Ray ties them to its command.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.engine.nodes.test_switchboard import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+_ENDS_WITHIN_S = 60
+_HEAD = "127.0.0.1"
+
+
+class RayCluster:
+    """The nodes; the first is the head, at 127.0.0.1, the others follow at 127.0.0.2 and so on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.address = f"{_HEAD}:{free_port()}"
+        self.nodes: list[subprocess.Popen[bytes]] = []
+
+    def add(self, *, num_processors: int) -> "subprocess.Popen[bytes]":
+        """Start a node; it comes by itself."""
+        number = len(self.nodes) + 1
+        words = [f"--node-ip-address=127.0.0.{number}", f"--num-cpus={num_processors}"]
+        if self.nodes:
+            words.append(f"--address={self.address}")
+        else:
+            words += ["--head", f"--port={self.address.split(':')[1]}", "--include-dashboard=false"]
+        words += ["--disable-usage-stats", f"--temp-dir={self._folder}", "--object-store-memory=80000000"]
+        self.nodes.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "from ray.scripts.scripts import main; main()",
+                    "start",
+                    *words,
+                    "--block",
+                ],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+        return self.nodes[-1]
+
+    def end(self) -> None:
+        for node in reversed(self.nodes):
+            node.terminate()
+        for node in self.nodes:
+            node.wait(_ENDS_WITHIN_S)
+
+
+@contextmanager
+def ray_cluster() -> Iterator[RayCluster]:
+    """Open a cluster without a node."""
+    # Ray puts sockets below, whose paths may not be long.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    cluster = RayCluster(folder)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,105 @@
+"""One model on the nodes of a real Ray cluster: the same tokens, and life after each loss."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from engine.frontend.client import AsyncEngine
+from engine.options.engine_config import EngineConfig, resolve
+from engine.options.option_sources import read_options
+from engine.processes import engine_processes as lives
+from tests.engine.nodes.test_switchboard import free_port
+from tests.faults.ray_cluster import RayCluster, ray_cluster
+from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
+
+pytest.importorskip("ray", reason="of the extra `ray`")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Served(NamedTuple):
+    engine: AsyncEngine
+    ray: RayCluster
+
+
+def config_of(model: Path, **more: str) -> EngineConfig:
+    given = GIVEN | {"model": str(model), "distributed_executor": "ray", "master_addr": "127.0.0.1"}
+    given |= {"cluster_port": str(free_port()), **more}
+    return resolve(read_options(given, {}), environment={})[0]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tiny_model: Path) -> AsyncIterator[Served]:
+    with ray_cluster() as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        cluster.add(num_processors=1)
+        cluster.add(num_processors=1)
+        engine = AsyncEngine(config_of(tiny_model))
+        engine.start()
+        await asyncio.wait_for(engine.ready(), WAIT_S)
+        yield Served(engine, cluster)
+        await engine.close()
+        async with asyncio.timeout(WAIT_S):
+            while agents_below(cluster):  # Ray ends them with the placement
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    return tokens_of_one_process(tiny_model)
+
+
+def agents_below(cluster: RayCluster) -> list[int]:
+    """List the processes of the cluster that run the agent of a node."""
+    found, below = [], [node.pid for node in cluster.nodes]
+    while below:
+        process = Path(f"/proc/{below.pop()}")
+        with suppress(OSError):
+            if b"_Node" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+            for thread in process.glob("task/*/children"):
+                below += map(int, thread.read_text().split())
+    return found
+
+
+async def test_ray_finds_two_nodes_which_sample_the_tokens_of_one_process(
+    served: Served, expected: list[list[int]]
+) -> None:
+    assert await all_tokens(served.engine) == expected
+    assert len(agents_below(served.ray)) == 1, "the fewest nodes that are large enough"
+
+
+async def test_an_actor_that_dies_ends_the_engine_and_the_next_is_placed_anew(
+    served: Served, expected: list[list[int]]
+) -> None:
+    (agent,) = agents_below(served.ray)
+    kill = partial(os.kill, agent, signal.SIGKILL)
+    assert await fails_and_heals(served.engine, "actor", kill, lambda: None) == expected
+    assert agent not in agents_below(served.ray)
+
+
+async def test_a_lost_node_ends_the_engine_and_another_takes_its_place(
+    served: Served, expected: list[list[int]]
+) -> None:
+    lose = served.ray.nodes[-1].kill
+    replace = partial(served.ray.add, num_processors=1)
+    assert await fails_and_heals(served.engine, "node", lose, replace) == expected
+    assert len(agents_below(served.ray)) == 1
+
+
+async def test_a_cluster_that_is_too_small_is_refused_in_one_line(served: Served, tiny_model: Path) -> None:
+    config = config_of(tiny_model, num_threads="3", nnodes="2", placement_timeout="1")
+    engine = lives.EngineProcesses(config, on_message=lambda _: None, on_death=lambda _: None)
+    gave_up = await asyncio.wait_for(engine.run(), WAIT_S)
+    assert gave_up is not None
+    assert gave_up.exit_code == 78
+    asked = "Ray has not found 3 processors on this node and on 1 more within 1 s; "
+    assert gave_up.what.startswith(asked + "it has 1 on this node, and on others: 1")
