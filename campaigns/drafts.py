@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--fixed", default="2,4,8")
+    parser.add_argument("--kinds", default="edit,random", help="texts without a draft model")
     parser.add_argument("--cpu-seconds", action="store_true", help="one thread, for a machine that is shared")
     asked = parser.parse_args()
     world = World(asked)
@@ -123,7 +124,9 @@ def main() -> None:
         plain: list[tuple[int, ...]] = [()] * num_clients
         _, replies = world.run(plain, num_tokens=asked.tokens, fixed=0)
         edits = [_edited(reply, seed) for seed, reply in enumerate(replies)]
-        kinds = (("edit", edits), ("random", plain)) if asked.draft is None else (("model", plain),)
+        texts = {"edit": edits, "random": plain, "model": plain}
+        wanted = asked.kinds.split(",") if asked.draft is None else ["model"]
+        kinds = [(kind, texts[kind]) for kind in wanted]
         for kind, predictions in kinds:
             speeds: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(1 + asked.runs):

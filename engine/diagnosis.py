@@ -148,12 +148,13 @@ def _checksums(config: WorkerConfig) -> Iterator[Finding]:
 
 def _texts(config: EngineConfig) -> Iterator[Finding]:
     try:
-        template = load_texts(config.worker).template
+        texts = load_texts(config.worker)
+        texts.trial.judge()
     except TokenizerError as error:
         yield _fault("tokenizer", error.what, error.fix)
         return
     yield _fine("tokenizer", "readable")
-    if template.is_present:
+    if texts.template.is_present:
         yield _fine("chat template", "readable")
     else:
         yield Finding(

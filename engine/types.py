@@ -296,6 +296,8 @@ class ModelInfo:
     has_chat_template: bool = False
     chat_template: str = ""
     """Source of the chat template; of several, the one for requests with tools."""
+    response_template: str = ""
+    """JSON text of the checkpoint's template for reading replies; empty without one."""
     added_tokens: dict[str, int] = field(default_factory=dict)
     """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
     adapters: tuple[ServedAdapter, ...] = ()

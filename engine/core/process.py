@@ -30,7 +30,7 @@ from engine.processes.child_process import (
     die_with_parent,
     leave_signals_to_parent,
 )
-from engine.processes.garbage import keep_what_is_loaded
+from engine.processes.garbage import keep_what_is_loaded, only_imports
 from engine.processes.process_end import (
     EXIT_UNEXPECTED,
     EXIT_WORKER_BROKEN,
@@ -78,11 +78,13 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     started_s = time.monotonic()
     mailbox.send(Loading(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0)))
     placed = None if config.ray is None else RayNodes(directory)
-    # Not at the top: importing torch takes seconds, and the first message should leave before.
-    import_torch(config.worker.device)
-    from worker.attention.interface import num_layers_begun
-    from worker.sampling.grammar_rows import num_masks_begun
-    from worker.worker_errors import StartupError
+    # Not at the top: importing torch takes a second, and the first message should leave before.
+    with only_imports():
+        import_torch(config.worker.device)
+        from worker.attention.interface import num_layers_begun
+        from worker.sampling.grammar_rows import num_masks_begun
+        from worker.worker import Worker as _  # noqa: F401 - loaded for _open_worker
+        from worker.worker_errors import StartupError
 
     try:
         worker, group, stage = _open_worker(config, mailbox, directory, placed)

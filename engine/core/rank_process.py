@@ -30,7 +30,7 @@ from engine.processes.child_process import (
     die_with_parent,
     leave_signals_to_parent,
 )
-from engine.processes.garbage import keep_what_is_loaded
+from engine.processes.garbage import keep_what_is_loaded, only_imports
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.processes.transport import PulseSide
 from worker.devices.put_off import import_torch
@@ -61,13 +61,14 @@ def main(directory: Path, parent_pid: int, log_level: int, place: RankPlace) -> 
 
 def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     started_s = time.monotonic()
-    # Not at the top: importing torch takes seconds.
-    import_torch(config.worker.device)
-    from engine.nodes.links import Links
-    from worker.attention.interface import num_layers_begun
-    from worker.ranks.shared_ranks import open_ranks
-    from worker.worker import Worker
-    from worker.worker_errors import StartupError
+    # Not at the top: importing torch takes a second.
+    with only_imports():
+        import_torch(config.worker.device)
+        from engine.nodes.links import Links
+        from worker.attention.interface import num_layers_begun
+        from worker.ranks.shared_ranks import open_ranks
+        from worker.worker import Worker
+        from worker.worker_errors import StartupError
 
     links = Links(directory, place) if place.is_linked else None
     plans = links or PlansIn(directory, rank=place.rank)

@@ -72,7 +72,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Raises OptionError if the ports of KV events cannot be had."""
         self._config = config
-        self._tokenizer, self._template = load_texts(config.worker)
+        self._tokenizer, self._template, self._trial, self._response_template = load_texts(config.worker)
         self._texts = TokenizerThreads(self._tokenizer, self._template)
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(
@@ -110,6 +110,10 @@ class AsyncEngine:
     async def begun(self) -> None:
         """Wait until the first engine processes have been started, or could not be."""
         await self._engines.begun()
+
+    async def texts_are_tried(self) -> None:
+        """Wait for the trial of the tokenizer; no client's text may come before. Raises TokenizerError."""
+        await asyncio.to_thread(self._trial.judge)
 
     async def gave_up(self) -> GaveUp | None:
         """Wait until no engine process will run any more, and return why; None after `close`."""
@@ -149,6 +153,7 @@ class AsyncEngine:
         if self._supervision is not None:
             await self._supervision
         await self._grammars.close()
+        self._trial.close()
         self._texts.close()
         if self._kv_events is not None:
             self._kv_events.close()
@@ -414,7 +419,8 @@ class AsyncEngine:
             chat_template=self._template.source_with_tools,
             added_tokens=self._tokenizer.added_tokens,
         )
-        self._info = replace(info, adapters=self._adapters.served)
+        adapters, template = self._adapters.served, self._response_template
+        self._info = replace(info, adapters=adapters, response_template=template)
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())
         options = self._config.scheduler

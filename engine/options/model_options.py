@@ -19,15 +19,17 @@ TOOL_CALL_PARSERS = Choice(
     )
 )
 TOOL_CALL_HELP = (
-    "How the model writes tool calls, for requests that leave the choice to it. auto looks at the chat "
-    "template; generic shows the tools in the prompt and lets a grammar keep to their schemas, for models "
-    "that were not trained to call, at the cost of a mask for each token; none refuses."
+    "How the model writes tool calls, for requests that leave the choice to it. auto takes the "
+    "checkpoint's response_template if it has one, else looks at the chat template; generic shows the "
+    "tools in the prompt and lets a grammar keep to their schemas, for models that were not trained "
+    "to call, at the cost of a mask for each token; none refuses."
 )
 REASONING_PARSERS = Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"))
 REASONING_HELP = (
     "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
-    "</think>, mistral [THINK], harmony the channels of gpt-oss. auto looks for the marks in the chat "
-    "template and the tokenizer."
+    "</think>, mistral [THINK], harmony the channels of gpt-oss. auto takes the checkpoint's "
+    "response_template if it has one, else looks for the marks in the chat template and the tokenizer. "
+    "A name for either parser sets the template aside."
 )
 
 

@@ -4,12 +4,14 @@ Owns: the comparison with the operator's list of checksums, if there is one, bef
 Never: parses them (tokenizer.py, chat_template.py), or reads weights (worker/startup/loader.py).
 """
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
-from engine.text.tokenizer_trial import trial
+from engine.text.tokenizer import read_json as read_tokenizer_json
+from engine.text.tokenizer_trial import Trial
 from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import merged
@@ -18,10 +20,14 @@ from worker.worker_errors import StartupError
 
 
 class CheckpointTexts(NamedTuple):
-    """The tokenizer and the chat template of a checkpoint."""
+    """The tokenizer and the templates of a checkpoint."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
+    trial: Trial
+    """The trial of the tokenizer's patterns, which goes on. No client's text comes before its end."""
+    response_template: str
+    """JSON text; empty without one."""
 
 
 def check_files(config: WorkerConfig) -> None:
@@ -51,15 +57,29 @@ def _plain_context(content: dict[str, Any]) -> int:
 
 
 def load_texts(config: WorkerConfig) -> CheckpointTexts:
-    """Check and load both. Raises TokenizerError."""
+    """Check and load all; begin the trial beside that. Raises TokenizerError."""
     folder = Path(config.model_path)
     if config.checksums_file is not None:
         try:
             Checksums.read(Path(config.checksums_file)).check_texts(folder)
         except StartupError as error:
             raise TokenizerError(error.what, error.fix) from error
-    with trial(folder / "tokenizer.json"):
-        tokenizer = Tokenizer.load(folder)
     file = None if config.chat_template_file is None else Path(config.chat_template_file)
-    template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
-    return CheckpointTexts(tokenizer, template)
+    trial = Trial(folder / "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
+        response_template = read_response_template(folder)
+    except BaseException:
+        trial.close()
+        raise
+    return CheckpointTexts(tokenizer, template, trial, response_template)
+
+
+def read_response_template(folder: Path) -> str:
+    """Return the JSON text of the template by which replies are read; empty without one.
+
+    Nothing of it is compiled here. Raises TokenizerError for a broken tokenizer_config.json.
+    """
+    found = read_tokenizer_json(folder / "tokenizer_config.json").get("response_template")
+    return "" if found is None else json.dumps(found)

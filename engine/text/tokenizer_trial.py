@@ -7,14 +7,13 @@ A checkpoint brings the expressions by which its tokenizer splits texts. One tha
 for a short text, or fail, and a thread that tokenizes cannot be ended.
 """
 
-import contextlib
 import json
 import re
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,36 +36,44 @@ _NOT_USUAL = 3
 """Exit code; the reason is on standard output."""
 
 
-@contextlib.contextmanager
-def trial(file: Path) -> Generator[None, None, None]:
-    """Try the patterns of a tokenizer.json in another process, beside the work in this context.
+class Trial:
+    """Trial of the patterns of a tokenizer.json in another process, beside other work, until `close`."""
 
-    Raises TokenizerError at its end. Without expressions in the file there is no process.
-    """
-    if b'"Regex"' not in _content(file):
-        yield
-        return
-    process = subprocess.Popen(
-        [*child_process.INTERPRETER, "-m", "engine.text.tokenizer_trial", str(file)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # the library writes its stack there
-        env={**child_environment(), "RAYON_NUM_THREADS": "1"},
-    )
-    try:
-        yield
-        reason, _ = process.communicate(timeout=_MAX_WAIT_S)
-    except subprocess.TimeoutExpired:
-        reason = b""  # and no exit code, unlike one that ended
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode:
-        raise TokenizerError(
-            f"{file} splits texts by a pattern that takes too long:"
-            f" {reason.decode(errors='replace').strip() or 'its trial had to be ended'}",
-            "serve a checkpoint whose pattern does not backtrack: with this one a client can stop the server",
-        )
+    def __init__(self, file: Path) -> None:
+        """Without expressions in the file there is no process."""
+        self._file = file
+        self._process: subprocess.Popen[bytes] | None = None
+        if b'"Regex"' in _content(file):
+            self._process = subprocess.Popen(
+                [*child_process.INTERPRETER, "-m", "engine.text.tokenizer_trial", str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # the library writes its stack there
+                env={**child_environment(), "RAYON_NUM_THREADS": "1"},
+            )
+
+    def judge(self) -> None:
+        """Wait for its end. Raises TokenizerError."""
+        if self._process is None:
+            return
+        try:
+            reason, _ = self._process.communicate(timeout=_MAX_WAIT_S)
+        except subprocess.TimeoutExpired:
+            reason = b""  # and no exit code, unlike one that ended
+        self.close()
+        if self._process.returncode:
+            raise TokenizerError(
+                f"{self._file} splits texts by a pattern that takes too long:"
+                f" {reason.decode(errors='replace').strip() or 'its trial had to be ended'}",
+                "serve a checkpoint whose pattern does not backtrack:"
+                " with this one a client can stop the server",
+            )
+
+    def close(self) -> None:
+        """End the process if it still runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def _content(file: Path) -> bytes:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -17,10 +18,10 @@ from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
+from server.response_templates.template_choice import check_template
 from server.startup.banner import LoadingDisplay
 
 _BAD_MODEL = 78
-_PROGRESS_EVERY_S = 0.25
 
 
 class CannotLoad(Exception):
@@ -35,9 +36,10 @@ class CannotLoad(Exception):
 async def local_app(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[FastAPI]:
     """Ready when this yields; leaving ends the engine process. Raises CannotLoad."""
     try:
+        check_template(Path(engine_config.model_path), server_config)
         engine = AsyncEngine(engine_config)
     except TokenizerError as error:
-        raise CannotLoad(f"{error.what}; {error.fix}", _BAD_MODEL) from None
+        raise _unusable(error) from None
     engine.start()
     try:
         await _load(engine)
@@ -69,18 +71,16 @@ async def while_it_lives(engine: AsyncEngine) -> AsyncIterator[None]:
         watching.cancel()
 
 
+def _unusable(error: TokenizerError) -> CannotLoad:
+    return CannotLoad(f"{error.what}; {error.fix}", _BAD_MODEL)
+
+
 async def _load(engine: AsyncEngine) -> None:
-    display = LoadingDisplay(sys.stderr)
-    ready = asyncio.create_task(engine.ready())
     try:
-        while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
-            health = engine.health()
-            display.update(health.progress, health.detail)
-    finally:
-        ready.cancel()
-        display.close()
-    try:
-        ready.result()
+        await engine.texts_are_tried()
+        await LoadingDisplay(sys.stderr).follow(engine)
+    except TokenizerError as error:
+        raise _unusable(error) from None
     except EngineUnavailable:
         gave_up = await engine.gave_up()
         if gave_up is None:

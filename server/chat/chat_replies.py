@@ -16,10 +16,9 @@ from server.chat.message_reader import (
     ToolCall,
     reasoning_fields,
 )
-from server.chat.reasoning import Reasoning
 from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, Tally, shown_times
 from server.generate.wire_logprobs import chat_logprobs, prompt_logprobs
-from server.tool_calls.events import Arguments, Content
+from server.tool_calls.events import Arguments, Content, Reasoning
 
 
 class ChatReply:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from engine.errors import RequestRejected
 from engine.types import ChatOptions, GenerationRequest, ModelInfo
 from server.chat.chat_protocol import ChatCompletionRequest
-from server.chat.message_reader import Reading, ShownReasoning
+from server.chat.message_reader import Reading, ShownReasoning, no_calls
 from server.chat.reasoning import ReasoningStart
-from server.chat.reasoning_styles import THINK, ReasoningStyle, find_style
+from server.chat.reasoning_styles import THINK, ReasoningStyle, TemplateSplitter, find_style, style_of
 from server.chat.template_input import template_input, turns_reasoning_off
 from server.chat.tool_protocol import ToolChoiceObject
 from server.chat.tool_use import ToolUse, tool_use_of
@@ -31,10 +31,15 @@ from server.generate.engine_requests import (
 )
 from server.generate.structured_output import WantedGrammar, answer_schema, check_can_end, wanted_grammar
 from server.http.edge import Edge, Engine
-from server.tool_calls.dialects import find_dialect
+from server.response_templates.template import ResponseTemplate, Role
+from server.response_templates.template_choice import find_template
+from server.response_templates.template_reader import TemplateReader
+from server.tool_calls.dialects import Dialect, find_dialect
 
 _NUM_TAIL_TOKENS = 12
 """Enough for a mark that is no single token, and the white space behind it."""
+_NUM_ANCHOR_TOKENS = (64, 512, 4096)
+"""Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
 _NAMES = FieldNames("messages", "max_completion_tokens")
 _OLDER_NAMES = FieldNames("messages", "max_tokens")
 
@@ -51,7 +56,8 @@ class ChatTurn:
 async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
     """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded."""
     engine, info = edge.engine, edge.engine.info
-    tool_use = tool_use_of(body, find_dialect(edge.parsers.tool_calls, info.chat_template))
+    template = find_template(edge.parsers, info)
+    tool_use = tool_use_of(body, _dialect(edge, body, template))
     grammar = _wanted_grammar(body, tool_use, info)
     messages, options = template_input(body, info, tool_use)
     rendered = await engine.encode_chat(messages, options)
@@ -60,38 +66,89 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     if tool_use.offered:
         tool_use = tool_use.opened_by(raw_text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]))
         grammar = _wanted_grammar(body, tool_use, info)
-    style = find_style(edge.parsers.reasoning, info)
+    style = find_style(edge.parsers.reasoning, info) if template is None else style_of(template)
     start = _reasoning_start(edge.engine, style, body, prompt_ids)
     if grammar is not None and style is not None:
         prompt_ids, start = await _before_grammar(edge.engine, style, options, prompt_ids, start)
         grammar = _after_reasoning(grammar, info, style, start)
+    shown_ids = _shown_special_ids(tool_use, info, style if start is not ReasoningStart.NONE else None)
+    reading = _reading(body, info, tool_use, style, start)
+    if template is not None and grammar is None:
+        shown_ids |= {token_id for token, token_id in info.added_tokens.items() if template.names(token)}
+        reading = _by_template(reading, template, tool_use, _end_of_prompt(engine, prompt_ids, template))
     check_num_prompt_logprobs(body.prompt_logprobs, len(prompt_ids), param="prompt_logprobs")
-    wanted = _wanted(
-        body, grammar, _shown_special_ids(tool_use, info, style if start is not ReasoningStart.NONE else None)
-    )
+    wanted = _wanted(body, grammar, shown_ids)
     (request,) = await engine_requests(engine, body, {origin.reply_id: prompt_ids}, wanted, origin)
     prediction = await _prediction(engine, body, max_tokens=request.params.max_tokens)
     return ChatTurn(
         prompt_ids=prompt_ids,
         request=replace(request, prediction=prediction) if prediction else request,
-        reading=Reading(
-            reasoning=start,
-            shown_reasoning=ShownReasoning.COUNT if body.include_reasoning is False else ShownReasoning.ALL,
-            style=style or THINK,
-            reasoning_end_id=None if style is None else info.added_tokens.get(style.end),
-            reports_reasoning=style is not None,
-            new_parser=tool_use.new_parser,
-            max_calls=tool_use.max_calls,
-            new_call_id=tool_use.new_call_id,
-            finish_reason_of_calls=tool_use.finish_reason,
-        ),
+        reading=reading,
     )
+
+
+def _reading(
+    body: ChatCompletionRequest,
+    info: ModelInfo,
+    tool_use: ToolUse,
+    style: ReasoningStyle | None,
+    start: ReasoningStart,
+) -> Reading:
+    return Reading(
+        reasoning=start,
+        shown_reasoning=ShownReasoning.COUNT if body.include_reasoning is False else ShownReasoning.ALL,
+        style=style or THINK,
+        reasoning_end_id=None if style is None else info.added_tokens.get(style.end),
+        reports_reasoning=style is not None,
+        new_parser=tool_use.new_parser,
+        max_calls=tool_use.max_calls,
+        new_call_id=tool_use.new_call_id,
+        finish_reason_of_calls=tool_use.finish_reason,
+    )
+
+
+def _by_template(
+    reading: Reading, template: ResponseTemplate, tool_use: ToolUse, end_of_prompt: str
+) -> Reading:
+    """Read the reply by the checkpoint's template, which has begun to read in the prompt."""
+    schemas = tool_use.schemas if tool_use.offered else None
+
+    def new_splitter(_: ReasoningStart) -> TemplateSplitter:
+        reader = TemplateReader(template, schemas)
+        reader.begin_behind(end_of_prompt)
+        return TemplateSplitter(reader)
+
+    return replace(
+        reading,
+        reasoning=ReasoningStart.POSSIBLE,
+        style=replace(reading.style, new_splitter=new_splitter),
+        reports_reasoning=template.field_of(Role.REASONING) is not None,
+        new_parser=no_calls if template.field_of(Role.CALLS) is not None else reading.new_parser,
+    )
+
+
+def _end_of_prompt(engine: Engine, prompt_ids: TokenIds, template: ResponseTemplate) -> str:
+    """Text of the prompt behind the last anchor; empty if there is none near its end."""
+    for num_tokens in _NUM_ANCHOR_TOKENS:
+        end = template.behind_anchor(raw_text(engine, prompt_ids[-num_tokens:]))
+        if end is not None:
+            return end
+    return ""
+
+
+def _dialect(edge: Edge, body: ChatCompletionRequest, template: ResponseTemplate | None) -> Dialect | None:
+    """The dialect of the model. One that its own template reads was trained, though no row knows it."""
+    dialect = find_dialect(edge.parsers.tool_calls, edge.engine.info.chat_template)
+    has_calls = template is not None and template.field_of(Role.CALLS) is not None
+    if dialect is None or not has_calls or wanted_grammar(body) is not None:
+        return dialect
+    return replace(dialect, is_trained=True)
 
 
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> TokenIds:
     """The prompt that a request would have, for counting its tokens. Raises RequestRejected, Overloaded."""
     info = edge.engine.info
-    dialect = find_dialect(edge.parsers.tool_calls, info.chat_template)
+    dialect = _dialect(edge, chat, find_template(edge.parsers, info))
     if chat.tools and dialect is None:
         # Where calls are not read, a choice that needs no reader has the same prompt.
         chat = chat.model_copy(update={"tool_choice": ToolChoiceObject(type="required")})

@@ -10,8 +10,8 @@ Source: the description of the format that OpenAI published with gpt-oss.
 
 from collections.abc import Callable
 
-from server.chat.reasoning import Phase, Pieces, Reasoning, ReasoningStart, Splitter
-from server.tool_calls.events import Content
+from server.chat.reasoning import Phase, ReasoningStart, Splitter
+from server.tool_calls.events import Content, Reasoning
 from server.tool_calls.marks import MarkFinder
 
 START = "<|start|>"
@@ -33,22 +33,22 @@ class HarmonySplitter(Splitter):
         self._finder = MarkFinder(*MARKS)
         self._header: list[str] = []
         self._is_call = False
-        self._pieces: list[Pieces] = []
+        self._pieces: list[Reasoning | Content] = []
         in_header = start is ReasoningStart.POSSIBLE
         self._state: Callable[[str, str], None] = self._in_header if in_header else self._in_body
 
-    def feed(self, text: str) -> list[Pieces]:
+    def feed(self, text: str) -> list[Reasoning | Content]:
         for char in text:
             self._state(*self._finder.push(char))
         return self._take()
 
-    def finish(self) -> list[Pieces]:
+    def finish(self) -> list[Reasoning | Content]:
         self._state(self._finder.flush(), "")
         if self._header:
             self._answer_without_header()
         return self._take()
 
-    def _take(self) -> list[Pieces]:
+    def _take(self) -> list[Reasoning | Content]:
         taken, self._pieces = self._pieces, []
         return _joined(taken)
 
@@ -99,9 +99,9 @@ class HarmonySplitter(Splitter):
             self._pieces.append(Reasoning(text) if is_reasoning else Content(text))
 
 
-def _joined(pieces: list[Pieces]) -> list[Pieces]:
+def _joined(pieces: list[Reasoning | Content]) -> list[Reasoning | Content]:
     """Join neighbours of one kind."""
-    joined: list[Pieces] = []
+    joined: list[Reasoning | Content] = []
     for piece in pieces:
         if joined and type(joined[-1]) is type(piece):
             joined[-1] = type(piece)(joined[-1].text + piece.text)

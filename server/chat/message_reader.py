@@ -1,7 +1,8 @@
 """The text of one choice, split into reasoning, answer and tool calls.
 
 Owns: the order of the readers (reasoning first, then calls), ids of calls, the count of reasoning tokens.
-Never: finds marks itself (reasoning.py, tool_calls/), or knows the shape of a reply (chat_replies.py).
+Never: finds marks itself (reasoning.py, tool_calls/, response_templates/), or knows the shape of a reply
+(chat_replies.py).
 """
 
 import secrets
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from server.chat.reasoning import Phase, Reasoning, ReasoningStart
+from server.chat.reasoning import Phase, Pieces, ReasoningStart
 from server.chat.reasoning_styles import THINK, ReasoningStyle
-from server.tool_calls.events import Arguments, CallStart, Content, ToolCallParser, ToolEvent
+from server.tool_calls.events import Arguments, CallStart, Content, Reasoning, ToolCallParser, ToolEvent
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -115,20 +116,24 @@ class MessageReader:
         `stop_reason` is the stop string or stop token that the caller has set and met. Inside of a call it
         leaves nothing to call.
         """
-        is_cut_off = stop_reason is not None and self._parser is not None and self._parser.is_inside_call
+        parser = self._splitter if self._parser is None else self._parser
+        is_cut_off = stop_reason is not None and parser.is_inside_call
         is_called = reason == "stop" and self._num_calls > 0 and not is_cut_off
         return self._reading.finish_reason_of_calls if is_called else reason
 
-    def _read(self, events: list[Reasoning | Content]) -> list[Piece]:
+    def _read(self, events: Sequence[Pieces]) -> list[Piece]:
         pieces: list[Piece] = []
         for event in events:
-            if isinstance(event, Content) and self._parser is not None:
+            if isinstance(event, Reasoning):
+                if self._reading.shown_reasoning is ShownReasoning.ALL:
+                    pieces.append(event)
+            elif isinstance(event, Content) and self._parser is not None:
                 pieces += self._allowed(self._parser.feed(event.text))
-            elif isinstance(event, Content) or self._reading.shown_reasoning is ShownReasoning.ALL:
-                pieces.append(event)
+            else:
+                pieces += self._allowed((event,))
         return pieces
 
-    def _allowed(self, events: list[ToolEvent]) -> list[Piece]:
+    def _allowed(self, events: Sequence[ToolEvent]) -> list[Piece]:
         """Calls beyond the allowed number are left out."""
         limit = self._reading.max_calls
         pieces: list[Piece] = []

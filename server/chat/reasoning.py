@@ -6,19 +6,11 @@ Pure: fed with text in pieces of any size. The pieces, joined, are the same howe
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import Enum, StrEnum
 
-from server.tool_calls.events import Content
+from server.tool_calls.events import Content, Reasoning, ToolEvent
 from server.tool_calls.marks import MarkFinder
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text of the block, without its marks and the white space inside and behind them."""
-
-    text: str
 
 
 class ReasoningStart(StrEnum):
@@ -37,7 +29,7 @@ class Phase(Enum):
     ANSWER = "answer"
 
 
-Pieces = Reasoning | Content
+Pieces = Reasoning | ToolEvent
 
 
 class Splitter(ABC):
@@ -50,12 +42,17 @@ class Splitter(ABC):
         self.has_block = start is ReasoningStart.OPEN
         """The block has begun, by now; empty or not."""
 
+    @property
+    def is_inside_call(self) -> bool:
+        """A call has begun and not ended, where calls are read here too."""
+        return False
+
     @abstractmethod
-    def feed(self, text: str) -> list[Pieces]:
+    def feed(self, text: str) -> Sequence[Pieces]:
         """Return the pieces that are certain by now."""
 
     @abstractmethod
-    def finish(self) -> list[Pieces]:
+    def finish(self) -> Sequence[Pieces]:
         """The text has ended."""
 
 

@@ -121,8 +121,13 @@ class ToolUse:
         return replace(self, mode=ToolMode.OPENED) if is_opened else self
 
     @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the parameters, by the name of the tool."""
+        return {function.name: function.parameters or {} for function in self.callable}
+
+    @property
     def new_parser(self) -> Callable[[], ToolCallParser | None]:
-        schemas = {function.name: function.parameters or {} for function in self.callable}
+        schemas = self.schemas
         if self.mode is ToolMode.NAMED:
             return lambda: ForcedCallParser(self.callable[0].name)
         if self.mode is ToolMode.REQUIRED:

@@ -44,6 +44,8 @@ from server.ollama.ollama_protocol import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
+from server.response_templates.template import Role
+from server.response_templates.template_choice import find_template
 from server.tool_calls.dialects import find_dialect
 
 _CHAT, _GENERATE, _SHOW = "/api/chat", "/api/generate", "/api/show"
@@ -185,9 +187,11 @@ def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
     if info.pooling is not None:
         return ["embedding"]
     found = ["completion"]
+    template = find_template(edge.parsers, info)
     if find_dialect(edge.parsers.tool_calls, info.chat_template) is not None:
         found.append("tools")
-    if find_style(edge.parsers.reasoning, info) is not None:
+    has_style = find_style(edge.parsers.reasoning, info) is not None
+    if has_style if template is None else template.field_of(Role.REASONING) is not None:
         found.append("thinking")
     return found
 

@@ -4,13 +4,14 @@ Owns: words and layout.
 Never: measures or decides; every number comes from ModelInfo or the configuration.
 """
 
+import asyncio
 import json
 import math
 import shlex
 import shutil
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.logs.log_setup import ERASE_LINE
 from engine.options.edge_config import Page
@@ -18,8 +19,12 @@ from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo, PoolingTask
 from server.http.http_client import DEFAULT_URL
 
+if TYPE_CHECKING:
+    from engine.frontend.client import AsyncEngine
+
 _UNIX = "unix:"
 _BAR_WIDTH = 20
+_PROGRESS_EVERY_S = 0.25
 _PLAIN_LINES_EVERY_S = 2.0
 _MIN_FRACTION_FOR_ESTIMATE = 0.02
 _ERASE_LINE = ERASE_LINE.decode()
@@ -169,6 +174,18 @@ class LoadingDisplay:
         else:
             self._stream.write(f"loading: {text.strip()}\n")
         self._stream.flush()
+
+    async def follow(self, engine: "AsyncEngine") -> ModelInfo:
+        """Show how far the model is loaded until it is, and return its facts. Raises EngineUnavailable."""
+        ready = asyncio.create_task(engine.ready())
+        try:
+            while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
+                health = engine.health()
+                self.update(health.progress, health.detail)
+            return ready.result()
+        finally:
+            ready.cancel()
+            self.close()
 
     def close(self) -> None:
         """Leaves a clean line behind. May be called twice."""

@@ -8,15 +8,18 @@ Never: options (cli.py), HTTP or the order of the end (serving.py).
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.frontend.client import AsyncEngine
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.options.option_declaration import OptionError
+from engine.processes.garbage import only_imports
 from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.http.listening import CannotListen, Listeners
+from server.response_templates.template_choice import check_template
 from server.startup.announcement import Announcement
 from server.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
 
@@ -34,7 +37,9 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
     ):
         announcement = Announcement(logs)
         try:
+            _check_state(server_config)
             check_files(engine_config.worker)
+            check_template(Path(engine_config.model_path), server_config)
             return runner.run(_launch(engine_config, server_config, listeners, announcement))
         except TokenizerError as error:
             return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
@@ -63,12 +68,21 @@ async def _launch(
     try:
         await engine.begun()
         # Not at the top: a second of imports, beside those of the engine process.
-        from server.startup.serving import serve
-
+        with only_imports():
+            from server.startup.serving import serve
+        await engine.texts_are_tried()
         return await serve(launched, announcement)
     finally:
         await engine.close()
         launched.signals.restore()
+
+
+def _check_state(config: ServerConfig) -> None:
+    """Open the folder of files and batches once before there is an engine process. Raises OptionError."""
+    if config.edge.state_folder is not None:
+        from server.state.state_store import open_store  # not at the top: few have one
+
+        open_store(config.edge.state_folder, max_bytes=config.edge.state_max_bytes).close()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
-_PROGRESS_EVERY_S = 0.25
 # After the drain every reply has been made; this is for carrying it out.
 _GOODBYE_S = 3
 
@@ -204,17 +203,9 @@ async def _announce(
     url: str,
 ) -> None:
     """Show progress while the model loads, then a summary of it."""
-    display = announcement.loading_display()
-    ready = asyncio.create_task(engine.ready())
-    try:
-        while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
-            health = engine.health()
-            display.update(health.progress, health.detail)
-    finally:
-        ready.cancel()
-        display.close()
     with contextlib.suppress(EngineUnavailable):  # reported by `_until_the_end`
-        announcement.ready(ready.result(), engine_config, server_config, url=url)
+        info = await announcement.loading_display().follow(engine)
+        announcement.ready(info, engine_config, server_config, url=url)
 
 
 def _http_server(app: FastAPI, tls: LiveTls | None) -> uvicorn.Server:

@@ -6,7 +6,6 @@ Owns: the refusal of routes where no folder is given, and the owner of a request
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import orjson
@@ -15,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from engine.options.option_declaration import OptionError
 from server.access.auth import KEY_NAME
 from server.http.edge import EdgeSettings
 from server.refusals import unsupported
-from server.state.state_store import FileInUse, Page, StateStore, StorageFull
+from server.state.state_store import FileInUse, Page, StateStore, StorageFull, open_store
 
 ResultT = TypeVar("ResultT")
 
@@ -31,11 +29,7 @@ class StateDesk:
         """Raises OptionError if the folder cannot be used."""
         self._store: StateStore | None = None
         if folder is not None:
-            try:
-                self._store = StateStore(Path(folder), max_bytes=max_bytes)
-            except Exception as error:
-                fix = "name a folder that this user may write"
-                raise OptionError(f"--state-folder {folder}", f"it cannot be used ({error})", fix) from error
+            self._store = open_store(folder, max_bytes=max_bytes)
         self.changed = asyncio.Event()
         """Set when a batch was added or is to be cancelled."""
 

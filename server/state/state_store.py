@@ -17,6 +17,8 @@ from typing import Any
 
 import orjson
 
+from engine.options.option_declaration import OptionError
+
 MAX_FILES_OF_OWNER = 1000
 MAX_OPEN_BATCHES_OF_OWNER = 100
 _DATABASE = "tokenyard.sqlite"
@@ -88,6 +90,15 @@ class ResponseBounds:
     max_responses: int
     max_bytes: int
     ttl_s: float
+
+
+def open_store(folder: str, *, max_bytes: int) -> "StateStore":
+    """Open the database in a folder, or make it. Raises OptionError if the folder cannot be used."""
+    try:
+        return StateStore(Path(folder), max_bytes=max_bytes)
+    except Exception as error:
+        fix = "name a folder that this user may write"
+        raise OptionError(f"--state-folder {folder}", f"it cannot be used ({error})", fix) from error
 
 
 class StateStore:

@@ -73,7 +73,7 @@ class BraceCallParser(ToolCallParser):
         try:
             if not brace or not name.strip():
                 raise ValueError
-            arguments = _Reader("{" + rest, self._syntax.quote).read_all()
+            arguments = read_braces("{" + rest, ((self._syntax.quote, self._syntax.quote),))
         except ValueError:
             self._log.content(self._syntax.opening + text + mark)
         else:
@@ -83,16 +83,24 @@ class BraceCallParser(ToolCallParser):
         self._state = self._in_text
 
 
+def read_braces(text: str, quotes: tuple[tuple[str, str], ...]) -> str:
+    """Return the JSON text of a value with unquoted keys, and strings between these quotes or JSON's.
+
+    Raises ValueError if the text is none.
+    """
+    return _Reader(text, (*quotes, ('"', '"'))).read_all()
+
+
 class _Reader:
     """Reads a value from a text, by places in it. Every method raises ValueError if there is none."""
 
-    def __init__(self, text: str, quote: str) -> None:
+    def __init__(self, text: str, quotes: tuple[tuple[str, str], ...]) -> None:
         self._text = text
-        self._quote = quote
+        self._quotes = quotes
         self._at = 0
 
     def read_all(self) -> str:
-        """Return the JSON text of the object that the whole text is."""
+        """Return the JSON text of the value that the whole text is."""
         value = self._value(0)
         self._skip_spaces()
         if self._at != len(self._text):
@@ -107,9 +115,9 @@ class _Reader:
             return "{" + ", ".join(self._items("}", depth, has_keys=True)) + "}"
         if self._takes("["):
             return "[" + ", ".join(self._items("]", depth, has_keys=False)) + "]"
-        for quote in (self._quote, '"'):
-            if self._takes(quote):
-                return json.dumps(self._until(quote), ensure_ascii=False)
+        for opening, closing in self._quotes:
+            if self._takes(opening):
+                return json.dumps(self._until(closing), ensure_ascii=False)
         return _scalar(self._bare(",}]"))
 
     def _items(self, closing: str, depth: int, *, has_keys: bool) -> list[str]:
@@ -125,9 +133,9 @@ class _Reader:
 
     def _pair(self, depth: int) -> str:
         self._skip_spaces()
-        for quote in (self._quote, '"'):
-            if self._takes(quote):
-                key = self._until(quote)
+        for opening, closing in self._quotes:
+            if self._takes(opening):
+                key = self._until(closing)
                 self._skip_spaces()
                 break
         else:

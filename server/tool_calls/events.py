@@ -1,10 +1,17 @@
-"""Events of a text: content, the start of a call, a piece of a call's arguments.
+"""Events of a text: reasoning, content, the start of a call, a piece of a call's arguments.
 
 Owns: the order of events, and the treatment of white space beside calls.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the block of reasoning, without its marks and the white space inside and behind them."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ class CpuToolkit:
             linear = self._head_quantization.quantize(linear)  # codes stay as they are
         weight = pack_linear(linear, self._inputs)
         model.set_output_embeddings(PackedOutput(weight, self._kernels))
-        if is_tied and self._inputs is Inputs.AS_THEY_ARE:
+        if is_tied:
             embedding.look_up_in(lambda indices_U: grouped_rows(weight, indices_U))
 
     def _divide_output(self, model: Any, linear: Linear) -> None:

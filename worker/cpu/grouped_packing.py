@@ -41,7 +41,8 @@ class Inputs(Enum):
     AS_THEY_ARE = "as they are"
     """Exact to the weight's numbers: sums are of products of bfloat16 or float32 numbers."""
     INT8 = "int8"
-    """Rounded to 255 whole numbers times a scale for each row: faster, and another result."""
+    """Rounded to 255 whole numbers times a scale for each row, a finer one in groups of smaller numbers.
+    Faster, and another result."""
 
 
 class _Kind(IntEnum):
@@ -102,20 +103,17 @@ def pack_grouped_gate_up(
 
 
 def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
-    """Look up rows of a packed weight whose inputs are taken as they are: numbers [U, K] in float32."""
+    """Look up rows of a packed weight as the kernels multiply by them: numbers [U, K] in float32."""
     grouped, numbers = packed.c.grouped, packed.numbers
-    _, table, _, permutation = packed.kept
+    _, table, lookup, permutation = packed.kept
     assert numbers is not None
     assert permutation is None
-    assert not grouped.takes_bytes
     block_U, column_U = indices_U // COLUMNS, indices_U % COLUMNS
-    half_U, lane_U = column_U // _HALF, column_U % _HALF
-    if table is not None:
-        found = packed.data[block_U, :, lane_U] >> (4 * half_U[:, None, None, None]).to(torch.uint8) & 15
-        numbers_UK = table[found.transpose(2, 3).flatten(1).int()]
+    codes_UK = _codes_of_rows(packed, block_U, column_U)
+    if not grouped.takes_bytes:
+        numbers_UK = codes_UK.view(_DTYPES[grouped.kind]).float() if table is None else table[codes_UK.int()]
     else:
-        found = packed.data[block_U, :, lane_U // 4, half_U, lane_U % 4].flatten(1)
-        numbers_UK = found.view(_DTYPES[grouped.kind]).float()
+        numbers_UK = (codes_UK if lookup is None else lookup[codes_UK.int()]).float() - grouped.shift
     numbers_UGS = numbers_UK.view(len(indices_U), -1, int(grouped.group_size))
     scales, offsets = numbers
     scales_UG: Tensor | None = scales.rows(block_U, column_U)
@@ -125,6 +123,20 @@ def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
     if offsets_UG is not None:
         numbers_UGS = numbers_UGS - offsets_UG.unsqueeze(2)
     return numbers_UGS.flatten(1)
+
+
+def _codes_of_rows(packed: PackedWeight, block_U: Tensor, column_U: Tensor) -> Tensor:
+    """Undo `_data` for some outputs: codes [U, K] of a byte each."""
+    half_U, lane_U = column_U // _HALF, column_U % _HALF
+    grouped, data = packed.c.grouped, packed.data
+    if grouped.kind != _Kind.NIBBLES:
+        if grouped.takes_bytes:
+            return data[block_U, :, half_U, lane_U].flatten(1)
+        return data[block_U, :, lane_U // 4, half_U, lane_U % 4].flatten(1)
+    shift_U = (4 * half_U).to(torch.uint8)
+    if grouped.takes_bytes:
+        return (data[block_U, :, lane_U] >> shift_U[:, None, None] & 15).flatten(1)
+    return (data[block_U, :, lane_U] >> shift_U[:, None, None, None] & 15).transpose(2, 3).flatten(1)
 
 
 def _pack(

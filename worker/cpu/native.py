@@ -91,6 +91,7 @@ class CProduct(Structure):
         ("multiplier", c_float),
         ("run_sums", c_void_p),
         ("shrunk", c_void_p),
+        ("run_starts", c_void_p),
     )
 
 

@@ -1,8 +1,10 @@
 """Imports that a CPU worker never uses, put off until something of them is asked for.
 
 torch's compiler, exporter and distributed tensors are half of the time that `import transformers` takes: its
-model classes import them for the sake of a decorator or a type. A module that is put off stands in its place,
-and becomes the real one at the first use of any other name of it.
+model classes import them for the sake of a decorator or a type. A third of the rest is transformers' search
+through the files of all its models, three times, for names that nobody asks of it here. Another are torch's
+second rules for the shapes of results, in Python, which bring an algebra system when a model is built.
+A module that is put off has a stand-in, and becomes the real one at the first use of a name that this lacks.
 
 Owns: which modules those are, and the order of the imports.
 Never: changes what a model computes, or runs where there is a GPU.
@@ -11,7 +13,9 @@ Source: docs/decisions/0075-imports-at-start.md.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
@@ -20,7 +24,13 @@ from typing import Any
 from worker.machine import visible_gpus
 
 _COMPILER = "torch._dynamo"
-_PUT_OFF = (_COMPILER, "torch.export")
+_SHAPES = "torch._meta_registrations"
+_SHAPES_PUT_OFF_IN = frozenset({"2.13"})
+"""Releases of torch that were seen to build every family without these rules; others import them as ever."""
+_TRANSFORMERS = "transformers"
+_COMPILERS = (_COMPILER, "torch.export")
+_GATHERERS = (_TRANSFORMERS, "transformers.models")
+"""Packages whose own code only gathers the names of their modules: the modules do without it."""
 _MARKS = frozenset({"allow_in_graph", "assume_constant_result", "disable"})
 """Decorators that only say what to do if the function is compiled one day: no reason to load the compiler."""
 _PATH = "__path__"
@@ -36,19 +46,41 @@ class _PutOff(ModuleType):
         if self.__name__ == _COMPILER and name in _MARKS:
             return _unmarked
         with _loading:
-            if isinstance(self, _PutOff):
-                spec = self.__spec__
-                assert spec is not None
-                assert spec.loader is not None
-                # First: the module's own code asks for names of it, which are not there yet.
-                object.__setattr__(self, "__class__", ModuleType)
-                self.__path__ = spec.submodule_search_locations or []
-                try:
-                    spec.loader.exec_module(self)
-                except BaseException:  # the next use tries again and says the same
-                    object.__setattr__(self, "__class__", _PutOff)
-                    raise
-        return getattr(self, name)
+            if sys.modules[self.__name__] is self and isinstance(self, _PutOff):
+                module = f"{self.__name__}.{name}"
+                if self.__name__ in _GATHERERS and PathFinder.find_spec(module, self.__path__):
+                    return import_module(module)
+                _load(self)
+        return getattr(sys.modules[self.__name__], name)
+
+
+def _load(module: _PutOff) -> None:
+    """Make a module the real one, or let it speak for what its own code has put in its place."""
+    spec = module.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    if module.__name__ in _COMPILERS:
+        load_shapes()
+    # First: the module's own code asks for names of it, which are not there yet.
+    object.__setattr__(module, "__class__", ModuleType)
+    module.__path__ = spec.submodule_search_locations or []
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # the next use tries again and says the same
+        object.__setattr__(module, "__class__", _PutOff)
+        raise
+    if sys.modules[module.__name__] is not module:
+        object.__setattr__(module, "__class__", _PutOff)
+
+
+def load_shapes() -> bool:
+    """Load torch's rules for shapes in Python, for an operator without others. False: they are there."""
+    shapes = sys.modules.get(_SHAPES)
+    with _loading:
+        if not isinstance(shapes, _PutOff):
+            return False
+        _load(shapes)
+    return True
 
 
 def import_torch(device: str) -> None:
@@ -56,26 +88,36 @@ def import_torch(device: str) -> None:
     is_cpu = device == "cpu" or (device == "auto" and not visible_gpus())
     if not is_cpu or "torch" in sys.modules:  # there already, as in tests: nothing is left to put off
         return
-    stand_ins = {name: _stand_in(name) for name in _PUT_OFF}
+    stand_ins = {name: _stand_in(name) for name in (*_COMPILERS, *_GATHERERS)}
+    if ".".join(metadata.version("torch").split(".")[:2]) in _SHAPES_PUT_OFF_IN:
+        stand_ins[_SHAPES] = _stand_in(_SHAPES)
     sys.modules.update(stand_ins)
     import torch
     import torch.distributed
 
+    if _SHAPES in stand_ins:
+        import_module("torch._prims.rng_prims")  # random numbers need it, and only these rules import it
     for name, module in stand_ins.items():
-        setattr(torch, name.removeprefix("torch."), module)
+        package, _, own_name = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], own_name, module)
+    gathered = stand_ins[_TRANSFORMERS]
+    gathered.__version__ = metadata.version(_TRANSFORMERS)  # type: ignore[attr-defined]
     # transformers knows builds of torch without it, and asks. Ranks have shared memory of their own.
-    _replace(torch.distributed, "is_available", _never)
+    torch.distributed.is_available = _never
     # It would load the compiler, in order to be left out by it.
-    disable = _replace(torch.compiler, "disable", _unmarked)
-    try:
+    with _replaced(torch.compiler, "disable", _unmarked):
         import transformers.generation.utils
-        import transformers.modeling_utils  # noqa: F401 - loaded for those that follow
-    finally:
-        _replace(torch.compiler, "disable", disable)
-    for module in stand_ins.values():
+        import transformers.modeling_utils
+        import transformers.utils
+
+        # What prepares pictures and sounds would load the package itself, for names that it may need one day.
+        with _replaced(transformers.utils, "direct_transformers_import", lambda *_: gathered):
+            import transformers.modeling_layers
+    for name in _COMPILERS:
         # From now on a submodule brings the whole module: alone it may need what that has not defined yet.
-        if isinstance(module, _PutOff):
-            del module.__path__
+        if isinstance(stand_ins[name], _PutOff):
+            del stand_ins[name].__path__
 
 
 def _stand_in(name: str) -> ModuleType:
@@ -83,22 +125,32 @@ def _stand_in(name: str) -> ModuleType:
     spec = _spec_of(name)
     assert spec is not None
     module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
-    module.__package__ = name
+    module.__package__ = spec.parent
     module.__path__ = spec.submodule_search_locations or []
     return module
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """Find a submodule without importing the package that it is in."""
-    package = find_spec(name.partition(".")[0])
-    return PathFinder.find_spec(name, package.submodule_search_locations if package else None)
+    """Find a module without importing the package that it is in."""
+    package = name.rpartition(".")[0]
+    if not package:
+        return find_spec(name)
+    spec = _spec_of(package)
+    return PathFinder.find_spec(name, spec.submodule_search_locations if spec else None)
 
 
-def _replace(module: ModuleType, name: str, value: Any) -> Any:
-    """Set a function of a module; return the one that it had."""
-    before = getattr(module, name)
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Set a function of a module for a while, if it has one of this name."""
+    before = getattr(module, name, None)
+    if before is None:
+        yield
+        return
     setattr(module, name, value)
-    return before
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _never() -> bool:

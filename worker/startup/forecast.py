@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -48,6 +47,7 @@ from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.checkpoint.overrides import merged
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
+from worker.devices.put_off import load_shapes
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding
@@ -288,14 +288,12 @@ def _build(
         is_paged = not (kind.is_encoder or kind.keeps_own_cache)
         if is_paged:
             refuse_layers(model_config.get_text_config(decoder=True))
-        model, loading = _class_of(kind, model_config, state).from_pretrained(
+        model, loading = _from_pretrained(
+            _class_of(kind, model_config, state),
             folder if state is None else None,
             config=without_quantization(model_config),
             dtype=_torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
             attn_implementation=ATTENTION_NAME if is_paged else None,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
             output_loading_info=True,
             **arguments_of(modules),
             **({} if state is None else {"state_dict": state}),
@@ -324,6 +322,17 @@ def _build(
             fix="download it again",
         )
     return model
+
+
+def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> Any:
+    """Build a model and read its weights, with torch's rules for shapes in C++ or else with all rules."""
+    options |= {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    try:
+        return model_class.from_pretrained(folder, **options)
+    except NotImplementedError:
+        if not load_shapes():
+            raise
+        return model_class.from_pretrained(folder, **options)
 
 
 def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:

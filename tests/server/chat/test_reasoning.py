@@ -6,9 +6,9 @@ import pytest
 
 from server.app import build_app
 from server.chat.message_reader import MessageReader, Reading
-from server.chat.reasoning import Reasoning, ReasoningStart
+from server.chat.reasoning import ReasoningStart
 from server.chat.reasoning_styles import THINK
-from server.tool_calls.events import Content
+from server.tool_calls.events import Content, Reasoning
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
 

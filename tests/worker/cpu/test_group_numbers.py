@@ -107,7 +107,9 @@ def test_no_row_depends_on_how_many_there_are(kernels, name, is_byte):
 def test_rows_are_looked_up_in_what_was_packed(name, is_byte):
     made = weight(name, is_byte=is_byte)
     chosen = torch.tensor([0, 76, 5, 5, 33, 64])
-    assert torch.equal(grouped_rows(pack_grouped(made), chosen), made.dequantized()[chosen])
+    for inputs in Inputs:
+        found = grouped_rows(pack_grouped(made, inputs=inputs), chosen)
+        assert torch.equal(found, made.dequantized()[chosen])
 
 
 def test_units_follow_the_outputs_and_are_dropped_where_others_have_none():

@@ -80,6 +80,17 @@ def test_whole_inputs_give_the_product_of_the_dequantized_weight(kernels, dtype,
     assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("kind", ["signed", "unsigned"])
+def test_a_large_input_makes_the_whole_inputs_of_other_groups_no_coarser(kernels, dtype, kind):
+    x, weight = rows(14, 640, dtype), random_weight(kind, 64, 640, 32)
+    x[:, :32] = 0
+    x[:, 5] = 500
+    found = kernels.multiply_to_float(x, pack_grouped(weight, inputs=Inputs.INT8)).double()
+    x[:, 5], large = 0, x[0, 5].double() * weight.dequantized()[:, 5].double()
+    expected = x.double() @ weight.dequantized().double().T
+    assert (found - large - expected).norm() < 0.02 * expected.norm()
+
+
 @pytest.mark.parametrize("inputs", Inputs)
 @pytest.mark.parametrize("kind", BYTE_KINDS)
 def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype, kind, inputs):

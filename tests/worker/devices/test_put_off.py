@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-HEAVY = ("torch._dynamo.utils", "torch.distributed.tensor")
+HEAVY = ("torch._dynamo.utils", "torch.distributed.tensor", "torch._refs", "sympy")
+SHAPED_IN_PYTHON = "cdist(torch.ones(2, 3, device='meta'), torch.ones(4, 3, device='meta'))"
+"""An operator whose result has no shape by torch's rules in C++."""
 
 
 def in_a_process(code: str) -> Any:
@@ -35,11 +37,20 @@ def seen(tiny_model: Path) -> dict[str, Any]:
         config = WorkerConfig(model_path=folder, device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
         facts = Worker(config).load(lambda progress: None)
         after_load = [name for name in {HEAVY} if name in sys.modules]
+        import transformers
+        gathered = type(transformers).__name__
+        whole = issubclass(transformers.BertModel, transformers.PreTrainedModel)
+        from worker.startup.loader import _from_pretrained
+        class Model:
+            def from_pretrained(folder, **options):
+                return list(torch.{SHAPED_IN_PYTHON}.shape)
+        shape = _from_pretrained(Model, None)
         is_marked = torch._dynamo.assume_constant_result(len) is len
         before = "torch._dynamo.utils" in sys.modules
         compiled = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist()
         program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
         print(json.dumps({{"facts": facts.model_type, "after_load": after_load, "is_marked": is_marked,
+                           "gathered": gathered, "whole": whole, "shape": shape,
                            "before": before, "compiled": compiled, "program": type(program).__name__}}))
     """)
 
@@ -54,6 +65,15 @@ def test_each_is_the_real_one_once_something_of_it_is_used(seen: dict[str, Any])
     assert not seen["before"], "a mark for the compiler is no use of it"
     assert seen["compiled"] == [2.0, 2.0]
     assert seen["program"] == "ExportedProgram"
+
+
+def test_the_package_is_whole_once_a_name_of_it_is_used(seen: dict[str, Any]) -> None:
+    assert seen["gathered"] == "_PutOff", "it was not put off while a model was loaded"
+    assert seen["whole"]
+
+
+def test_a_model_that_needs_the_shapes_in_python_is_built_with_them(seen: dict[str, Any]) -> None:
+    assert seen["shape"] == [2, 4]
 
 
 def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:

@@ -40,7 +40,13 @@ TINY_REQUESTS = [
     ),
     (
         [8, 2, 4, 1, 6],
-        SamplingParams(seed=4, max_tokens=7, bad_words=((8,), (7, 9)), logit_bias=((8, 50.0), (9, 49.0))),
+        SamplingParams(
+            seed=4,
+            max_tokens=9,
+            bad_words=((8,), (7, 9)),
+            logit_bias=((8, 50.0), (9, 49.0), (10, 49.0), (11, 48.0)),
+            frequency_penalty=1.7,
+        ),
     ),
 ]
 """For the checkpoints of tests, which have 335 tokens: a report, penalties, a grammar, bad words."""

@@ -14,12 +14,23 @@ constexpr int64_t kSharedInputs = kRunInputs;
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
 constexpr int64_t kSmallGroup = 256;
 
+// Inputs as they are: a run's sum begins at 0, and is what it is.
+template <typename T>
+struct PlainInputs {
+  using Input = T;
+  using Sum = Floats;
+  static const T* rows(const Product<T>& product) { return product.input; }
+  static Sum begin(const Product<T>&, int64_t) { return Sum{}; }
+  static float zero(const Product<T>&, int64_t) { return 0; }
+  static Floats end(Sum sum, float) { return sum; }
+  static void finish(const Product<T>&, int64_t, Floats*) {}
+};
+
 // Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
 template <typename T>
-struct FloatColumns {
-  using Input = T;
+struct FloatColumns : PlainInputs<T> {
   using Vector = Floats;
-  static constexpr int kSteps = 4;
+  static constexpr int kInputs = 4, kSteps = 4;  // inputs that are read at once, and vectors that they are
   // One where there are products of bf16: models in float32 are for trials there, and each row takes long to compile.
 #if defined(TOKENYARD_BF16_DOT)
   static constexpr int kDirectRows = 1;
@@ -103,14 +114,12 @@ struct DecodedFloats : FloatColumns<T> {
   }
 };
 
-inline void keep(uint8_t* to, Floats columns) { store(reinterpret_cast<float*>(to), columns); }
 
 #if defined(TOKENYARD_BF16_DOT)
 // Columns as pairs of bf16: four inputs are two vectors a part.
-struct PairColumns {
-  using Input = Bf16;
+struct PairColumns : PlainInputs<Bf16> {
   using Vector = __m512bh;
-  static constexpr int kSteps = 2;
+  static constexpr int kInputs = 4, kSteps = 2;
   static constexpr int kDirectRows = kTileRows;
   static void add(Floats& total, const Bf16* x, int step, Vector columns) {
     int32_t pair;
@@ -159,37 +168,13 @@ struct PairBytes : PairColumns {
 
 struct DecodedPairs : PairColumns {
   static constexpr int64_t kBytesPerInput = kColumns * sizeof(Bf16);
+  static constexpr int kInputs = 2, kSteps = 1;  // more would leave no registers
 
   void read(const uint8_t* data, Vector (*columns)[kParts]) const {
-    for (int i = 0; i < 4; ++i) columns[i / 2][i % 2] = (Vector)_mm512_loadu_si512(data + 64 * i);
+    for (int part = 0; part < kParts; ++part) columns[0][part] = (Vector)_mm512_loadu_si512(data + 64 * part);
   }
 };
-
-inline void keep(uint8_t* to, __m512bh columns) { _mm512_storeu_si512(to, (__m512i)columns); }
 #endif
-
-// Inputs [0, size) of M rows, which are `num_inputs` apart, times B blocks, which are `stride` bytes apart.
-template <int M, int B, class Codes>
-inline void sum_run(const Codes& codes, const uint8_t* data, int64_t stride, const typename Codes::Input* x,
-                    int64_t num_inputs, int64_t size, Floats (*sums)[B * kParts]) {
-  Floats total[M][B * kParts] = {};
-  for (int64_t k = 0; k < size; k += 4, data += 4 * Codes::kBytesPerInput) {
-    for (int b = 0; b < B; ++b) {
-      typename Codes::Vector columns[Codes::kSteps][kParts];
-      codes.read(data + b * stride, columns);
-      for (int step = 0; step < Codes::kSteps; ++step) {
-        for (int m = 0; m < M; ++m) {
-          for (int part = 0; part < kParts; ++part) {
-            Codes::add(total[m][b * kParts + part], x + m * num_inputs + k, step, columns[step][part]);
-          }
-        }
-      }
-    }
-  }
-  for (int m = 0; m < M; ++m) {
-    for (int part = 0; part < B * kParts; ++part) sums[m][part] = total[m][part];
-  }
-}
 
 // Where a run is, and the scales and offsets of its columns in the first of some blocks.
 struct Run {
@@ -242,43 +227,133 @@ inline void load_scale(const PackedWeight<T>& weight, const Run& run, int64_t bl
   if (grouped.offsets.form == NumberForm::kTimesScale) offset *= scale;
 }
 
-// Adds the sums of run `index` in one part to the totals of M rows.
-template <int M, int P, typename T>
-inline void add_scaled(const Product<T>& product, int64_t index, int64_t row, int part, Floats scale, Floats offset,
-                       const Floats (*sums)[P], Floats (*totals)[P]) {
-  for (int m = 0; m < M; ++m) totals[m][part] = fused(scale, sums[m][part], totals[m][part]);
-  if (product.weight.grouped.offsets.data == nullptr) return;
-  const float* inputs = product.run_sums + row * product.weight.num_runs() + index;
-  for (int m = 0; m < M; ++m) {
-    totals[m][part] = fused(-offset, splat(inputs[m * product.weight.num_runs()]), totals[m][part]);
+// Consecutive runs of B blocks with their scales and offsets: as many as columns are decoded at once.
+template <int B>
+struct KeptRuns {
+  static constexpr int kMost = kSharedInputs / 16;
+  Run runs[kMost];
+  Floats scales[kMost][B * kParts];
+  Floats offsets[kMost][B * kParts];
+  int64_t size = 0;  // inputs
+  int count = 0;
+};
+
+// Does `work` for all runs, some at a time, in their order.
+template <int B, typename T, class Work>
+inline void for_some_runs(const PackedWeight<T>& weight, int64_t block, const Work& work) {
+  KeptRuns<B> kept;
+  for_each_run(weight, block, [&](const Run& run) {
+    if (kept.size + run.size > kSharedInputs) {
+      work(kept);
+      kept.size = kept.count = 0;
+    }
+    kept.runs[kept.count] = run;
+    for (int part = 0; part < B * kParts; ++part) {
+      Floats offset = {};
+      load_scale(weight, run, part / kParts, part % kParts * kV, kept.scales[kept.count][part], offset);
+      kept.offsets[kept.count][part] = offset;
+    }
+    kept.size += run.size;
+    ++kept.count;
+  });
+  work(kept);
+}
+
+// The next run of M rows, of which `data` has the codes of B blocks, `stride` bytes apart; moves `data` on.
+template <int M, int B, class Codes>
+inline void sum_run(const Codes& codes, const uint8_t*& data, int64_t stride, const typename Codes::Input* x,
+                    int64_t num_inputs, int64_t size, typename Codes::Sum (*sums)[B * kParts]) {
+  for (int64_t k = 0; k < size; k += Codes::kInputs, data += Codes::kInputs * Codes::kBytesPerInput) {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+      typename Codes::Vector columns[Codes::kSteps][kParts];
+      codes.read(data + b * stride, columns);
+#pragma GCC unroll 4
+      for (int step = 0; step < Codes::kSteps; ++step) {
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+          for (int part = 0; part < kParts; ++part) {
+            Codes::add(sums[m][b * kParts + part], x + m * num_inputs + k, step, columns[step][part]);
+          }
+        }
+      }
+    }
   }
 }
 
-// Adds a run to the totals of M rows and B blocks.
-template <int M, int B, typename T>
-inline void add_run(const Product<T>& product, const Run& run, int64_t row, const Floats (*sums)[B * kParts],
-                    Floats (*totals)[B * kParts]) {
-  for (int part = 0; part < B * kParts; ++part) {
-    Floats scale, offset = {};
-    load_scale(product.weight, run, part / kParts, part % kParts * kV, scale, offset);
-    add_scaled<M, B * kParts>(product, run.index, row, part, scale, offset, sums, totals);
+// Adds runs to the totals of M rows from `row` on. A function of its own, in which few enough totals have registers;
+// its loops must be unrolled for that.
+template <int M, int B, class Codes, typename T>
+[[gnu::noinline]] void add_runs(const Product<T>& product, const Codes& codes, const uint8_t* data, int64_t stride,
+                                const KeptRuns<B>& kept, int64_t row, Floats (*totals)[B * kParts]) {
+  constexpr int kAll = B * kParts;
+  constexpr bool kInRegisters = M * kAll <= kScaledTileRows * kParts;
+  const int64_t num_inputs = product.weight.num_inputs, num_runs = product.weight.num_runs();
+  const bool has_offsets = product.weight.grouped.offsets.data != nullptr;
+  Floats here[M][kAll];
+  if (kInRegisters) {
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 32
+      for (int part = 0; part < kAll; ++part) here[m][part] = totals[m][part];
+    }
+  }
+  for (int i = 0; i < kept.count; ++i) {
+    const Run run = kept.runs[i];
+    const int64_t first = row * num_runs + run.index;
+    typename Codes::Sum sums[M][kAll];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const auto start = Codes::begin(product, first + m * num_runs);
+#pragma GCC unroll 32
+      for (int part = 0; part < kAll; ++part) sums[m][part] = start;
+    }
+    sum_run<M, B>(codes, data, stride, Codes::rows(product) + row * num_inputs + run.first, num_inputs, run.size, sums);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const auto zero = Codes::zero(product, first + m * num_runs);
+#pragma GCC unroll 32
+      for (int part = 0; part < kAll; ++part) {
+        Floats& total = kInRegisters ? here[m][part] : totals[m][part];
+        total = fused(kept.scales[i][part], Codes::end(sums[m][part], zero), total);
+      }
+    }
+    if (!has_offsets) continue;
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const Floats inputs = splat(product.run_sums[first + m * num_runs]);
+#pragma GCC unroll 32
+      for (int part = 0; part < kAll; ++part) {
+        Floats& total = kInRegisters ? here[m][part] : totals[m][part];
+        total = fused(-kept.offsets[i][part], inputs, total);
+      }
+    }
+  }
+  if (kInRegisters) {
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 32
+      for (int part = 0; part < kAll; ++part) totals[m][part] = here[m][part];
+    }
   }
 }
 
 template <int M, int B, class Codes, typename T>
 inline void multiply_grouped_blocks(const Product<T>& product, const Codes& codes, int64_t row, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
-  const int64_t size = weight.num_inputs, stride = size * Codes::kBytesPerInput;
+  const int64_t stride = weight.num_inputs * Codes::kBytesPerInput;
   Floats totals[M][B * kParts] = {};
   fetch_updates<M, B>(product, row, block);
-  for_each_run(weight, block, [&](const Run& run) {
-    Floats sums[M][B * kParts];
-    sum_run<M, B>(codes, weight.grouped.data + block * stride + run.first * Codes::kBytesPerInput, stride,
-                  product.input + row * size + run.first, size, run.size, sums);
-    add_run<M, B>(product, run, row, sums, totals);
+  for_some_runs<B>(weight, block, [&](const KeptRuns<B>& kept) {
+    const uint8_t* data = weight.grouped.data + block * stride + kept.runs[0].first * Codes::kBytesPerInput;
+    add_runs<M, B>(product, codes, data, stride, kept, row, totals);
   });
   for (int m = 0; m < M; ++m) {
-    for (int b = 0; b < B; ++b) finish_row(product, row + m, block + b, totals[m] + b * kParts);
+    for (int b = 0; b < B; ++b) {
+      Codes::finish(product, row + m, totals[m] + b * kParts);
+      finish_row(product, row + m, block + b, totals[m] + b * kParts);
+    }
   }
 }
 
@@ -299,47 +374,13 @@ inline void multiply_few_grouped_rows(const Product<T>& product, const Codes& co
   }
 }
 
-// Some runs of a block that are decoded for many rows.
-struct DecodedRun {
-  int64_t index;
-  int64_t first;  // of K
-  int64_t size;
-  Floats scales[kParts];
-  Floats offsets[kParts];
-};
-
-struct DecodedRuns {
-  const uint8_t* data;
-  const DecodedRun* runs;
-  int count;
-};
-
-// One tile of M rows, or the last ones, with runs that are decoded. The totals of few rows stay in registers.
+// One tile of M rows, or the last ones, with runs that are decoded.
 template <int M, class Decoded, typename T>
-inline void add_decoded_runs(const Product<T>& product, const DecodedRuns& decoded, int64_t row, int64_t num_rows,
-                             Floats (*totals)[kParts]) {
+inline void add_decoded_runs(const Product<T>& product, const uint8_t* decoded, const KeptRuns<1>& kept, int64_t row,
+                             int64_t num_rows, Floats (*totals)[kParts]) {
   if constexpr (M > 0) {
-    if (num_rows < M) return add_decoded_runs<M - 1, Decoded>(product, decoded, row, num_rows, totals);
-    const int64_t size = product.weight.num_inputs;
-    const uint8_t* data = decoded.data;
-    constexpr bool kInRegisters = M <= kScaledTileRows;
-    Floats here[M][kParts];
-    for (int m = 0; m < M && kInRegisters; ++m) {
-      for (int part = 0; part < kParts; ++part) here[m][part] = totals[m][part];
-    }
-    for (int i = 0; i < decoded.count; ++i) {
-      const DecodedRun& run = decoded.runs[i];
-      Floats sums[M][kParts];
-      sum_run<M, 1>(Decoded(), data, 0, product.input + row * size + run.first, size, run.size, sums);
-      for (int part = 0; part < kParts; ++part) {
-        add_scaled<M, kParts>(product, run.index, row, part, run.scales[part], run.offsets[part], sums,
-                              kInRegisters ? here : totals);
-      }
-      data += run.size * Decoded::kBytesPerInput;
-    }
-    for (int m = 0; m < M && kInRegisters; ++m) {
-      for (int part = 0; part < kParts; ++part) totals[m][part] = here[m][part];
-    }
+    if (num_rows < M) return add_decoded_runs<M - 1, Decoded>(product, decoded, kept, row, num_rows, totals);
+    add_runs<M, 1>(product, Decoded(), decoded, 0, kept, row, totals);
   }
 }
 
@@ -348,46 +389,36 @@ inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& c
   const PackedWeight<T>& weight = product.weight;
   const uint8_t* data = weight.grouped.data + block * weight.num_inputs * Codes::kBytesPerInput;
   alignas(64) uint8_t decoded[kSharedInputs * Decoded::kBytesPerInput];
-  DecodedRun runs[kSharedInputs / 16];
+  const bool is_small = weight.grouped.group_size <= kSmallGroup;
+  const int64_t most = is_small ? kScaledTileRows : kTileRows;
   for (int64_t first = 0; first < product.num_rows; first += kSharingRows) {
     const int64_t left = product.num_rows - first, num_rows = left < kSharingRows ? left : kSharingRows;
+    const int64_t num_tiles = (num_rows + most - 1) / most, tile = (num_rows + num_tiles - 1) / num_tiles;
     Floats totals[kSharingRows][kParts] = {};
-    uint8_t* to = decoded;
-    int count = 0;
-    const auto add_all = [&] {
-      const DecodedRuns all = {decoded, runs, count};
-      const bool is_small = weight.grouped.group_size <= kSmallGroup;
-      const int64_t most = is_small ? kScaledTileRows : kTileRows;
-      const int64_t num_tiles = (num_rows + most - 1) / most, tile = (num_rows + num_tiles - 1) / num_tiles;
+    for_some_runs<1>(weight, block, [&](const KeptRuns<1>& kept) {
+      const uint8_t* from = data + kept.runs[0].first * Codes::kBytesPerInput;
+      uint8_t* to = decoded;
+      for (int64_t k = 0; k < kept.size; k += Codes::kInputs, from += Codes::kInputs * Codes::kBytesPerInput) {
+        typename Codes::Vector columns[Codes::kSteps][kParts];
+        codes.read(from, columns);
+        __builtin_memcpy(to, columns, sizeof columns);
+        to += sizeof columns;
+      }
+      // What comes next, of this block or the one after it, is on its way while these are multiplied.
+      for (int64_t i = 0; i < kept.size * Codes::kBytesPerInput; i += 64) __builtin_prefetch(from + i, 0, 2);
       for (int64_t row = 0; row < num_rows; row += tile) {
         const int64_t here = num_rows - row < tile ? num_rows - row : tile;
         if (is_small) {
-          add_decoded_runs<kScaledTileRows, Decoded>(product, all, first + row, here, totals + row);
+          add_decoded_runs<kScaledTileRows, Decoded>(product, decoded, kept, first + row, here, totals + row);
         } else {
-          add_decoded_runs<kTileRows, Decoded>(product, all, first + row, here, totals + row);
-        }
-      }
-      to = decoded;
-      count = 0;
-    };
-    for_each_run(weight, block, [&](const Run& run) {
-      if (to + run.size * Decoded::kBytesPerInput > decoded + sizeof decoded) add_all();
-      DecodedRun& kept = runs[count++];
-      kept.index = run.index, kept.first = run.first, kept.size = run.size;
-      for (int part = 0; part < kParts; ++part) {
-        kept.offsets[part] = Floats{};
-        load_scale(weight, run, 0, part * kV, kept.scales[part], kept.offsets[part]);
-      }
-      for (int64_t k = run.first; k < run.first + run.size; k += 4) {
-        typename Codes::Vector columns[Codes::kSteps][kParts];
-        codes.read(data + k * Codes::kBytesPerInput, columns);
-        for (int i = 0; i < Codes::kSteps * kParts; ++i, to += sizeof columns[0][0]) {
-          keep(to, columns[i / kParts][i % kParts]);
+          add_decoded_runs<kTileRows, Decoded>(product, decoded, kept, first + row, here, totals + row);
         }
       }
     });
-    add_all();
-    for (int64_t row = 0; row < num_rows; ++row) finish_row(product, first + row, block, totals[row]);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      Codes::finish(product, first + row, totals[row]);
+      finish_row(product, first + row, block, totals[row]);
+    }
   }
 }
 
@@ -405,7 +436,10 @@ inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end
 template <typename T>
 inline void multiply_grouped(const Product<T>& product, int64_t begin, int64_t end) {
   const GroupedCodes& grouped = product.weight.grouped;
-  if (grouped.takes_bytes) return multiply_grouped_bytes(product, begin, end);
+  if (grouped.takes_bytes) {
+    if (grouped.kind == CodeKind::kNibbles) return multiply_codes<ByteNibbles, DecodedBytes>(product, begin, end);
+    return multiply_codes<ByteBytes, DecodedBytes>(product, begin, end);
+  }
 #if defined(TOKENYARD_BF16_DOT)
   if constexpr (sizeof(T) == sizeof(Bf16)) {
     if (grouped.kind == CodeKind::kNibbles) return multiply_codes<PairNibbles, DecodedPairs>(product, begin, end);
@@ -442,14 +476,12 @@ void prepare(const Product<T>& product, const Prepared<T>& memory, int64_t begin
     }
     input = memory.permuted;
   }
-  if (grouped.takes_bytes) quantize(input, memory.bytes, memory.scales, size, begin, end);
-  if (!grouped.needs_sums()) return;
-  for (int64_t row = begin; row < end; ++row) {
+  if (grouped.takes_bytes) {
+    for (int64_t row = begin; row < end; ++row) quantize_runs(input, weight, memory, row);
+    return;
+  }
+  for (int64_t row = begin; row < end && memory.run_sums != nullptr; ++row) {
     float* sums = memory.run_sums + row * weight.num_runs();
-    for_each_run(weight, 0, [&](const Run& run) {
-      const int64_t place = row * size + run.first;
-      sums[run.index] = grouped.takes_bytes ? sum_and_center_bytes(memory.bytes + place, run.size)
-                                            : sum_of_run(input + place, run.size);
-    });
+    for_each_run(weight, 0, [&](const Run& run) { sums[run.index] = sum_of_run(input + row * size + run.first, run.size); });
   }
 }

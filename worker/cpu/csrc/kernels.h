@@ -45,7 +45,7 @@ struct GroupNumbers {
 struct GroupedCodes {
   const uint8_t* data;  // null: the weight has no codes
   CodeKind kind;
-  bool takes_bytes;  // inputs are whole numbers, as `quantize` makes them
+  bool takes_bytes;  // inputs are whole numbers, as `prepare` makes them
   int64_t group_size;
   const float* table;  // [16], nibbles only
   // How the widest instructions look up: for bf16 inputs the 16 numbers twice as bf16, or the lower bytes of the
@@ -56,8 +56,14 @@ struct GroupedCodes {
   GroupNumbers offsets;        // or none; kTimesScale: bytes times the scale
   const int32_t* permutation;  // [K]: where input k of the codes is in a row; or null
 
-  bool needs_sums() const { return takes_bytes || offsets.data != nullptr; }
   int64_t runs_in_group() const { return (group_size + kRunInputs - 1) / kRunInputs; }
+};
+
+// Of a run of whole inputs: where its sums begin, and the float that those bits are for a sum of 0. One unit in the
+// last place of that float is what a unit of the run is worth, so that subtracting it converts and scales a sum.
+struct RunStart {
+  int32_t bits;
+  float zero;
 };
 
 // Half a block of outputs: where the part of `up` for them begins, and the ranks that they have numbers of.
@@ -124,12 +130,13 @@ struct Product {
   const T* residual;    // [T, N], added; or null. May be the output itself
   T* output;            // [T, N], or [T, N / 2] with an activation; or null
   float* float_output;  // [T, N], where the output is not to be rounded; or null
-  // The input as `quantize` makes it; read if the weight is quantized.
+  // The input as `quantize` makes it, or `prepare` for grouped codes: then with a sign. Read if the weight takes bytes.
   const uint8_t* bytes;  // [T, K]
   const float* scales;   // [T]
   float multiplier = 1;  // of the sums, before the residual is added; not with an activation
-  const float* run_sums = nullptr;  // [T, num_runs] of the input; read where grouped codes need them
+  const float* run_sums = nullptr;  // [T, num_runs] of the input; read where grouped codes have offsets
   const float* shrunk = nullptr;    // [T, max_ranks], as `shrink` makes them; null: the step has no adapters
+  const RunStart* run_starts = nullptr;  // [T, num_runs]; read where grouped codes take bytes
 };
 
 // Memory for a product's input in another form.
@@ -140,6 +147,7 @@ struct Prepared {
   float* scales;   // [T]
   float* run_sums;
   float* shrunk;  // [T, max_ranks]
+  RunStart* run_starts;
 };
 
 // x * rsqrt(mean(x^2) + epsilon) * weight, over the last dimension; with a bias, of x - mean(x), and plus bias.

@@ -24,7 +24,8 @@ Prepared<T> Engine::prepared(const PackedWeight<T>& weight, int64_t num_rows) {
   if (weight.is_adapted()) memory.shrunk = shrunk_.of<float>(num_rows * weight.adapters->max_ranks);
   if (grouped.data == nullptr) return memory;
   if (grouped.permutation != nullptr) memory.permuted = permuted_.of<T>(num_rows * weight.num_inputs);
-  if (grouped.needs_sums()) memory.run_sums = run_sums_.of<float>(num_rows * weight.num_runs());
+  if (grouped.takes_bytes) memory.run_starts = run_starts_.of<RunStart>(num_rows * weight.num_runs());
+  if (grouped.offsets.data != nullptr) memory.run_sums = run_sums_.of<float>(num_rows * weight.num_runs());
   return memory;
 }
 
@@ -49,6 +50,7 @@ void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
     product.bytes = memory.bytes;
     product.scales = memory.scales;
     product.run_sums = memory.run_sums;
+    product.run_starts = memory.run_starts;
     phases.push_back({product.num_rows, [this, product, memory](int64_t begin, int64_t end, int) {
                         if (product.weight.grouped.data != nullptr) {
                           kernels<T>().prepare(product, memory, begin, end);

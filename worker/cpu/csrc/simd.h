@@ -21,7 +21,7 @@ constexpr Ints kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr Ints kLanes = {0, 1, 2, 3};
 #endif
 
-inline Floats splat(float value) { return Floats{} + value; }
+inline Floats splat(float value) { return value - Floats{}; }  // a sum with 0 would cost one: -0 is not 0
 
 inline Floats load(const float* from) {
   Floats value;
