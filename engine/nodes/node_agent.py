@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,10 +63,10 @@ def run_node(config: EngineConfig, log_level: str) -> int:
     level = logging.getLevelNamesMapping()[log_level.upper()]
     with Logs(config.log_format, level=level, process=ProcessName.NODE):
         try:
-            with closing(NodeAgent(config)) as agent:
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, lambda _signal, _frame: agent.stop())
-                return agent.run()
+            agent = NodeAgent(config)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda _signal, _frame: agent.stop())
+            return agent.run()
         except StartupError as error:
             log.critical("%s; %s", error.what, error.fix)
             return EXIT_REFUSED
@@ -87,16 +87,11 @@ class NodeAgent:
             checkpoint=checkpoint_of(config),
         )
         self._stopping = threading.Event()
-        self._context = zmq.Context(io_threads=1)
         self._said = ""
 
     def stop(self) -> None:
         """End after the present beat. For signal handlers."""
         self._stopping.set()
-
-    def close(self) -> None:
-        """Give up the connection; what was posted has a second to leave."""
-        self._context.destroy(linger=1000)
 
     def run(self) -> int:
         """Take part in one engine after another; return the exit code."""
@@ -128,7 +123,6 @@ class NodeAgent:
                 if isinstance(answer, Wait):
                     self._say(f"connected to the first node: {answer.reason}")
             if leader.silent_s > SILENCE_S:
-                # A hello that arrived after this would take the place of the next connection.
                 leader.socket.linger = 0
                 self._say(
                     f"no answer from the first node at {self._cluster.host}:{self._cluster.port}: it has not "
@@ -146,7 +140,8 @@ class NodeAgent:
     @contextmanager
     def connected(self) -> "Iterator[Leader]":
         """Connect anew: the name of the first node may have another address now."""
-        socket = self._context.socket(zmq.DEALER)
+        context = zmq.Context(io_threads=1)
+        socket = context.socket(zmq.DEALER)
         socket.identity = f"node/{self._cluster.node}/{os.urandom(8).hex()}".encode()
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.linger = 1000
@@ -156,6 +151,8 @@ class NodeAgent:
             yield Leader(socket)
         finally:
             socket.close()
+            # It closes some time later. A hello that still left would take the place of the next connection.
+            context.term()
 
 
 class Leader:

@@ -7,7 +7,6 @@ Never: imports Ray, which only calls it (ray_placement.py); or opens a port.
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import closing
 
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
@@ -43,11 +42,8 @@ def take_part(given: Mapping[str, str]) -> list[str]:
     try:
         config, server = resolve(read_options(dict(given), {}), environment=os.environ)
         level = logging.getLevelNamesMapping()[server.log_level.upper()]
-        with (
-            Logs(config.log_format, level=level, process=ProcessName.NODE),
-            closing(NodeAgent(config)) as agent,
-        ):
-            refused = agent.take_part()
+        with Logs(config.log_format, level=level, process=ProcessName.NODE):
+            refused = NodeAgent(config).take_part()
     except OptionError as error:
         return [f"{error.what}: {error.why}", error.fix]
     except StartupError as error:

@@ -74,7 +74,7 @@ class First:
         config = config_of(1, self.port, 2)
         assert config.cluster is not None
         agent = NodeAgent(replace(config, cluster=replace(config.cluster, key=key)))
-        with closing(agent), agent.connected() as leader:
+        with agent.connected() as leader:
             yield leader
 
 
@@ -191,13 +191,12 @@ def test_a_connection_that_was_given_up_takes_no_place_when_the_first_node_comes
 ) -> None:
     monkeypatch.setattr("engine.nodes.node_agent.SILENCE_S", 0.1)
     port = free_port()
-    config = config_of(1, port, 2)
-    with closing(NodeAgent(config)) as agent:
-        with agent.connected() as leader:
-            assert agent._dial(leader, HELLO) is None
-        first = First(tmp_path, num_nodes=2, port=port)
-        with closing(first.board):
-            assert first.board.wait_for_nodes(1.0) == "waiting for node 1"
+    agent = NodeAgent(config_of(1, port, 2))
+    with agent.connected() as leader:
+        assert agent._dial(leader, HELLO) is None
+    first = First(tmp_path, num_nodes=2, port=port)
+    with closing(first.board):
+        assert first.board.wait_for_nodes(1.0) == "waiting for node 1"
 
 
 @contextmanager
