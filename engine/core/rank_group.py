@@ -167,7 +167,10 @@ class RankGroup:
             if ended:
                 self._mourn(ended[0])
             if self._placed is not None and placed in ready:
-                self.end_for_node(self._placed.wait(), "the nodes that Ray had placed are lost")
+                code = self._placed.wait()  # 0 if its agents ended in order, below 0 by a signal
+                self.end_for_node(
+                    code if code > 0 else EXIT_WORKER_BROKEN, "the nodes that Ray had placed are lost"
+                )
             with suppress(BlockingIOError):
                 os.read(self._signals, 64)
             self._ask_for_stacks()

@@ -29,7 +29,7 @@ from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
-_ANSWERS_WITHIN_S = 60.0
+_ANSWERS_WITHIN_S = 120.0
 """Time for Ray's own start in the process, beside that for processors."""
 _PLACED_FILE = "placed.msgpack"
 

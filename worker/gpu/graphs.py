@@ -75,8 +75,8 @@ class GraphSizes:
     def largest_first(self) -> Iterator[BatchSizes]:
         """Yield large sizes first, so that all later ones find room in the memory of earlier ones."""
         yield from reversed(self.mixed)
-        yield from reversed(self.drafted)
         yield from reversed(self.decodes)
+        yield from reversed(self.drafted)  # last: without memory for all, they are the ones to miss
 
 
 class StepGraphs:

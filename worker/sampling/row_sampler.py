@@ -90,6 +90,8 @@ class VerifiedRow:
     """Reports aligned with `token_ids`, for a row that asked."""
     failure: str = ""
     """Reason why no token could be sampled, for the log."""
+    is_unfit: bool = False
+    """Whether its own grammar is the reason."""
 
 
 class DraftedPlace(NamedTuple):
@@ -202,6 +204,8 @@ class RowSampler(ABC):
         verified = []
         for row, guesses, first, end in zip(rows, drafts, firsts, firsts[1:], strict=False):
             found = _longest_right(result, range(first, end), guesses)
+            if found.failure:
+                found = replace(found, is_unfit=places[first].state.is_unfit)
             self._take(row, found)
             verified.append(found)
         return verified

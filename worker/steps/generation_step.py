@@ -173,17 +173,22 @@ class GenerationSteps:
         failures.update(prompts.failures)
         verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
+        unfit: dict[SequenceId, str] = {}
         logprobs = {}
         for sequence_id, row, found in zip(inputs.sequence_ids, inputs.rows, verified, strict=True):
             self.rows.extend(row, found.token_ids)
             if found.failure:
-                failures[sequence_id] = found.failure
+                (unfit if found.is_unfit else failures)[sequence_id] = found.failure
             elif sequence_id not in failures:
                 token_ids[sequence_id] = found.token_ids
                 if found.logprobs:
                     logprobs[sequence_id] = found.logprobs
         return ModelRunnerOutput(
-            token_ids=token_ids, logprobs=logprobs, failures=failures, prompt_logprobs=prompts.logprobs
+            token_ids=token_ids,
+            logprobs=logprobs,
+            failures=failures,
+            unfit=unfit,
+            prompt_logprobs=prompts.logprobs,
         )
 
     def _collect_all(self) -> None:

@@ -324,14 +324,18 @@ def test_a_row_whose_masks_grow_dear_ends_soon_and_its_neighbour_goes_on(demo: W
 
 
 def test_a_grammar_that_fails_is_told_from_a_model_that_does(demo: World) -> None:
-    sampler = demo.sampler()
-    sampler.add_row(0, replace(demo.base, grammar=lark('start: "yes"')), [5, 70, 71], 1)
-    sampler.add_row(1, demo.base, [5], 1)
+    plain, drafted = demo.sampler(), demo.sampler()
+    for sampler in (plain, drafted):
+        sampler.add_row(0, replace(demo.base, grammar=lark('start: "yes"')), [5, 70, 71], 1)
+        sampler.add_row(1, demo.base, [5], 1)
     logits = demo.logits(1, 0, 2)
     logits[1] = torch.nan
-    result = sampler.sample(logits, [0, 1])
+    result = plain.sample(logits, [0, 1])
     assert set(result.failed) == {0, 1}
     assert result.unfit == {0}
+    verified = drafted.verify(logits, [0, 1], [(), ()])
+    assert [bool(each.failure) for each in verified] == [True, True]
+    assert [each.is_unfit for each in verified] == [True, False]
 
 
 class _Matcher:
