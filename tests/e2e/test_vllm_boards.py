@@ -109,8 +109,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def is_scraping(url: str) -> bool:
+    """Ask Prometheus, which answers 503 in plain text while it starts."""
     try:
-        return bool(result(url, "up == 1"))
+        return httpx.get(f"{url}/-/ready").is_success and bool(result(url, "up == 1"))
     except httpx.TransportError:
         return False
 

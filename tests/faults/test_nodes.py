@@ -186,12 +186,21 @@ async def test_a_cut_cable_ends_the_engine_and_both_nodes_find_each_other_again(
     assert cluster.node.poll() is None, "the node itself stays"
 
 
-async def test_an_agent_that_stands_still_ends_the_engine_and_takes_part_in_the_next(
+async def test_a_node_that_stands_still_ends_the_engine_and_takes_part_in_the_next(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
     before, node = ranks_of(cluster.node), cluster.node
-    stop, go_on = (partial(node.send_signal, each) for each in (signal.SIGSTOP, signal.SIGCONT))
-    assert await fails_and_heals(cluster.engine, "stop", stop, go_on) == expected
+
+    def send(number: signal.Signals) -> None:
+        for pid in (node.pid, *before):
+            os.kill(pid, number)
+
+    go_on = partial(send, signal.SIGCONT)
+    try:
+        assert await fails_and_heals(cluster.engine, "stop", partial(send, signal.SIGSTOP), go_on) == expected
+    except BaseException:
+        go_on()  # or it could not be ended
+        raise
     assert ranks_of(cluster.node) != before
 
 

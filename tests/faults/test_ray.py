@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,11 @@ from tests.engine.nodes.test_switchboard import free_port
 from tests.faults.ray_cluster import RayCluster, ray_cluster
 from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
 
-pytest.importorskip("ray", reason="of the extra `ray`")
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Found, not imported: it puts its own copies of packages on the path of all tests of this process.
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="of the extra `ray`"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 
 class Served(NamedTuple):
