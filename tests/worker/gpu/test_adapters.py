@@ -86,11 +86,11 @@ def test_each_token_gets_the_update_of_its_adapter(
     assert torch.equal(alone_1N[0], again_TN[-1]), "a row is not what its neighbours make of it"
 
 
-def mixed(worker: Any, identities: list[str], *, is_ahead: bool) -> list[list[int]]:
-    """Greedy tokens of a row for each adapter, in chunks beside decodes; later rows have other adapters."""
+def mixed(worker: Any, *orders: list[str], is_ahead: bool) -> list[list[int]]:
+    """Greedy tokens of a row for each adapter of an order, in chunks beside decodes; rows are used again."""
     driver = AheadDriver(worker, BLOCK_SIZE, depth=2) if is_ahead else PlanDriver(worker, BLOCK_SIZE)
     found = []
-    for order in (identities, identities[::-1]):
+    for order in orders:
         rows = [
             driver.add([5, 9, 33, 17, 80][: 3 + place % 3], adapter=each) for place, each in enumerate(order)
         ]
@@ -119,13 +119,14 @@ def test_the_gpus_worker_draws_the_tokens_that_the_cpus_draws_with_adapters(
     named = tuple(AdapterFolder(each.name, str(each)) for each in adapters)
     on_cpu, facts = load_worker(base, adapter_limits=LIMITS, adapters=named)
     identities = [*(each.identity for each in facts.adapters), ""]
-    expected = mixed(on_cpu, identities, is_ahead=False)
+    orders = (identities, identities[::-1])
+    expected = mixed(on_cpu, *orders, is_ahead=False)
     config = WorkerConfig(
         model_path=str(base), adapter_limits=LIMITS, adapters=named, enforce_eager=enforce_eager, **SETTINGS
     )
     worker = Worker(config, open_gpu)
     worker.load(lambda _progress: None)
-    assert mixed(worker, identities, is_ahead=True) == expected
+    assert mixed(worker, *orders, is_ahead=True) == expected
     assert steps_of(worker).describe().startswith("0 steps") is enforce_eager
     assert len({str(each) for each in expected[:3]}) == 3
 
