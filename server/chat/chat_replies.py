@@ -6,7 +6,7 @@ Never: bytes (sse.py), counting (replies.py).
 
 from typing import Any
 
-from engine.types import TokenOutput
+from engine.types import FinishReason, TokenOutput
 from server.chat.message_reader import (
     PLAIN,
     Message,
@@ -134,6 +134,8 @@ class _Readers:
         num_before = reader.num_reasoning_tokens
         pieces = reader.feed(output.text, output.token_ids)
         if output.finish_reason is not None:
+            if output.finish_reason is not FinishReason.STOP or output.stop_reason is not None:
+                reader.cut_off()
             pieces += reader.finish()
         if self._tally.num_reasoning_tokens is not None:
             self._tally.num_reasoning_tokens += reader.num_reasoning_tokens - num_before

@@ -31,6 +31,7 @@ from server.generate.engine_requests import (
 )
 from server.generate.structured_output import WantedGrammar, answer_schema, check_can_end, wanted_grammar
 from server.http.edge import Edge, Engine
+from server.response_templates.searches import MAX_PROMPT_STEPS, Steps
 from server.response_templates.template import ResponseTemplate, Role
 from server.response_templates.template_choice import find_template
 from server.response_templates.template_reader import TemplateReader
@@ -66,7 +67,7 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     if tool_use.offered:
         tool_use = tool_use.opened_by(raw_text(engine, prompt_ids[-_NUM_TAIL_TOKENS:]))
         grammar = _wanted_grammar(body, tool_use, info)
-    style = find_style(edge.parsers.reasoning, info) if template is None else style_of(template)
+    style = _style(edge, template, grammar)
     start = _reasoning_start(edge.engine, style, body, prompt_ids)
     if grammar is not None and style is not None:
         prompt_ids, start = await _before_grammar(edge.engine, style, options, prompt_ids, start)
@@ -107,6 +108,16 @@ def _reading(
     )
 
 
+def _style(
+    edge: Edge, template: ResponseTemplate | None, grammar: WantedGrammar | None
+) -> ReasoningStyle | None:
+    """Marks of the reasoning. A grammar must know its end: the table has it where a template has none."""
+    style = None if template is None else style_of(template)
+    if style is None and (template is None or grammar is not None):
+        return find_style(edge.parsers.reasoning, edge.engine.info)
+    return style
+
+
 def _by_template(
     reading: Reading, template: ResponseTemplate, tool_use: ToolUse, end_of_prompt: str
 ) -> Reading:
@@ -129,8 +140,9 @@ def _by_template(
 
 def _end_of_prompt(engine: Engine, prompt_ids: TokenIds, template: ResponseTemplate) -> str:
     """Text of the prompt behind the last anchor; empty if there is none near its end."""
+    steps = Steps(MAX_PROMPT_STEPS)
     for num_tokens in _NUM_ANCHOR_TOKENS:
-        end = template.behind_anchor(raw_text(engine, prompt_ids[-num_tokens:]))
+        end = template.behind_anchor(raw_text(engine, prompt_ids[-num_tokens:]), steps)
         if end is not None:
             return end
     return ""

@@ -103,6 +103,10 @@ class MessageReader:
             self._count(token_ids)
         return self._read(events)
 
+    def cut_off(self) -> None:
+        """Note, before `finish`, that the text ends and the model has not ended it."""
+        self._splitter.is_cut_off = True
+
     def finish(self) -> list[Piece]:
         """The text has ended."""
         pieces = self._read(self._splitter.finish())

@@ -41,6 +41,8 @@ class Splitter(ABC):
             self.phase = Phase.ANSWER
         self.has_block = start is ReasoningStart.OPEN
         """The block has begun, by now; empty or not."""
+        self.is_cut_off = False
+        """The text ends, and the model has not ended it. Set before `finish`."""
 
     @property
     def is_inside_call(self) -> bool:

@@ -105,7 +105,7 @@ class TemplateSplitter(Splitter):
         return events
 
     def finish(self) -> Sequence[Pieces]:
-        return self._reader.finish()
+        return self._reader.finish(is_cut_off=self.is_cut_off)
 
     def _note(self) -> None:
         reader = self._reader

@@ -430,12 +430,18 @@ class _Emitter:
         for end in ends:
             self._ops[end] = Fork(len(self._ops), len(self._ops))
 
+    def _visit_part(self, node: _Repeat) -> None:
+        begin = len(self._ops)
+        self._visit(node.part)
+        if node.most != 1 and _prefers_empty(self._ops, begin):
+            raise ExpressionError("a repeat of a part that prefers to be empty is not read")
+
     def _visit_repeat(self, node: _Repeat) -> None:
         for _ in range(node.least):
-            self._visit(node.part)
+            self._visit_part(node)
         if node.most is None:
             begin = self._reserve()
-            self._visit(node.part)
+            self._visit_part(node)
             again = self._reserve()
             self._ops[again] = Fork(begin, begin)
             self._ops[begin] = self._fork(begin + 1, len(self._ops), node)
@@ -443,7 +449,7 @@ class _Emitter:
         forks: list[int] = []
         for _ in range(node.most - node.least):
             forks.append(self._reserve())
-            self._visit(node.part)
+            self._visit_part(node)
         for fork in forks:
             self._ops[fork] = self._fork(fork + 1, len(self._ops), node)
 
@@ -453,3 +459,28 @@ class _Emitter:
     def _reserve(self) -> int:
         self._ops.append(Fork(0, 0))
         return len(self._ops) - 1
+
+
+def _prefers_empty(ops: list[Op], begin: int) -> bool:
+    """Whether the way without a character, from `begin` to the end, is preferred to one with a character.
+
+    In a repeat Python ends there; all ways side by side would go on.
+    """
+    seen: set[int] = set()
+    todo = [begin]
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if at == len(ops):
+            continue
+        match ops[at]:
+            case Take():
+                if len(ops) in seen:
+                    return True
+            case Fork(first, second):
+                todo += [second, first]
+            case _:
+                todo.append(at + 1)
+    return False

@@ -105,6 +105,11 @@ class FieldText:
             self._tags = MatchCollector(of_expression(rule.args["tag_pattern"]), steps)
 
     @property
+    def takes_steps(self) -> bool:
+        """Each character costs steps, for tags may begin with it."""
+        return self._tags is not None
+
+    @property
     def text(self) -> str:
         return "".join(self._pieces)
 
@@ -129,12 +134,17 @@ class FieldText:
         if self._tags is None:
             return _parsed(self.text, self._rule.kind, args)
         found: dict[str, Any] = {}
+        merged: dict[str, list[Any]] = {}
         for match in self._tags.finish():
             key = self._tags.text_of(match, "key")
             value = _sub_parsed(self._tags.text_of(match, "value"), args.get("value_parser"))
-            if key in found and args.get("merge_duplicates"):
-                value = [*(found[key] if isinstance(found[key], list) else [found[key]]), value]
-            found[key] = value
+            if key not in found or not args.get("merge_duplicates"):
+                found[key] = value
+                continue
+            if key not in merged:
+                first = found[key]
+                found[key] = merged[key] = list(first) if isinstance(first, list) else [first]
+            merged[key].append(value)
         return found
 
     def _transformed(self, value: Any, groups: Mapping[str, str]) -> Any:
@@ -213,11 +223,14 @@ def _call(value: Any, schemas: ToolSchemas) -> Call:
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a call without a name")
     name, call_id = name.strip(), value.get("id")
-    return Call(
+    call = Call(
         name=name,
         arguments=arguments if isinstance(arguments, str) else _typed(arguments, schemas.get(name, {})),
         id=call_id if isinstance(call_id, str) and call_id else None,
     )
+    # Half a character, which JSON can escape, has no UTF-8: this raises the ValueError that it needs.
+    (call.name + call.arguments + (call.id or "")).encode()
+    return call
 
 
 def _typed(arguments: Any, schema: Mapping[str, Any]) -> str:

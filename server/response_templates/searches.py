@@ -1,7 +1,8 @@
 """A search for an expression in a text that comes character by character.
 
 Owns: the first match, and the text that must be held back because it may become one; the account of steps.
-Never: goes back in the text. A character costs at most as many steps as the expression has ops.
+Never: goes back in the text. A character costs as many steps as the ops that wait have ways on: at most the
+square of the number of ops. All are counted.
 Source: Pike's machine. All ways through the expression are followed side by side, in the order of preference.
 """
 
@@ -11,7 +12,9 @@ from server.response_templates.expressions import DONE, AtEnd, Program, Take, Wa
 
 STEPS_A_CHARACTER = 64
 MAX_SAVED_STEPS = 20_000
-"""Some 10 to 20 ms: the longest time that one piece of text may take."""
+"""Some 10 to 20 ms: the longest time that a short piece of text may take."""
+MAX_PROMPT_STEPS = 60_000
+"""Steps in which the anchor is looked for in a prompt."""
 
 _NOWHERE = -1
 
@@ -23,8 +26,8 @@ class TooManySteps(Exception):
 class Steps:
     """Steps that the expressions of one reply may still take. Each character of the reply brings new ones."""
 
-    def __init__(self, num_characters: int = 0) -> None:
-        self._left = MAX_SAVED_STEPS + num_characters * STEPS_A_CHARACTER
+    def __init__(self, num_steps: int = MAX_SAVED_STEPS) -> None:
+        self._left = num_steps
 
     def earn(self, num_characters: int) -> None:
         """Add the steps of new characters."""
@@ -202,9 +205,9 @@ class MatchCollector:
         self._search = Search(self._program, self._steps, not_empty_at=empty_at)
 
 
-def all_matches(program: Program, text: str) -> list[Match]:
+def all_matches(program: Program, text: str, steps: Steps) -> list[Match]:
     """All matches in a text, one behind the other. Raises TooManySteps."""
-    collector = MatchCollector(program, Steps(len(text)))
+    collector = MatchCollector(program, steps)
     collector.add(text)
     return collector.finish()
 

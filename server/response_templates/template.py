@@ -14,7 +14,7 @@ from typing import Any
 
 from server.response_templates.expressions import ExpressionError, Program, of_expression, of_literals
 from server.response_templates.field_values import ValueRule, check_rule, check_transform
-from server.response_templates.searches import TooManySteps, all_matches
+from server.response_templates.searches import Steps, TooManySteps, all_matches
 
 MAX_TEMPLATE_CHARS = 64 * 1024
 _MAX_LITERALS = 50
@@ -89,12 +89,12 @@ class ResponseTemplate:
         """The field of all text that no other takes."""
         return next((field for field in self.fields if field.opening is None), None)
 
-    def behind_anchor(self, prompt: str) -> str | None:
+    def behind_anchor(self, prompt: str, steps: Steps) -> str | None:
         """Return the text behind the last anchor; None if there is none, or too many steps would find it."""
         ends = [prompt.rfind(text) + len(text) for text in self.anchor.literals if text in prompt]
         if not self.anchor.literals:
             with contextlib.suppress(TooManySteps):
-                ends = [match.end for match in all_matches(self.anchor.program, prompt)]
+                ends = [match.end for match in all_matches(self.anchor.program, prompt, steps)]
         return prompt[max(ends) :] if ends else None
 
     def names(self, token: str) -> bool:

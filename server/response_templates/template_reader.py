@@ -50,6 +50,8 @@ class _Watched:
 class _OpenCall:
     """A field of calls under way."""
 
+    begin: int
+    """Place of its opening mark, which may be in the prompt."""
     opening: str
     groups: dict[str, str]
     text: FieldText
@@ -78,13 +80,16 @@ class TemplateReader:
         self._begin = 0
         """Place of the first character of the reply, behind the end of the prompt."""
         self._unclaimed: list[str] | None = []
-        """Text outside of all fields; None as soon as there was a field."""
+        """Text outside of all fields; None as soon as there was a field. Much of it is content at once."""
+        self._num_unclaimed = 0
+        """Characters of it, also of those that were shown."""
         self._field: Field | None = None
         self._call: _OpenCall | None = None
         self._num_calls = 0
         self._has_given_up = False
+        self._has_ended_in_call = False
         self.has_reasoned = False
-        """A field of reasoning has begun."""
+        """A field of reasoning has begun, and not ended in the prompt."""
         self.has_answered = False
         """There was content, or a call."""
         self._watched = self._watch(_NOWHERE)
@@ -93,8 +98,8 @@ class TemplateReader:
 
     @property
     def is_inside_call(self) -> bool:
-        """A call has begun and not ended."""
-        return self._call is not None
+        """A call has begun and not ended, not even with the text."""
+        return self._call is not None or self._has_ended_in_call
 
     @property
     def is_reasoning(self) -> bool:
@@ -105,8 +110,9 @@ class TemplateReader:
         """Take in the end of the prompt, from the anchor on, in which fields may have begun."""
         self.feed(prompt)
         self._begin = self._place
-        self._unclaimed = []
-        self.has_answered = False
+        self._unclaimed, self._num_unclaimed = [], 0
+        self._num_calls = 0
+        self.has_answered, self.has_reasoned = False, self.is_reasoning
         for shown in self._shown.values():
             shown.forget()
 
@@ -119,10 +125,13 @@ class TemplateReader:
         self._try_to(self._read)
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """End the text: held-back text is no mark, and the last field ends."""
+    def finish(self, *, is_cut_off: bool) -> list[Event]:
+        """End the text: held-back text is no mark, and the last field ends.
+
+        `is_cut_off`: the model has not ended it. Then a call that has not ended is content.
+        """
         if not self._has_given_up:
-            self._try_to(self._end)
+            self._try_to(self._end_cut_off if is_cut_off else self._end)
         if self._unclaimed and self._template.implicit is None:
             self._show(Role.CONTENT, "".join(self._unclaimed))  # a reply that knows nothing of the template
         return self._take()
@@ -135,8 +144,10 @@ class TemplateReader:
             log.warning("a reply takes too many steps of the response template; the rest is content")
             rest = self._held + "".join(self._queue)
             self._queue.clear()
-            if self._call is not None:
-                rest = self._call.opening + self._call.text.text + rest
+            if self._call is not None and not self._call.is_content:
+                rest = self._text_of(self._call) + rest
+            elif self._unclaimed:
+                rest = "".join(self._unclaimed) + rest
             elif self._place - len(self._held) < self._begin:
                 rest = rest[self._begin - self._place + len(self._held) :]
             self._held, self._call, self._field, self._unclaimed = "", None, None, None
@@ -156,6 +167,13 @@ class TemplateReader:
 
     def _skip(self) -> None:
         """Pass on the characters before the next one at which a mark may begin."""
+        while passed := self._plain_text():
+            self._advance(passed)
+            self._add_held(self._place)
+
+    def _plain_text(self) -> str:
+        """Take such characters from the queue: one alone where it costs steps, for it brings some."""
+        is_single = self._call is not None and self._call.text.takes_steps
         queue, is_plain = self._queue, self._is_plain
         passed: list[str] = []
         while queue:
@@ -167,9 +185,9 @@ class TemplateReader:
             if not known:
                 break
             passed.append(queue.popleft())
-        if passed:
-            self._advance("".join(passed))
-            self._add_held(self._place)
+            if is_single:
+                break
+        return "".join(passed)
 
     def _advance(self, text: str) -> None:
         self._held += text
@@ -179,6 +197,18 @@ class TemplateReader:
             self._num_paid = self._place
 
     def _end(self) -> None:
+        self._end_marks()
+        self._has_ended_in_call = self._call is not None
+        self._end_field("")
+
+    def _end_cut_off(self) -> None:
+        self._end_marks()
+        self._has_ended_in_call = self._call is not None
+        if self._call is not None:
+            self._pass_on(self._call)
+        self._end_field("")
+
+    def _end_marks(self) -> None:
         while True:
             self._read()
             for watched in self._watched:
@@ -188,7 +218,6 @@ class TemplateReader:
                 break
             self._take_mark(best)
         self._add_held(self._place)
-        self._end_field("")
 
     def _settle(self) -> None:
         """Pass on all text that is certain: a mark, once none that began earlier can come, or no mark."""
@@ -248,7 +277,8 @@ class TemplateReader:
         self._field = field
         self._unclaimed = None
         if field.role is Role.CALLS:
-            self._call = _OpenCall(mark, groups, FieldText(field.rule, self._steps))
+            begin = self._place - len(self._held)
+            self._call = _OpenCall(begin, mark, groups, FieldText(field.rule, self._steps))
         self.has_reasoned = self.has_reasoned or self.is_reasoning
 
     def _end_field(self, mark: str) -> None:
@@ -263,7 +293,7 @@ class TemplateReader:
         if calls:
             self.has_answered = True
         else:
-            self._show(Role.CONTENT, call.opening + call.text.text + mark)
+            self._show(Role.CONTENT, self._text_of(call) + mark)
             self._shown[Role.CONTENT].end_part()
         for each in calls:
             self._events.append(CallStart(self._num_calls, each.name, each.id))
@@ -289,8 +319,12 @@ class TemplateReader:
         field = self._field or self._template.implicit
         if field is not None:
             self._show(field.role, text)
-        elif self._unclaimed is not None and len(self._unclaimed) < MAX_HELD_CHARS:
+        elif self._unclaimed is not None:
             self._unclaimed.append(text)
+            self._num_unclaimed += len(text)
+            if self._num_unclaimed > MAX_HELD_CHARS:
+                self._show(Role.CONTENT, "".join(self._unclaimed))
+                self._unclaimed.clear()
 
     def _add_to_call(self, call: _OpenCall, text: str) -> None:
         if call.is_content:
@@ -298,8 +332,18 @@ class TemplateReader:
             return
         call.text.add(text)
         if call.text.num_chars > MAX_CALL_CHARS:
+            self._pass_on(call)
+
+    def _pass_on(self, call: _OpenCall) -> None:
+        """Show a call that has not ended as content, also what follows of it."""
+        if not call.is_content:
             call.is_content = True
-            self._show(Role.CONTENT, call.opening + call.text.text)
+            self._show(Role.CONTENT, self._text_of(call))
+
+    def _text_of(self, call: _OpenCall) -> str:
+        """Text of a call with its opening mark, without what the prompt has of it."""
+        text = call.opening + call.text.text
+        return text[max(self._begin - call.begin, 0) :]
 
     def _show(self, role: Role, text: str) -> None:
         text = self._shown[role].add(text)

@@ -74,7 +74,9 @@ def as_json(text: str, types: frozenset[str]) -> str:
         value = json.loads(plain)
         fits = not types or _type_of(value) in types or ("number" in types and _type_of(value) == "integer")
         if fits and not isinstance(value, str):
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written.encode()  # a ValueError for half a character, which JSON can escape
+            return written
     except (ValueError, RecursionError):
         pass
     return json.dumps(text, ensure_ascii=False)

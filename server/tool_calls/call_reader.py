@@ -234,9 +234,12 @@ def _unpacked(text: str) -> str:
 
 
 def _string(text: str) -> str | None:
-    """The content of a JSON string; None if it is not one."""
+    """The content of a JSON string; None if it is not one, or has half a character, which JSON can escape."""
     try:
         value = json.loads(text, strict=False)
+        if isinstance(value, str):
+            value.encode()
+            return value
     except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None
+        pass
+    return None

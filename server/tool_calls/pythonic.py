@@ -163,7 +163,9 @@ def _calls(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
             arguments = {keyword.arg: _value(keyword.value) for keyword in element.keywords}
             if None in arguments:
                 raise ValueError("no name")
-            yield ast.unparse(element.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written.encode()  # a ValueError for half a character, which Python can escape
+            yield ast.unparse(element.func), written
 
 
 def _value(node: ast.expr, depth: int = 0) -> Any:

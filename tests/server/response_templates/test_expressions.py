@@ -5,8 +5,9 @@ import re
 import pytest
 
 from server.response_templates.expressions import ExpressionError, of_expression
-from server.response_templates.searches import Search, Steps, TooManySteps, all_matches
+from server.response_templates.searches import MAX_PROMPT_STEPS, Search, Steps, TooManySteps, all_matches
 
+MANY = 400_000
 TEXTS = (
     "",
     "abc",
@@ -27,6 +28,7 @@ EXPRESSIONS = (
     r"c\Z|b$",
     r"\A[a-c\]]{1,2}",
     r"(?:a*)*b?",
+    r"(?:a??b?|c)?",
     r"\x61+",
     r"{a|a{0,1}b",
 )
@@ -36,7 +38,7 @@ EXPRESSIONS = (
 def test_the_first_match_is_that_of_python(expression) -> None:
     for text in TEXTS:
         wanted = re.search(expression, text.rstrip("\n"), re.DOTALL)
-        found = all_matches(of_expression(expression), text.rstrip("\n"))
+        found = all_matches(of_expression(expression), text.rstrip("\n"), Steps(MAX_PROMPT_STEPS))
         if wanted is None:
             assert found == [], text
             continue
@@ -57,6 +59,9 @@ def test_the_first_match_is_that_of_python(expression) -> None:
         (r"(?>a)", "an atomic group"),
         (r"(?i)a", "flags"),
         (r"\bword\b", r"\b is not read"),
+        (r"(?:(?:a)??)*", "prefers to be empty"),
+        (r"(?:|a){2,3}", "prefers to be empty"),
+        (r"(?:a?|b)+", "prefers to be empty"),
         (r"(a", "a ')' is missing"),
         (r"a)", "a ')' too many"),
         (r"[a", "too early"),
@@ -75,13 +80,13 @@ def test_what_is_not_read_is_refused_by_name(expression, reason) -> None:
 
 @pytest.mark.parametrize("expression", [r"(a+)+b", r"(a|a)*b", r"(a*)*(a*)*b", r"(.*)(.*)(.*)x"])
 def test_an_expression_that_would_backtrack_for_ever_does_not(expression) -> None:
-    assert all_matches(of_expression(expression), "a" * 5_000) == []
+    assert all_matches(of_expression(expression), "a" * 5_000, Steps(MANY)) == []
 
 
 @pytest.mark.parametrize("expression", [r"(?:a?){300}a{300}", r"(?:a|b|ab){1,100}c"])
 def test_many_ways_at_once_end_the_search(expression) -> None:
     with pytest.raises(TooManySteps):
-        all_matches(of_expression(expression), "ab" * 5_000)
+        all_matches(of_expression(expression), "ab" * 5_000, Steps(MANY))
 
 
 def test_a_match_is_certain_as_soon_as_no_better_one_can_come() -> None:

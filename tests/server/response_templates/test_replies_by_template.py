@@ -12,7 +12,7 @@ from server.app import build_app
 from server.response_templates.template_choice import check_template
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
-from tests.server.response_templates.templates import COHERE, QWEN_CODER
+from tests.server.response_templates.templates import COHERE, ERNIE, QWEN_CODER
 
 WEATHER = {
     "name": "get_weather",
@@ -127,6 +127,37 @@ async def test_a_forced_call_is_held_by_a_grammar_behind_the_mark_of_the_answer(
     request = engine.requests[0]
     assert request.params.grammar is not None
     assert b"<|START_RESPONSE|>" in bytes(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("end_as", "stop_reason"), [(FinishReason.LENGTH, None), (FinishReason.STOP, "x")])
+async def test_a_call_that_is_cut_off_is_content(client, engine, end_as, stop_reason):
+    engine.texts, engine.end_as, engine.stop_reason = TEXTS[:-1], end_as, stop_reason
+    (choice,) = (await ask(client, max_tokens=len(engine.texts)))["choices"]
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"].endswith('"Bonn", "days": "3"}}]')
+    assert choice["finish_reason"] == end_as.value
+
+
+async def test_a_call_that_ends_with_the_reply_of_a_model_is_one(client, engine):
+    engine.texts = TEXTS[:-1]
+    (choice,) = (await ask(client, max_tokens=len(engine.texts)))["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_grammar_begins_behind_reasoning_that_an_expression_opens(client, engine):
+    engine.model_info = dataclasses.replace(
+        engine.model_info,
+        chat_template="{{ tools }}<think></think>",
+        response_template=json.dumps(ERNIE),
+        added_tokens={"<think>": 5, "</think>": 10},
+    )
+    engine.texts = ("Hm.", "</think>", "{}")
+    fields = {"tools": None, "response_format": {"type": "json_object"}, "max_tokens": 3}
+    opened = [{"role": "user", "content": "Assistant:<think>"}]
+    (choice,) = (await ask(client, messages=opened, **fields))["choices"]
+    assert engine.requests[0].params.grammar.begins_after == 10
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", "{}")
 
 
 async def test_an_option_that_names_a_parser_sets_the_template_aside(engine):

@@ -7,9 +7,10 @@ import pytest
 from server.chat.message_reader import Message, MessageReader, Reading
 from server.chat.reasoning import ReasoningStart
 from server.chat.reasoning_styles import ReasoningStyle, TemplateSplitter, style_of
+from server.response_templates.searches import MAX_PROMPT_STEPS, Steps, TooManySteps
 from server.response_templates.template import TemplateError, compile_template
 from server.response_templates.template_reader import MAX_CALL_CHARS, MAX_HELD_CHARS, TemplateReader
-from tests.server.response_templates.templates import GPT_OSS, QWEN, QWEN_CODER, TEMPLATES
+from tests.server.response_templates.templates import FUNCTION, GPT_OSS, QWEN, QWEN_CODER, TEMPLATES
 
 SCHEMAS = {
     "get_weather": {
@@ -109,23 +110,37 @@ GOLDEN = [
 ]
 
 
-def read(spec: dict, prompt: str, pieces: list[str], schemas: dict | None = SCHEMAS) -> dict:
+def new_reader(
+    spec: dict, prompt: str, schemas: dict | None = SCHEMAS, *, max_calls: int | None = None
+) -> MessageReader:
     template = compile_template(spec)
 
     def splitter(_: ReasoningStart) -> TemplateSplitter:
         reader = TemplateReader(template, schemas)
-        reader.begin_behind(template.behind_anchor(prompt) or "")
+        reader.begin_behind(template.behind_anchor(prompt, Steps(MAX_PROMPT_STEPS)) or "")
         return TemplateSplitter(reader)
 
     style = ReasoningStyle(name="template", begin="", end="", sign="", new_splitter=splitter)
-    reader = MessageReader(
-        Reading(reasoning=ReasoningStart.POSSIBLE, style=style, new_call_id=lambda: "call_1")
+    return MessageReader(
+        Reading(
+            reasoning=ReasoningStart.POSSIBLE,
+            style=style,
+            max_calls=max_calls,
+            new_call_id=lambda: "call_1",
+        )
     )
+
+
+def read_by(reader: MessageReader, pieces: list[str]) -> dict:
     message = Message()
     for piece in pieces:
         message.add(reader.feed(piece, ()))
     message.add(reader.finish())
     return message.body()
+
+
+def read(spec: dict, prompt: str, pieces: list[str], schemas: dict | None = SCHEMAS) -> dict:
+    return read_by(new_reader(spec, prompt, schemas), pieces)
 
 
 def cuts(text: str) -> list[list[str]]:
@@ -209,6 +224,112 @@ def test_a_call_that_is_too_long_is_content() -> None:
     text = '<tool_call>{"name": "' + "x" * MAX_CALL_CHARS + '"}</tool_call>'
     message = read(QWEN, "", [text])
     assert (message["content"], "tool_calls" in message) == (text, False)
+
+
+def test_a_call_that_is_too_long_is_shown_once_where_the_steps_run_out_later() -> None:
+    calls = {"open": "<", "close_pattern": "(?:a+)+(?:a?){300}!", "transform": {"function": {"name": "f"}}}
+    spec = {"start_anchor": ">", "fields": {"tool_calls": calls, "content": {}}}
+    text = "Hi <" + "x" * MAX_CALL_CHARS + "y" + "a" * 3_000
+    reader = new_reader(spec, "")
+    message = read_by(reader, [text[at : at + 997] for at in range(0, len(text), 997)])
+    assert "".join(message["content"].split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "cohere"])
+def test_a_long_reply_without_fields_is_content_and_comes_before_its_end(name) -> None:
+    text = "1234 " * (MAX_HELD_CHARS // 2) + "end"
+    reader = new_reader(TEMPLATES[name], "")
+    message, num_early = Message(), 0
+    for at in range(0, len(text), 5):
+        pieces = reader.feed(text[at : at + 5], ())
+        num_early += bool(pieces)
+        message.add(pieces)
+    message.add(reader.finish())
+    assert message.body()["content"] == text
+    assert num_early > 10
+
+
+def test_text_before_a_reply_that_takes_too_many_steps_stays() -> None:
+    spec = {"start_anchor": ">", "fields": {"content": {"open_pattern": r"(?:a?){300}a{300}!"}}}
+    text = "Well. " + "a" * 3_000
+    assert read(spec, "", list(text))["content"] == text
+
+
+CUT_OFF = "<tool_call><function=get_weather><parameter=city>Bonn</parameter><parameter=days>1"
+
+
+@pytest.mark.parametrize(("reason", "stop_reason"), [("stop", "1"), ("length", None)])
+def test_a_call_that_a_stop_string_or_a_limit_cuts_off_is_content(reason, stop_reason) -> None:
+    now = "<tool_call><function=now></function></tool_call>"
+    for text, num_calls in ((CUT_OFF, 0), (f"{now}{CUT_OFF}", 1)):
+        for pieces in cuts(text):
+            reader = new_reader(QWEN_CODER, "")
+            reader.cut_off()
+            message = read_by(reader, pieces)
+            assert message["content"] == CUT_OFF
+            assert len(message.get("tool_calls", [])) == num_calls
+            assert reader.finish_reason(reason, stop_reason) == reason
+
+
+def test_a_call_that_the_model_ends_with_its_reply_is_one() -> None:
+    reader = new_reader(QWEN_CODER, "")
+    (call,) = read_by(reader, [CUT_OFF + "</parameter>"])["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Bonn", "days": 1}
+    assert reader.finish_reason("stop", None) == "tool_calls"
+
+
+def test_a_cut_off_call_is_shown_without_the_part_that_the_prompt_has() -> None:
+    reader = new_reader(QWEN, '<|im_start|>assistant\n<tool_call>{"name": ')
+    reader.cut_off()
+    assert read_by(reader, ['"now", "argu'])["content"] == '"now", "argu'
+
+
+def test_calls_of_the_prompt_are_not_counted() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    reader = new_reader(QWEN, f"<|im_start|>assistant\n{call}", max_calls=1)
+    (read_call,) = read_by(reader, [call])["tool_calls"]
+    assert read_call["function"]["name"] == "now"
+
+
+@pytest.mark.parametrize(("end", "num_tokens"), [("<think>\n\n</think>\n\n", 0), ("<think>\n", 2)])
+def test_tokens_are_reasoning_where_the_prompt_has_not_ended_it(end, num_tokens) -> None:
+    reader = new_reader(QWEN, f"<|im_start|>assistant\n{end}")
+    for number, piece in enumerate(["Hm", "</think>" if num_tokens else " so", "Yes", "."]):
+        reader.feed(piece, (number,))
+    assert reader.num_reasoning_tokens == num_tokens
+
+
+@pytest.mark.parametrize("part", ['"id": "\\ud800", "name": "now"', '"name": "\\ud800"', '"name": "now"'])
+def test_a_call_with_half_a_character_is_content(part) -> None:
+    call = f'<tool_call>{{{part}, "arguments": {{"a": "\\ud800"}}}}</tool_call>'
+    message = read(QWEN, "", [call])
+    assert (message["content"], "tool_calls" in message) == (call, False)
+
+
+def test_many_values_of_one_key_are_merged_in_a_list() -> None:
+    tags = {"tag_pattern": "(?P<key>a)(?P<value>.)", "merge_duplicates": True}
+    calls = {"open": "<", "close": ">", "content": "xml-inline", "content_args": tags, "transform": FUNCTION}
+    calls = {**calls, "open_pattern": "<(?P<name>f)", "open": None}
+    spec = {"start_anchor": ":", "fields": {"tool_calls": calls, "content": {}}}
+    (call,) = read(spec, "", ["<f" + "a1" * 5_000 + "a2>"])["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": ["1"] * 5_000 + ["2"]}
+
+
+def test_a_long_argument_in_tags_is_read_in_one_piece_as_in_many() -> None:
+    call = "<tool_call><function=get_weather><parameter=city>{}</parameter></function></tool_call>"
+    text = call.format("Bonn " * 4_000)
+    whole = read(QWEN_CODER, "", [text])
+    assert len(whole["tool_calls"][0]["function"]["arguments"]) > 19_000
+    assert read(QWEN_CODER, "", [text[at : at + 4] for at in range(0, len(text), 4)]) == whole
+
+
+def test_an_anchor_is_looked_for_in_so_many_steps_only() -> None:
+    template = compile_template({**QWEN, "start_anchor": None, "start_anchor_pattern": "(?:a+)+(?:a?){99}:"})
+    steps = Steps(MAX_PROMPT_STEPS)
+    assert template.behind_anchor("aa:b", steps) == "b"
+    assert template.behind_anchor("a" * 15_000 + ":b", steps) is None
+    with pytest.raises(TooManySteps):
+        steps.spend(1)
 
 
 @pytest.mark.parametrize(

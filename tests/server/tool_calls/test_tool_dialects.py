@@ -276,6 +276,7 @@ def coder(**arguments: str) -> str:
         ({"unknown": "[1]"}, {"unknown": [1]}),
         ({"unknown": "plain"}, {"unknown": "plain"}),
         ({"days": "1e999"}, {"days": "1e999"}),
+        ({"at": '{"x": "\\ud800"}'}, {"at": '{"x": "\\ud800"}'}),
     ],
 )
 def test_a_value_in_tags_gets_the_type_of_its_schema_if_it_fits(written, meant) -> None:
@@ -293,3 +294,18 @@ def test_kimis_own_ids_are_kept() -> None:
     parser = find_dialect("kimi_k2", "").new_parser(TOOLS)
     events = parser.feed("<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}<|tool_call_end|>")
     assert events[0] == CallStart(0, "now", "functions.now:7")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+        ("pythonic", '[now(a="\\ud800")]'),
+    ],
+)
+def test_half_a_character_that_a_call_escapes_is_written_as_the_model_wrote_it(dialect, text) -> None:
+    content, calls = read(dialect, text)
+    assert "\\ud800" in (content + str(calls)).replace("\\\\", "\\")
+    for part in (content, *(part for call in calls for part in call)):
+        part.encode()
