@@ -9,7 +9,7 @@ sequence costs beside it (sampling, bookkeeping), `per_context_token` reading th
 that as those of the trace did, drawn from a seed: the slowest of them make the tails of latencies.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -30,7 +30,12 @@ _NUM_ROUNDS = 4
 # Longer than this is no pause between two steps: the engine waited, or did something else.
 _MOST_TIMES, _MOST_PAUSE_S = 1.5, 0.005
 _MIN_STEPS = 8
-_MOST_FACTORS, _STRETCH_STEPS = 20_000, 100
+MOST_FACTORS = 20_000
+"""Steps whose factors are kept: the last ones of the trace."""
+_STRETCH_STEPS = 100
+_SPEED_WINDOW_S = 4.0
+"""Time about a step in which the median factor is the machine's speed. What ends sooner than half of it, as a
+batch of unusual shape does, is no speed."""
 
 
 class FitError(Exception):
@@ -51,9 +56,11 @@ class LinearStepTime:
     """When each of these steps began, by the clock of the trace."""
     arrivals_s: tuple[float, ...] = ()
     """When requests came, by that clock."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each of these requests, its prompt and its reply."""
     origin_s: float | None = None
-    """Begin of the simulation by that clock: then each step varies as the one of the trace at its time. None:
-    the variation is drawn."""
+    """Begin of the simulation by that clock: then steps are as slow or fast as the machine was at that time.
+    None: that is drawn too."""
 
     def seconds(self, num_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
         return (
@@ -108,29 +115,52 @@ class StepVariation:
 
 
 class TracedVariation:
-    """Durations that vary as those of the trace did at the same time: that machine's speed, played again."""
+    """Durations at the speed that the machine had at the same time; how single steps vary about it is drawn.
 
-    def __init__(self, model: LinearStepTime, origin_s: float) -> None:
-        self._factors = model.variation
+    A factor of one step says how far the model is off as well as how fast the machine was. Beside much the
+    same batch at the same time it would hide the error of the model. The median over some seconds of steps of
+    all sizes hides only an error that lasts as long.
+    """
+
+    def __init__(self, model: LinearStepTime, origin_s: float, seed: int) -> None:
+        self._speeds = running_medians(model.moments_s, model.variation)
         self._moments_s = [moment_s - origin_s for moment_s in model.moments_s]
+        factors = zip(model.variation, self._speeds, strict=True)
+        self._single = StepVariation([factor / speed for factor, speed in factors], seed)
 
     def vary(self, steps_s: Iterable[float], now_s: float) -> list[float]:
         """Return what steps take, one after the other from now on."""
         durations_s = []
-        for seconds in steps_s:
+        for seconds in self._single.vary(steps_s, now_s):
             place = max(bisect_right(self._moments_s, now_s) - 1, 0)
-            durations_s.append(seconds * self._factors[place])
+            durations_s.append(seconds * self._speeds[place])
             now_s += durations_s[-1]
         return durations_s
 
     def give_back(self, num_steps: int) -> None:
-        """Steps given back change nothing: what one takes depends on its time alone."""
+        """See StepVariation; the speed depends on the time alone."""
+        self._single.give_back(num_steps)
+
+
+def running_medians(moments_s: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Return for each moment the median of the values about it, so that what lasts keeps its edges."""
+    medians, window = [], list[float]()
+    begin = end = 0
+    for now_s in moments_s:
+        while end < len(values) and moments_s[end] <= now_s + _SPEED_WINDOW_S / 2:
+            insort(window, values[end])
+            end += 1
+        while moments_s[begin] < now_s - _SPEED_WINDOW_S / 2:
+            window.pop(bisect_left(window, values[begin]))
+            begin += 1
+        medians.append(window[len(window) // 2])
+    return medians
 
 
 def variation_of(model: LinearStepTime, seed: int) -> StepVariation | TracedVariation:
     if model.origin_s is None or not model.variation:
         return StepVariation(model.variation, seed)
-    return TracedVariation(model, model.origin_s)
+    return TracedVariation(model, model.origin_s, seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +206,7 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
         found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
     predicted_s = sizes[is_kept] @ found
     errors = np.abs(predicted_s / measured_s[is_kept] - 1)
-    variation: Floats = (measured_s[is_kept] / predicted_s)[-_MOST_FACTORS:]
+    variation: Floats = (measured_s[is_kept] / predicted_s)[-MOST_FACTORS:]
     base, token, decode, context = (float(each) for each in found)
     return FittedStepTime(
         model=LinearStepTime(
@@ -185,13 +215,25 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
             per_decode_s=decode,
             per_context_token_s=context,
             variation=tuple(variation.tolist()),
-            moments_s=tuple(moments_s[is_kept][-_MOST_FACTORS:].tolist()),
+            moments_s=tuple(moments_s[is_kept][-MOST_FACTORS:].tolist()),
             arrivals_s=tuple(step.time_s for step in traced for _ in step.arrived),
+            lengths=_lengths(traced),
         ),
         num_steps=int(is_kept.sum()),
         num_accidents=int((~is_kept).sum()),
         median_error=float(np.median(errors)),
     )
+
+
+def _lengths(steps: Iterable[TracedStep]) -> tuple[int, ...]:
+    """Tokens of the sequences that came, in that order: the last one of a reply is not computed any more."""
+    arrived: list[int] = []
+    last: dict[int, int] = {}
+    for step in steps:
+        arrived += step.arrived
+        last.update((sequence_id, start + num - 1) for sequence_id, start, num in step.chunks)
+        last.update(step.decodes)
+    return tuple(last.get(sequence_id, -2) + 2 for sequence_id in arrived)
 
 
 def _with_pauses(steps: Iterable[TracedStep]) -> Iterator[tuple[TracedStep, float]]:

@@ -15,13 +15,15 @@ import msgspec
 from bench.load.load_report import Distribution, distribution_ms
 from bench.load.request_record import COMPLETED
 from bench.simulate.arrivals import ArrivalsError, SimRequest
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitted_step_time import MOST_FACTORS, LinearStepTime
 from bench.simulate.setup import Overhead, Setup
 from bench.simulate.simulate_run import RunResult, simulate
 from bench.simulate.tally import GapCounts
 
 _PERCENTILES = ("p50", "p99")
 _MOST_LATE_S = 0.25  # of an arrival in the trace, which notes them with its next step
+_MOST_TOKENS_OFF = 2  # of a request in the trace, which may have computed one that was thrown away
+_LEAST_ALIKE = 0.9  # of the requests of a run in its own trace
 _LEAST_SPREAD = 0.5  # of the lengths of prompts, between their halves and relative to the middle
 
 
@@ -80,14 +82,28 @@ class MeasuredRun:
         ]
 
     def origin_s(self, step_time: LinearStepTime) -> float | None:
-        """First request's moment by the clock of the trace; None if the trace is not of this run."""
-        arrivals_s = step_time.arrivals_s[-len(self.requests) :]
-        if len(arrivals_s) < len(self.requests):
+        """First request's moment by the clock of the trace; None if the trace is not of this run.
+
+        The last arrivals of the trace must stand as far apart as these requests, and be as long. A load that
+        is repeated token by token at the same moments cannot be told from this one.
+        """
+        num = len(self.requests)
+        arrivals_s = step_time.arrivals_s[-num:]
+        if len(arrivals_s) < num or not self._are_as_long(step_time.lengths[-num:]):
             return None
         offsets_s = [at_s - each.arrival_s for at_s, each in zip(arrivals_s, self.requests, strict=True)]
         origin_s = median(offsets_s)
-        is_of_run = median(abs(each_s - origin_s) for each_s in offsets_s) < _MOST_LATE_S
-        return origin_s if is_of_run else None
+        if median(abs(each_s - origin_s) for each_s in offsets_s) >= _MOST_LATE_S:
+            return None
+        is_cut = len(step_time.moments_s) >= MOST_FACTORS and origin_s < step_time.moments_s[0]
+        return None if is_cut else origin_s  # nothing is known of the speed at its begin
+
+    def _are_as_long(self, lengths: Sequence[int]) -> bool:
+        """Whether the traced requests have these lengths, in any order: in a burst some overtake others."""
+        own = sorted(each.prompt_len + each.max_tokens for each in self.requests)
+        pairs = zip(own, sorted(lengths), strict=True)
+        num_alike = sum(abs(here - there) <= _MOST_TOKENS_OFF for here, there in pairs)
+        return num_alike >= _LEAST_ALIKE * len(own)
 
     def overhead(self, setup: Setup) -> Overhead:
         """Fit the time outside of steps to the first tokens, which come sooner in a simulation without it."""

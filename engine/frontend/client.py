@@ -99,7 +99,11 @@ class AsyncEngine:
         )
         if max_adapters:
             self.metrics.registry.register(self._adapter_metrics)
-        self._kv_events = None if config.kv_events is None else KVPublisher(config.kv_events)
+        try:
+            self._kv_events = None if config.kv_events is None else KVPublisher(config.kv_events)
+        except BaseException:
+            self._trial.close()
+            raise
 
     # Life.
 

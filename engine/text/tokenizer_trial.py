@@ -43,6 +43,7 @@ class Trial:
         """Without expressions in the file there is no process."""
         self._file = file
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_judged = False
         if b'"Regex"' in _content(file):
             self._process = subprocess.Popen(
                 [*child_process.INTERPRETER, "-m", "engine.text.tokenizer_trial", str(file)],
@@ -56,6 +57,7 @@ class Trial:
         """Wait for its end. Raises TokenizerError."""
         if self._process is None:
             return
+        self._is_judged = True
         try:
             reason, _ = self._process.communicate(timeout=_MAX_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -74,6 +76,8 @@ class Trial:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            if self._process.stdout is not None and not self._is_judged:
+                self._process.stdout.close()  # `judge`, in another thread perhaps, reads to its end
 
 
 def _content(file: Path) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import Counter
 
-from server.sockets.first_look import EarlyRefusals, FirstLook
+from server.sockets.first_look import EarlyRefusals, FirstLook, FirstLooks
 from server.sockets.places import Place, Places
 from server.sockets.rare_log import RareLog
 
@@ -117,6 +117,7 @@ class Acceptor:
         self._context = server.context
         self._loop = asyncio.get_running_loop()
         self._places = server.places
+        self._looks = None if server.early is None else FirstLooks(server.early, server.refused)
         self._handshakes = Turns(HANDSHAKES_IN_A_TURN)
         self._opening: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
@@ -127,10 +128,12 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more. Connections go on; handshakes under way end."""
+        """Accept no more. Connections go on; handshakes and first looks under way end."""
         self._loop.remove_reader(self._listener)
         if self._pause is not None:
             self._pause.cancel()
+        if self._looks is not None:
+            self._looks.close()
         for each in tuple(self._opening):
             each.cancel()
 
@@ -165,11 +168,11 @@ class Acceptor:
             client.close()
             return
         client.setblocking(False)  # noqa: FBT003 (the standard library's own signature)
-        early = self._server.early
-        if early is None or place is None or place.is_reserved or not early.are_likely:
+        looks = self._looks
+        if looks is None or place is None or place.is_reserved or not looks.refusals.are_likely:
             self._begin(client, place)
         else:
-            FirstLook(client, place, refusals=early, on_request=partial(self._begin, client, place))
+            FirstLook(client, place, looks, on_request=partial(self._begin, client, place))
 
     def _begin(self, client: socket.socket, place: Place | None) -> None:
         opening = self._loop.create_task(self._open(client, place))

@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from prometheus_client import Counter
+
 from server.sockets.places import Place
 
 _MAX_LOOK_BYTES = 8 * 1024
@@ -43,16 +45,33 @@ class EarlyRefusals(Protocol):
         """Refuse the request that begins with these bytes; None: it has to become a connection."""
 
 
+class FirstLooks:
+    """Looks at the newcomers of one listening socket."""
+
+    def __init__(self, refusals: EarlyRefusals, refused: Counter) -> None:
+        """Count in `refused` sockets that gave way to others before they were answered."""
+        self.refusals = refusals
+        self.refused = refused
+        self.under_way: set[FirstLook] = set()
+        """Looks that wait for bytes of the client, those after a refusal too."""
+
+    def close(self) -> None:
+        """End those under way: none becomes a connection any more."""
+        for each in tuple(self.under_way):
+            each.end()
+
+
 class FirstLook:
     """The look at one socket, which is not blocking. Ends with a refusal, or with `on_request`."""
 
     def __init__(
-        self, client: socket.socket, place: Place, *, refusals: EarlyRefusals, on_request: Callable[[], None]
+        self, client: socket.socket, place: Place, looks: FirstLooks, on_request: Callable[[], None]
     ) -> None:
         """Begin; everything may be over when this returns."""
         self._client = client
         self._place = place
-        self._refusals = refusals
+        self._looks = looks
+        self._is_answered = False
         self._on_request = on_request
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -65,12 +84,12 @@ class FirstLook:
             self._watch(self._look, _WAIT_S, self._hand_over)
             return
         except OSError:  # it has left
-            self._end()
+            self.end()
             return
         try:
-            refusal = self._refusals.of_bytes(seen)
+            refusal = self._looks.refusals.of_bytes(seen)
         except Exception:
-            self._end()
+            self.end()
             raise
         if refusal is None:
             self._hand_over()
@@ -87,14 +106,15 @@ class FirstLook:
         try:
             self._client.recv(num_here)
             self._client.send(refusal.reply)
+            self._is_answered = True
             if num_here == refusal.num_bytes:
-                self._end()
+                self.end()
                 return
             self._client.shutdown(socket.SHUT_WR)  # to close now would take the reply back
         except OSError:
-            self._end()
+            self.end()
             return
-        self._watch(self._drop, _LINGER_S, self._end)
+        self._watch(self._drop, _LINGER_S, self.end)
 
     def _drop(self) -> None:
         """Drop bytes that are sent after the refusal, until the client has read it and closes its half."""
@@ -105,11 +125,18 @@ class FirstLook:
             return
         except OSError:
             pass
-        self._end()
+        self.end()
+
+    def _give_way(self) -> None:
+        """End for the sake of a newcomer."""
+        if not self._is_answered:
+            self._looks.refused.inc()
+        self.end()
 
     def _watch(self, on_bytes: Callable[[], None], wait_s: float, on_late: Callable[[], None]) -> None:
         if self._timer is None:
-            self._place.give_way = self._end
+            self._place.give_way = self._give_way
+            self._looks.under_way.add(self)
             self._loop.add_reader(self._client, on_bytes)
             self._timer = self._loop.call_later(wait_s, on_late)
 
@@ -118,8 +145,10 @@ class FirstLook:
             self._timer.cancel()
             self._timer = None
             self._loop.remove_reader(self._client)
+            self._looks.under_way.discard(self)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Close the socket and give its place back."""
         self._stop_watching()
         with contextlib.suppress(OSError):
             self._client.close()

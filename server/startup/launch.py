@@ -70,11 +70,29 @@ async def _launch(
         # Not at the top: a second of imports, beside those of the engine process.
         with only_imports():
             from server.startup.serving import serve
-        await engine.texts_are_tried()
-        return await serve(launched, announcement)
+        if await _texts_are_tried(engine, launched.signals):
+            return await serve(launched, announcement)
+        log.info("stopping: nothing was served yet")
+        return 0
     finally:
         await engine.close()
         launched.signals.restore()
+
+
+async def _texts_are_tried(engine: AsyncEngine, signals: Signals) -> bool:
+    """Wait for the trial of the tokenizer; False if a signal came first. Raises TokenizerError.
+
+    The thread that waits for the trial ends with it, when the engine is closed.
+    """
+    tried = asyncio.create_task(engine.texts_are_tried())
+    stopped = asyncio.create_task(signals.first.wait())
+    await asyncio.wait([tried, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not tried.done():
+        tried.cancel()
+        return False
+    await tried
+    return True
 
 
 def _check_state(config: ServerConfig) -> None:

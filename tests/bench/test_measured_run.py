@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from bench.simulate.arrivals import ArrivalsError, LengthDistribution, SimRequest
+from bench.simulate.fitted_step_time import MOST_FACTORS, LinearStepTime
 from bench.simulate.measured_run import calibrated, read_measured_run
 from bench.simulate.setup import Overhead, Setup
 from bench.simulate.simulate_command import main
@@ -94,11 +95,45 @@ def test_a_machine_that_was_slow_for_a_while_is_no_error_beside_its_own_trace(
     path = tmp_path / "run.json"
     requests = write_run(path, replace(setup, step_time=model))
     run = read_measured_run(path)
-    traced = replace(model, origin_s=None, arrivals_s=(3.0, *(1000.02 + each.arrival_s for each in requests)))
+    traced = traced_beside(model, requests)
     own = calibrated(replace(setup, step_time=traced), run)[1]
     assert all(abs(error.share) < 0.05 for error in own)
     other = calibrated(replace(setup, step_time=replace(traced, arrivals_s=(3.0,))), run)[1]
     assert max(abs(error.share) for error in other) > 0.2
+
+
+def traced_beside(model: LinearStepTime, requests: list[SimRequest]) -> LinearStepTime:
+    """The model with arrivals of these requests, 1,000 s after its clock began, and of one before them."""
+    return replace(
+        model,
+        origin_s=None,
+        arrivals_s=(3.0, *(1000.02 + each.arrival_s for each in requests)),
+        lengths=(9, *(each.prompt_len + each.max_tokens for each in requests)),
+    )
+
+
+def test_the_trace_of_another_run_at_the_same_moments_is_told_by_the_lengths(
+    setup: Setup, tmp_path: Path
+) -> None:
+    requests = write_run(tmp_path / "run.json", setup)
+    run = read_measured_run(tmp_path / "run.json")
+    traced = traced_beside(setup.step_time, requests)
+    assert run.origin_s(traced) == pytest.approx(1000.02)
+    overtaking = replace(traced, lengths=(9, *sorted(traced.lengths[1:])))
+    assert run.origin_s(overtaking) == pytest.approx(1000.02)
+    drawn = Random(2)
+    others = tuple(drawn.randint(1, 80) + drawn.randint(2, 20) for _ in traced.lengths)
+    assert run.origin_s(replace(traced, lengths=others)) is None
+
+
+def test_a_trace_of_whose_begin_no_speed_was_kept_is_not_replayed(setup: Setup, tmp_path: Path) -> None:
+    requests = write_run(tmp_path / "run.json", setup)
+    run = read_measured_run(tmp_path / "run.json")
+    traced = traced_beside(setup.step_time, requests)
+    for start_s, is_known in ((999.0, True), (1001.0, False)):
+        moments_s = tuple(start_s + place / 100 for place in range(MOST_FACTORS))
+        cut = replace(traced, variation=(1.0,) * MOST_FACTORS, moments_s=moments_s)
+        assert (run.origin_s(cut) is not None) == is_known
 
 
 def test_a_slower_run_than_the_model_is_told_as_an_error(setup: Setup, measured: Path) -> None:

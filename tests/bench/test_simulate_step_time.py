@@ -7,7 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulate.fitted_step_time import FitError, LinearStepTime, StepVariation, fit, variation_of
+from bench.simulate.fitted_step_time import (
+    FitError,
+    LinearStepTime,
+    StepVariation,
+    fit,
+    running_medians,
+    variation_of,
+)
 from bench.trace.trace_reading import TracedStep, read_trace
 from tests.bench.traces import MODEL, traced
 
@@ -63,6 +70,11 @@ def test_a_fit_finds_the_coefficients_of_a_trace_that_follows_the_model(tmp_path
     assert found.median_error < 1e-9
 
 
+def test_a_fit_knows_how_long_the_requests_were_that_came(tmp_path: Path) -> None:
+    """Two of five with replies of nine tokens came before the trace, and an urgent one with five."""
+    assert sorted(fit(read_trace(traced(tmp_path))).model.lengths) == [10 + 5, 7 + 9, 11 + 9]
+
+
 def test_a_fit_looks_through_noise() -> None:
     found = fit(drawn(MODEL, num_steps=2000, noise=0.05))
     assert_close(found.model, MODEL, rel=0.1)
@@ -115,11 +127,34 @@ def test_factors_that_were_given_back_come_first() -> None:
     assert got == wanted
 
 
-def test_steps_beside_a_trace_vary_as_its_steps_did_at_their_time() -> None:
-    model = replace(MODEL, variation=(1.0, 5.0, 2.0), moments_s=(100.0, 101.0, 103.0), origin_s=100.0)
+def test_steps_beside_a_trace_are_as_slow_as_the_machine_was_at_their_time() -> None:
+    model = replace(MODEL, variation=(1.0, 5.0, 2.0), moments_s=(100.0, 110.0, 130.0), origin_s=100.0)
     steps = variation_of(model, seed=1)
-    assert steps.vary([0.5, 0.5, 0.5, 0.1], 0.0) == [0.5, 0.5, 2.5, 0.2]
-    assert steps.vary([1.0], 1.2) == [5.0]
+    assert steps.vary([5.0, 5.0, 5.0, 1.0], 0.0) == [5.0, 5.0, 25.0, 2.0]
+    assert steps.vary([1.0], 12.0) == [5.0]
+
+
+def test_a_misfit_of_some_steps_is_not_the_machines_speed_and_comes_at_drawn_moments() -> None:
+    """Every fifth step takes twice as long as the model says, on a machine that is half as fast later."""
+    factors = [(2.0 if step % 5 == 0 else 1.0) * (1.0 if step < 500 else 2.0) for step in range(1000)]
+    moments_s = tuple(step * 0.02 for step in range(1000))
+    speeds = running_medians(moments_s, factors)
+    assert (set(speeds[:450]), set(speeds[550:])) == ({1.0}, {2.0})
+    model = replace(MODEL, variation=tuple(factors), moments_s=moments_s, origin_s=0.0)
+    one, other = (variation_of(model, seed=seed).vary([0.02] * 300, 0.0) for seed in (1, 2))
+    assert one != other
+    assert (one.count(0.02), one.count(0.04)) == (pytest.approx(240, abs=40), pytest.approx(60, abs=20))
+
+
+def test_traced_steps_that_were_given_back_come_again() -> None:
+    moments_s = tuple(float(step) for step in range(40))
+    model = replace(MODEL, variation=(1.0, 1.5, 0.5, 2.0) * 10, moments_s=moments_s, origin_s=0.0)
+    straight, cut = (variation_of(model, seed=4) for _ in range(2))
+    wanted = straight.vary([1.0] * 20, 0.0)
+    got = cut.vary([1.0] * 9, 0.0)[:2]
+    cut.give_back(7)
+    got += cut.vary([1.0] * 18, sum(got))
+    assert got == wanted
 
 
 def test_what_the_engine_does_between_two_steps_belongs_to_the_first() -> None:

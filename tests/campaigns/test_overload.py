@@ -60,8 +60,14 @@ def test_what_should_not_happen_is_a_fault(overload: Seen, fault: str) -> None:
 
 
 def test_refusals_that_take_the_machine_from_those_who_are_served_are_a_fault() -> None:
-    (found,) = replace(GOOD, cores=Cores(client=0.1, api=20.0, engine=0.9)).faults()
-    assert "of the machine" in found
+    (found,) = replace(GOOD, cores=Cores(client=0.1, api=0.26, engine=0.9)).faults()
+    assert found == "refusals take 7.0% of one core"
+
+
+@pytest.mark.parametrize("empty", ["alone", "full_queue", "overload"])
+def test_a_round_in_which_nobody_is_served_is_a_fault_with_a_table(empty: str) -> None:
+    rounds = replace(GOOD, **{empty: Seen(took_s=10.0, late_s=[0.0])})
+    assert "FAULT: nobody was served" in rounds.table()
 
 
 async def test_who_is_refused_is_told_from_who_is_served() -> None:

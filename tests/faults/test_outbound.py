@@ -178,7 +178,7 @@ def test_a_folder_that_lacks_files_is_served_without_asking_anybody_and_the_kern
         client.post("/v1/completions", json=CALLS["expression"][1])
     assert not attempts(guarded)
     if not watched:
-        return
+        pytest.skip("strace may not trace here: calls of Python were watched, those of native code not")
     assert "AF_UNIX" in calls.read_text(), "nothing was traced"
     opened = [line for line in calls.read_text().splitlines() if "sin_addr" in line or "sin6_addr" in line]
     away = [line for line in opened if "127.0.0.1" not in line and '"::1"' not in line]

@@ -10,6 +10,7 @@ from engine.options.api_keys import ApiKey
 from server.access.key_ring import KeyRing
 from server.app import build_app
 from server.http.edge import Patience
+from server.sockets.first_look import FirstLook
 from tests.server.conftest import Settings, connect, serving
 from tests.server.http.test_connections import parsed, said
 
@@ -116,7 +117,25 @@ async def test_on_a_new_connection_a_refusal_is_no_request_and_reads_no_body(eng
     assert app.middleware_stack is None, "no layer was asked"
 
 
-async def test_a_crowd_is_refused_before_it_has_connections_however_its_requests_are_cut(engine, monkeypatch):
+@pytest.fixture
+def looks(monkeypatch):
+    """Places of newcomers that were looked at, however slow the machine is."""
+    seen = []
+
+    class NotedLook(FirstLook):
+        def __init__(self, client, place, *others, **more):
+            seen.append(place)
+            super().__init__(client, place, *others, **more)
+
+    monkeypatch.setattr("server.sockets.accepting.FirstLook", NotedLook)
+    monkeypatch.setattr("server.sockets.first_look._WAIT_S", 60.0)
+    monkeypatch.setattr("server.generate.full_queue._LIKELY_S", 60.0)
+    return seen
+
+
+async def test_a_crowd_is_refused_before_it_has_connections_however_its_requests_are_cut(
+    engine, monkeypatch, looks
+):
     full_for_all(engine, monkeypatch)
     app = build_app(engine, Settings())
     whole = FULL.replace(b"9000", b"4") % b"" + b"body"
@@ -128,6 +147,7 @@ async def test_a_crowd_is_refused_before_it_has_connections_however_its_requests
             assert (status, code, headers["connection"]) == (429, "server_overloaded", "close")
     value = engine.metrics.registry.get_sample_value
     assert value("tokenyard:request_errors_total", {"code": "server_overloaded"}) == 5
+    assert len(looks) == 4
 
 
 def no_connection(*_: object, **__: object) -> None:
@@ -147,14 +167,17 @@ ODD_HEADS = {
 
 
 @pytest.mark.parametrize("name", ODD_HEADS)
-async def test_of_a_crowd_all_that_needs_a_parser_gets_one(engine, monkeypatch, name):
+async def test_of_a_crowd_all_that_needs_a_parser_gets_one(engine, monkeypatch, looks, name):
     full_for_all(engine, monkeypatch)
-    monkeypatch.setattr("server.sockets.first_look._WAIT_S", 0.05)
+    if name == "silence":
+        monkeypatch.setattr("server.sockets.first_look._WAIT_S", 0.05)
     app = build_app(engine, Settings(), patience=Patience(head_timeout_s=0.3))
     request, status = ODD_HEADS[name]
     async with serving(app) as url:
         assert parsed(await said(url, FULL % b""))[0] == 429
+        assert not looks
         reply = await said(url, request[:30], request[30:], pause_s=0.02)
+    assert len(looks) == 1
     assert reply.startswith(b"HTTP/1.1 %d " % status if status else b"")
     assert bool(reply) == bool(status)
 

@@ -7,8 +7,10 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from server.sockets.accepting import Acceptor, Turns, is_whole_hello
+from server.sockets.first_look import EarlyRefusal
 from server.sockets.places import QUIET_S, RESERVED_PLACES, Place, Places
 from server.sockets.rare_log import RareLog
 
@@ -148,7 +150,8 @@ async def test_without_descriptors_it_tries_once_and_waits_and_a_silent_client_i
     places = Places(10)
     _, ended = taken(places)
     listener = FullSystem()
-    acceptor = Acceptor(SimpleNamespace(context=None, places=places), listener)  # type: ignore[arg-type]
+    server = SimpleNamespace(context=None, early=None, places=places)
+    acceptor = Acceptor(server, listener)  # type: ignore[arg-type]
     acceptor.start()
     acceptor.accept_some()
     assert listener.num_asked == 1
@@ -159,6 +162,81 @@ async def test_without_descriptors_it_tries_once_and_waits_and_a_silent_client_i
     assert len(caplog.records) == 1
     acceptor.close()
     listener.own.close()
+
+
+class AlwaysFull:
+    """A queue without room. Each request has a body, which comes later."""
+
+    are_likely = True
+
+    def of_bytes(self, seen: bytes) -> EarlyRefusal | None:
+        return EarlyRefusal(b"HTTP/1.1 429 X\r\n\r\n", len(seen) + 100)
+
+
+class LookedAt:
+    """An accept loop with two newcomers that are looked at: a silent one, and one that was just refused."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.places = Places(10)
+        server = SimpleNamespace(
+            context=None,
+            early=AlwaysFull(),
+            places=self.places,
+            refused=Counter("refused", "Refused sockets.", registry=self.registry),
+            new_connection=self._note_connection,
+        )
+        self.num_connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.acceptor = Acceptor(server, self._listener)  # type: ignore[arg-type]
+        self.acceptor.start()
+        self.silent, self.answered = self._newcomer(b""), self._newcomer(b"POST / HTTP/1.1\r\n\r\n")
+
+    @property
+    def num_refused(self) -> float | None:
+        return self.registry.get_sample_value("refused_total")
+
+    def _newcomer(self, words: bytes) -> socket.socket:
+        client = socket.create_connection(self._listener.getsockname(), timeout=5)
+        client.sendall(words)
+        self.acceptor.accept_some()
+        return client
+
+    def _note_connection(self, place: Place | None) -> asyncio.Protocol:
+        self.num_connections += 1
+        return asyncio.Protocol()
+
+    def close(self) -> None:
+        for each in (self.silent, self.answered, self._listener):
+            each.close()
+
+
+async def test_a_look_ends_with_accepting_and_becomes_no_connection_afterwards(monkeypatch) -> None:
+    monkeypatch.setattr("server.sockets.first_look._WAIT_S", 0.02)
+    looked_at = LookedAt()
+    assert looked_at.places.num_taken == 2
+    looked_at.acceptor.close()
+    assert looked_at.places.num_taken == 0
+    await asyncio.sleep(0.04)
+    assert looked_at.num_connections == 0
+    assert looked_at.silent.recv(100) == b""
+    assert looked_at.answered.recv(100).startswith(b"HTTP/1.1 429")
+    looked_at.close()
+
+
+async def test_a_silent_newcomer_that_gives_way_counts_as_refused_and_one_that_was_answered_does_not(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr("server.sockets.first_look._WAIT_S", 60.0)
+    monkeypatch.setattr("server.sockets.first_look._LINGER_S", 60.0)
+    looked_at = LookedAt()
+    assert looked_at.num_refused == 0
+    assert looked_at.places.shed()
+    assert (looked_at.num_refused, looked_at.silent.recv(100)) == (1, b"")
+    assert looked_at.places.shed()
+    assert (looked_at.num_refused, looked_at.places.num_taken) == (1, 0)
+    looked_at.acceptor.close()
+    looked_at.close()
 
 
 def test_what_happens_thousands_of_times_is_a_line_with_a_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,31 @@
+"""Pauses of the neighbour's stream that are faults of the server, and those that are the machine's."""
+
+from pathlib import Path
+
+import pytest
+
+from campaigns.servers.own_server import OwnServer
+from campaigns.soak.attacks import Attacks
+from server.http.http_client import Target
+
+NOWHERE = OwnServer(pid=0, target=Target.parse("http://127.0.0.1:1"), log=Path("log"))
+
+
+@pytest.mark.parametrize(
+    ("looks_late_s", "pause_s", "is_fault"),
+    [
+        ((), 2.1, True),
+        ((), 1.9, False),
+        ((0.08,) * 15, 3.0, True),  # a busy machine, and a server that stalls
+        ((2.9,), 3.0, False),  # this process stood still, and all others with it
+        ((0.6, 0.1, 0.7), 3.0, False),
+    ],
+)
+def test_only_a_standstill_of_the_soak_itself_excuses_a_pause(
+    looks_late_s: tuple[float, ...], pause_s: float, is_fault: bool
+) -> None:
+    attacks = Attacks(NOWHERE, seed=1, is_engine_gone=lambda: False)
+    for late_s in looks_late_s:
+        attacks._note_look(late_s=late_s)
+    attacks._note_pause(pause_s, late_s=attacks._late_s)
+    assert bool(attacks.faults) == is_fault
