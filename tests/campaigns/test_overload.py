@@ -60,8 +60,8 @@ def test_what_should_not_happen_is_a_fault(overload: Seen, fault: str) -> None:
 
 
 def test_refusals_that_take_the_machine_from_those_who_are_served_are_a_fault() -> None:
-    (found,) = replace(GOOD, cores=Cores(client=0.1, api=0.26, engine=0.9)).faults()
-    assert found == "refusals take 7.0% of one core"
+    (found,) = replace(GOOD, cores=Cores(client=0.1, api=0.3, engine=0.9)).faults()
+    assert found == "refusals take 11.0% of one core"
 
 
 @pytest.mark.parametrize("empty", ["alone", "full_queue", "overload"])
