@@ -42,8 +42,8 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 _REFUSAL_P99_S = 0.050
 _MAX_TTFT_RATIO = 1.2
 _MAX_REFUSING_SHARE = 0.1
-"""Part of one core that refusals may take at ten times the capacity, on machines of any size. What they take from
-those who are served is judged by itself."""
+"""Part of one core that refusals may take at ten times the capacity, on machines of any size. What they take
+from those who are served is judged by itself."""
 _MIN_SERVED_RATIO = 0.9
 """Served requests a second with the crowd outside, as a share of those without: the crowd's client takes its
 part of the same cores."""
