@@ -278,6 +278,8 @@ class ModelInfo:
     dtype: str
     device: str
     """Text for people: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
+    kernels: str = ""
+    """Text for people: kernels of our own, as `avx512-bf16`; empty where none are named."""
     vocab_size: int
     max_model_len: int
     block_size: int

@@ -195,6 +195,8 @@ class ModelFacts:
     dtype: str
     device: str
     """For a person: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
+    kernels: str = ""
+    """For a person: kernels of our own that compute layers, as `avx512-bf16`; empty where none are named."""
     vocab_size: int
     """Rows of the embedding; ids at or above it never reach the model."""
     max_model_len: int

@@ -124,8 +124,9 @@ def start_loaded(
         check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
         surgery = _put_kernels(config, toolkit, check, stage, expected, must_round_inputs=True)
     _log_codes(loaded, stored_codes)
+    facts = _facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window)
     return ReadyModel(
-        facts=_facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window),
+        facts=_with_kernels(facts, surgery),
         cache=cache,
         host_pool=host_pool,
         runner=runner,
@@ -427,6 +428,10 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
             fix="ask for fewer blocks, or let the worker measure",
         ) from error
     return KVCache(layout, size.num_blocks, memory)
+
+
+def _with_kernels(facts: ModelFacts, surgery: Surgery | None) -> ModelFacts:
+    return replace(facts, kernels=surgery.kernels) if surgery is not None and surgery.num_fused else facts
 
 
 def _facts(

@@ -27,6 +27,7 @@ INFO = ModelInfo(
     num_parameters=134_515_008,
     dtype="bfloat16",
     device="cpu (2 threads)",
+    kernels="avx512-bf16",
     vocab_size=49152,
     max_model_len=2048,
     block_size=32,
@@ -185,7 +186,7 @@ def test_the_banner_tells_what_was_loaded_and_how_to_call_it(checkpoint) -> None
     banner = render_banner(INFO, engine_config, server_config, url="http://127.0.0.1:8000")
     for part in (
         "135 million parameters",
-        "cpu (2 threads), bfloat16",
+        "cpu (2 threads), bfloat16, avx512-bf16 kernels",
         "2,048 tokens",
         "6,400 tokens in 200 blocks, 768.00 MiB",
         "3 requests of full length",
