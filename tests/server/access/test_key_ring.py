@@ -215,8 +215,9 @@ async def test_a_broken_file_keeps_the_old_keys_and_is_told_once(followed, caplo
     caplog.set_level(logging.INFO)
     if text is None:
         file.unlink()
-    else:
-        file.write_text(text)
+    else:  # at once: a look at a file that is just being written would find it broken in another way
+        file.with_suffix(".new").write_text(text)
+        file.with_suffix(".new").replace(file)
     await eventually(lambda: "stays in force" in caplog.text)
     await asyncio.sleep(0.05)
     assert ring.find(b"secret of a") is not None
