@@ -46,12 +46,15 @@ class LeadingSampler(Sampler):
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
-        num_own = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads if logits_NV.numel() >= _LARGE else num_own)
-        try:
+        if logits_NV.numel() < _LARGE:
             launched = super()._launch(logits_NV, rows, states)
-        finally:
-            torch.set_num_threads(num_own)
+        else:
+            num_own = torch.get_num_threads()
+            torch.set_num_threads(self._num_threads)
+            try:
+                launched = super()._launch(logits_NV, rows, states)
+            finally:
+                torch.set_num_threads(num_own)
 
         def collect() -> SampleResult:
             result = launched.collect()
