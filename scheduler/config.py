@@ -136,9 +136,9 @@ class SchedulerOptions:
     max_chunk_tokens: int = 0
     """Most tokens of a step that one prefill gets while it is not alone. 0 is no limit."""
     max_grammar_s: float = 0.0125
-    """Sequences with a grammar are admitted to a step, whether for the first time or again, as long as
-    compiling all of theirs takes no longer; the first may alone. All tokens of the step wait while the worker
-    compiles."""
+    """Where the worker compiles grammars within steps: sequences with one are admitted to a step, whether for
+    the first time or again, as long as compiling all of theirs takes no longer; the first may alone. All
+    tokens of the step wait meanwhile."""
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
     draft_admission: DraftAdmission = DraftAdmission.ALL
@@ -198,13 +198,17 @@ class SchedulerConfig(SchedulerOptions):
     num_stages: int = 1
     """Groups of layers that work on different plans at the same time. With several, no sequence is planned
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
+    max_compiling_s: float = 0.0
+    """Where the worker compiles grammars beside its steps: most processor time of all that are under way, but
+    for the first. A sequence with another grammar waits that long at most before its own begins. 0: within
+    steps."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no such class: slots=True makes it anew
         _check_least(self, 1, ("num_blocks", "block_size", "max_model_len", "num_stages"))
-        _check_least(self, 0, ("num_host_blocks", "max_drafts"))
+        _check_least(self, 0, ("num_host_blocks", "max_drafts", "max_compiling_s"))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
 

@@ -66,6 +66,7 @@ class Sequence:
         "encoder_inputs",
         "finish_reason",
         "host_block_ids",
+        "is_compiled",
         "max_length",
         "num_bypasses",
         "num_cached_tokens",
@@ -135,6 +136,7 @@ class Sequence:
         self.num_bypasses = 0  # later sequences that were admitted while this one was first in the queue
         self.protected_until = 0  # number of tokens below which it cannot be displaced again
         self.pending_start: SequenceStart | None = None  # for the first output
+        self.is_compiled = False  # the worker has compiled its grammar for the next admission
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

@@ -184,6 +184,14 @@ class Grammars:
         row.account = RowAccount()  # a preemption is not the row's fault
         return row
 
+    def row_ahead(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
+        """Make a row, and compute its next mask once: the lexer then knows those states when it counts."""
+        row = self.row(grammar, generated)
+        if row.matcher is not None and row.is_active:
+            mask = new_bitmasks(self._open(), 1)
+            row.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return row
+
     def along(self, row: RowGrammar, drafts: Sequence[int]) -> list[RowGrammar]:
         """Copy the position of `row` now, and after each of `drafts` as far as the grammar allows them.
 
