@@ -136,9 +136,9 @@ class SchedulerOptions:
     max_chunk_tokens: int = 0
     """Most tokens of a step that one prefill gets while it is not alone. 0 is no limit."""
     max_grammar_s: float = 0.0125
-    """Where the worker compiles grammars within steps: sequences with one are admitted to a step, whether for
-    the first time or again, as long as compiling all of theirs takes no longer; the first may alone. All
-    tokens of the step wait meanwhile."""
+    """Time for compiling in a step, where the worker does not compile beside its steps: sequences with a
+    grammar are admitted, whether for the first time or again, as long as compiling all of theirs takes no
+    longer; the first may alone. All tokens of the step wait meanwhile."""
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
     draft_admission: DraftAdmission = DraftAdmission.ALL
@@ -199,9 +199,8 @@ class SchedulerConfig(SchedulerOptions):
     """Groups of layers that work on different plans at the same time. With several, no sequence is planned
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
     max_compiling_s: float = 0.0
-    """Where the worker compiles grammars beside its steps: most processor time of all that are under way, but
-    for the first. A sequence with another grammar waits that long at most before its own begins. 0: within
-    steps."""
+    """Processor time of all grammars that are compiled beside the steps at once; the first may take more. A
+    sequence with another one waits that long at most before its own begins. 0: they are compiled in steps."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 

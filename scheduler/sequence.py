@@ -126,8 +126,7 @@ class Sequence:
 
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.admission = 0
-        self.admitted_s = 0.0
+        self.admission, self.admitted_s = 0, 0.0
         self.rank: Rank = ()
         self.running_rank: Rank = ()
         self.turn = 0  # changes whenever it begins or ceases to wait: entries of another turn are dead

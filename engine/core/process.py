@@ -98,12 +98,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     log.info("loaded in %.1f s", time.monotonic() - started_s)
     keep_what_is_loaded()
     mailbox.send(Ready(facts))
-    options = scheduler_config(config.scheduler, facts)
-    if worker.grammars is not None:
-        options = replace(options, max_compiling_s=_MAX_COMPILING_S)
-    scheduler = Scheduler(options)
-    if config.prefix_journal is not None:
-        scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
+    scheduler = _open_scheduler(config, facts, worker)
     executor: Executor = worker
     beside = BesideSteps(adapters=worker.adapters, grammars=worker.grammars)
     if group is not None:
@@ -158,6 +153,16 @@ def _open_worker(
 
     ranks = open_ranks(places[0], None if switchboard is None else Links(directory, places[0]))
     return Worker(config.worker, ranks=ranks), group, ranks.stage
+
+
+def _open_scheduler(config: EngineConfig, facts: ModelFacts, worker: "Worker") -> Scheduler:
+    options = scheduler_config(config.scheduler, facts)
+    if worker.grammars is not None:
+        options = replace(options, max_compiling_s=_MAX_COMPILING_S)
+    scheduler = Scheduler(options)
+    if config.prefix_journal is not None:
+        scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
+    return scheduler
 
 
 def _open_trace(path: str | None) -> StepTrace | None:
