@@ -17,7 +17,7 @@ class CompilesAhead(Protocol):
 
     def begin(self, sequence_id: SequenceId, grammar: Grammar, generated: SequenceOf[int]) -> None: ...
     def take_finished(self) -> list[SequenceId]: ...
-    def take_row(self, grammar: Grammar, generated: SequenceOf[int]) -> object: ...
+    def discard(self, grammar: Grammar, generated: SequenceOf[int]) -> None: ...
 
 
 class GrammarDesk:
@@ -38,14 +38,14 @@ class GrammarDesk:
         if self._worker is None:
             return
         for seq in self._scheduler.compilations.take_unused():
-            self._worker.take_row(*_text_of(seq))
+            self._worker.discard(*_text_of(seq))
         for seq in self._scheduler.compilations.take_begun():
             text = self._texts[seq.sequence_id] = _text_of(seq)
             self._worker.begin(seq.sequence_id, *text)
         for sequence_id in self._worker.take_finished():
             text = self._texts.pop(sequence_id)
             if not self._scheduler.note_compiled(sequence_id):
-                self._worker.take_row(*text)
+                self._worker.discard(*text)
 
 
 def _text_of(seq: Sequence) -> tuple[Grammar, tuple[int, ...]]:

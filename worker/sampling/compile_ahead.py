@@ -1,6 +1,7 @@
 """Rows with grammars that are compiled beside the steps, for sequences that wait to be admitted.
 
-Owns: the thread that compiles, one grammar after the other, and the rows until a sequence takes them.
+Owns: the thread that compiles, one grammar after the other, and the rows until a sequence takes them. It also
+frees the matchers of rows that are gone, which takes up to a millisecond each.
 Never: decides what is compiled and how much at once (scheduler/queues/compilations.py).
 
 The library lets go of the interpreter while it compiles and computes a mask, so that steps go on meanwhile.
@@ -34,9 +35,7 @@ class CompileAhead:
 
     def begin(self, sequence_id: SequenceId, grammar: Grammar, generated: Sequence[int]) -> None:
         """Have a row compiled. `take_finished` returns the sequence once it is, whatever becomes of it."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "compile", initializer=_step_back)
-        self._thread.submit(self._compile, sequence_id, (grammar, tuple(generated)))
+        self._in_thread(self._compile, sequence_id, (grammar, tuple(generated)))
 
     def take_finished(self) -> list[SequenceId]:
         """Sequences whose rows are compiled since the last call, or failed to: the row says so then."""
@@ -57,6 +56,23 @@ class CompileAhead:
         if not rows:
             del self._rows[text]
         return row
+
+    def discard(self, grammar: Grammar, generated: Sequence[int]) -> None:
+        """Free a compiled row that no sequence takes."""
+        self.free(self.take_row(grammar, generated))
+
+    def free(self, row: RowGrammar | None) -> None:
+        """Free the matcher of a row that is gone, beside the steps; nothing happens without one."""
+        matcher = None if row is None else row.give_up_matcher()
+        if matcher is not None:
+            last_reference = [matcher]
+            del matcher
+            self._in_thread(last_reference.clear)
+
+    def _in_thread(self, work: Callable[..., None], *args: object) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "compile", initializer=_step_back)
+        self._thread.submit(work, *args)
 
     def _compile(self, sequence_id: SequenceId, text: _Text) -> None:
         try:

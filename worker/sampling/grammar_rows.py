@@ -70,6 +70,11 @@ class RowGrammar:
             return self._is_complete
         return self.is_active and self._matcher.is_stopped()
 
+    def give_up_matcher(self) -> LLMatcher | None:
+        """Part with the matcher: no token is sampled any more."""
+        matcher, self._matcher = self._matcher, None
+        return matcher
+
     def record(self, token_id: int) -> None:
         """Advance by a generated token."""
         if not self.is_active:

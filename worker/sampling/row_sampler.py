@@ -142,8 +142,10 @@ class RowSampler(ABC):
 
     def remove_row(self, row: int) -> None:
         """Forget `row`; nothing happens if it is unknown."""
-        self._rows.pop(row, None)
+        state = self._rows.pop(row, None)
         self._learners.discard(row)
+        if state is not None and state.grammar is not None and self.compile_ahead is not None:
+            self.compile_ahead.free(state.grammar)
 
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether results must be collected before `begin` is called for `rows`.

@@ -8,7 +8,7 @@ import pytest
 from scheduler.messages import Grammar, GrammarKind, SequenceId
 from tests.worker.sampling.test_grammar import PERSON, World, regex, schema
 from worker.sampling.compile_ahead import CompileAhead
-from worker.sampling.grammar_rows import Grammars
+from worker.sampling.grammar_rows import Grammars, RowGrammar
 
 
 def compile_one(ahead: CompileAhead, grammar: Grammar, generated: list[int]) -> None:
@@ -32,6 +32,22 @@ def test_a_row_that_was_compiled_ahead_draws_the_same_and_is_used_once(demo: Wor
     while demo.eos not in output:
         output += sampler.sample(demo.logits(3, len(output)), [0]).token_ids
     assert output == whole
+
+
+def test_the_matcher_of_a_row_that_is_gone_is_freed_in_the_thread_that_compiles(demo: World) -> None:
+    freed_in: list[str] = []
+
+    class Matcher:
+        def __del__(self) -> None:
+            freed_in.append(threading.current_thread().name)
+
+    sampler = demo.sampler()
+    sampler.add_row(0, replace(demo.base, grammar=regex("[ab]+")), [5], 1)
+    sampler._rows[0].grammar = RowGrammar(Matcher(), None)  # type: ignore[arg-type]
+    sampler.remove_row(0)
+    assert sampler.compile_ahead is not None
+    compile_one(sampler.compile_ahead, regex("a"), [])  # behind it
+    assert [name.partition("_")[0] for name in freed_in] == ["compile"]
 
 
 def test_a_row_is_for_its_own_text_and_grammar_alone(grammars: Grammars) -> None:
