@@ -17,7 +17,7 @@ from contextlib import suppress
 from scheduler.messages import Grammar, SequenceId
 from worker.sampling.grammar_rows import RowGrammar
 
-_NICENESS = 5
+_NICENESS = 10
 """Steps come first where cores are short."""
 
 _Text = tuple[Grammar, tuple[int, ...]]
