@@ -136,7 +136,7 @@ def world_of(config: SchedulerConfig, random: Random) -> Iterator[World]:
 @pytest.mark.parametrize("caching", PrefixCaching)
 def test_every_block_holds_what_it_should_however_late_it_was_copied(caching: PrefixCaching) -> None:
     num_swaps = num_host_hits = num_copies = 0
-    for seed in range(60):
+    for seed in range(120):
         random = Random(seed)
         config = replace(_config(random), prefix_caching=caching)
         with world_of(config, random) as world:
