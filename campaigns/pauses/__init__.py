@@ -1,0 +1,7 @@
+"""Pauses of a neighbour's stream beside the dearest requests that are let in, and their places (commands).
+
+cli.py         the server, the rounds and their table
+crowds.py      the requests that others send, again and again
+neighbour.py   the stream, read by a process that does nothing else
+places.py      what each process did in a pause
+"""

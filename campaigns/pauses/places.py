@@ -1,0 +1,36 @@
+"""The place of a pause: what the engine, the API process and the reader did in it.
+
+Owns: the comparison with the steps of the trace, and one line of text.
+Never: measures (neighbour.py).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from bench.trace.trace_reading import TracedStep
+from campaigns.pauses.neighbour import Pause
+
+
+def place_of(pause: Pause, steps: Sequence[TracedStep]) -> str:
+    """Describe one pause: the longest time without a result, and what each process did, all in ms."""
+    spent = pause.spent
+    parts = (
+        ("without a result of the engine", longest_gap_s(pause, steps)),
+        ("the engine's loop ran", spent.engine_ran_s),
+        ("and waited for a core", spent.engine_waited_s),
+        ("the API process's ran", spent.api_ran_s),
+        ("and waited", spent.api_waited_s),
+        ("the reader waited", spent.reader_waited_s),
+        ("stolen from the machine", spent.stolen_s),
+    )
+    return f"{pause.lasted_s * 1e3:.0f} ms: " + ", ".join(
+        f"{name} {part_s * 1e3:.0f}" for name, part_s in parts
+    )
+
+
+def longest_gap_s(pause: Pause, steps: Sequence[TracedStep]) -> float:
+    """Find the longest part of a pause in which the engine had no result."""
+    began_s, ended_s = pause.began_s, pause.began_s + pause.lasted_s
+    ends_s = [end_s for step in steps if began_s < (end_s := step.time_s + step.duration_s) < ended_s]
+    points = [began_s, *ends_s, ended_s]
+    return max(later - earlier for earlier, later in pairwise(points))

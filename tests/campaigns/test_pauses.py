@@ -1,0 +1,77 @@
+"""The places of pauses, and the reading of a stream of which each read is timed."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from bench.trace.trace_reading import TracedStep
+from campaigns.pauses.neighbour import Counters, Meters, Neighbour, Pause
+from campaigns.pauses.places import longest_gap_s, place_of
+
+NOTHING = {name: 0.0 for name in Counters.__struct_fields__}
+
+
+def pause(began_s: float, lasted_s: float, **spent: float) -> Pause:
+    return Pause(began_s=began_s, lasted_s=lasted_s, spent=Counters(**{**NOTHING, **spent}))
+
+
+def step(time_s: float, execute_s: float) -> TracedStep:
+    names = (
+        "num_tokens",
+        "num_decodes",
+        "num_context_tokens",
+        "num_swapped_out_blocks",
+        "num_swapped_in_blocks",
+    )
+    names += ("num_running", "num_waiting", "num_swapped", "num_used_blocks", "num_blocks", "step")
+    lists = ("decodes", "chunks", "arrived", "new", "released", "ended", "preemptions")
+    return TracedStep(
+        time_s=time_s,
+        schedule_s=0.0,
+        execute_s=execute_s,
+        update_s=0.0,
+        waiting={},
+        **dict.fromkeys(names, 0),
+        **dict.fromkeys(lists, ()),
+    )
+
+
+def test_a_pause_lies_in_the_engine_as_far_as_no_step_ends_in_it() -> None:
+    steps = [step(9.0, 0.5), step(10.0, 0.125), step(10.5, 0.25), step(11.5, 0.25)]
+    assert longest_gap_s(pause(10.0, 1.0), steps) == 0.625
+    assert longest_gap_s(pause(10.875, 0.5), steps) == 0.5
+
+
+def test_a_pause_is_described_in_milliseconds() -> None:
+    line = place_of(pause(10.0, 0.2, reader_waited_s=0.19, api_ran_s=0.03), [step(10.0, 0.15)])
+    assert line.startswith("200 ms: without a result of the engine 150, ")
+    assert "the API process's ran 30" in line
+    assert "the reader waited 190" in line
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the kernel counts no waiting")
+def test_pauses_are_those_between_events_and_not_before_the_first() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while b"BODY" not in connection.recv(4096):
+                    pass
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                for event in (b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"):
+                    time.sleep(0.05)
+                    connection.sendall(event)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        port = listener.getsockname()[1]
+        readings = Neighbour(port, Meters(os.getpid(), os.getpid())).read(b"BODY", 0.01)
+        server.join()
+    assert readings.num_events == 3
+    (only,) = readings.pauses
+    assert only.lasted_s >= 0.04
+    assert only.spent.api_ran_s >= 0
