@@ -4,7 +4,10 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 
 from bench.trace.trace_reading import TracedStep
@@ -19,24 +22,9 @@ def pause(began_s: float, lasted_s: float, **spent: float) -> Pause:
 
 
 def step(time_s: float, execute_s: float) -> TracedStep:
-    names = (
-        "num_tokens",
-        "num_decodes",
-        "num_context_tokens",
-        "num_swapped_out_blocks",
-        "num_swapped_in_blocks",
-    )
-    names += ("num_running", "num_waiting", "num_swapped", "num_used_blocks", "num_blocks", "step")
-    lists = ("decodes", "chunks", "arrived", "new", "released", "ended", "preemptions")
-    return TracedStep(
-        time_s=time_s,
-        schedule_s=0.0,
-        execute_s=execute_s,
-        update_s=0.0,
-        waiting={},
-        **dict.fromkeys(names, 0),
-        **dict.fromkeys(lists, ()),
-    )
+    of_type: dict[Any, Any] = {int: 0, float: 0.0, dict[str, int]: {}}
+    nothing = {name: of_type.get(kind, []) for name, kind in get_type_hints(TracedStep).items()}
+    return msgspec.convert({**nothing, "time_s": time_s, "execute_s": execute_s}, TracedStep)
 
 
 def test_a_pause_lies_in_the_engine_as_far_as_no_step_ends_in_it() -> None:
@@ -52,7 +40,7 @@ def test_a_pause_is_described_in_milliseconds() -> None:
     assert "the reader waited 190" in line
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the kernel counts no waiting")
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel counts no waiting")
 def test_pauses_are_those_between_events_and_not_before_the_first() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
