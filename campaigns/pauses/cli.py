@@ -1,6 +1,6 @@
 """The longest pause of a neighbour's stream beside the dearest requests that are let in, and where it lay.
 
-    python -m campaigns.pauses [--beside grammars|bodies] [--seconds 8] [--args WORDS]
+    python -m campaigns.pauses [--beside grammars|bodies] [--only WORDS] [--seconds 8] [--args WORDS]
 
 The stream alone first, then beside each kind of request: clients who ask again whatever becomes of it. The
 pauses of the stream that is alone are the machine's own. On a machine that does other work they are long
