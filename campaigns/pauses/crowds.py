@@ -12,6 +12,8 @@ import orjson
 from campaigns.servers.own_server import SERVED_NAME
 
 _NUM_CHOICES = 32
+MOST_TOKENS_OF_OTHERS = 220
+"""The prompt included, in a reply that others get."""
 _BODY_BYTES = 4 * 2**20 - 1024
 """Just below what a body may have."""
 _NUM_ITEMS = 320 * 1000

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from bench.trace.trace_reading import TracedStep
+from campaigns.pauses.crowds import MOST_TOKENS_OF_OTHERS
 from campaigns.pauses.neighbour import Pause
 
 
 def place_of(pause: Pause, steps: Sequence[TracedStep]) -> str:
-    """Describe one pause: the longest time without a result, and what each process did, all in ms."""
+    """Describe one pause: the longest times without a step, and what each process did, all in ms."""
     spent = pause.spent
     parts = (
-        ("without a result of the engine", longest_gap_s(pause, steps)),
+        ("no step for", longest_gap_s(pause, steps)),
+        ("none with the neighbour for", longest_gap_s(pause, steps_of_neighbour(steps))),
         ("the engine's loop ran", spent.engine_ran_s),
         ("and waited for a core", spent.engine_waited_s),
         ("the API process's ran", spent.api_ran_s),
@@ -23,13 +25,21 @@ def place_of(pause: Pause, steps: Sequence[TracedStep]) -> str:
         ("the reader waited", spent.reader_waited_s),
         ("stolen from the machine", spent.stolen_s),
     )
-    return f"{pause.lasted_s * 1e3:.0f} ms: " + ", ".join(
-        f"{name} {part_s * 1e3:.0f}" for name, part_s in parts
-    )
+    said = ", ".join(f"{name} {part_s * 1e3:.0f}" for name, part_s in parts)
+    return f"{pause.lasted_s * 1e3:.0f} ms: {said}"
+
+
+def steps_of_neighbour(steps: Sequence[TracedStep]) -> list[TracedStep]:
+    """Choose the steps that brought the neighbour a token: no other sequence becomes so long as its."""
+    longest: dict[int, int] = {}
+    for step in steps:
+        longest.update(step.decodes)
+    its = {sequence for sequence, position in longest.items() if position > MOST_TOKENS_OF_OTHERS}
+    return [step for step in steps if any(sequence in its for sequence, _ in step.decodes)]
 
 
 def longest_gap_s(pause: Pause, steps: Sequence[TracedStep]) -> float:
-    """Find the longest part of a pause in which the engine had no result."""
+    """Find the longest part of a pause in which no step ended."""
     began_s, ended_s = pause.began_s, pause.began_s + pause.lasted_s
     ends_s = [end_s for step in steps if began_s < (end_s := step.time_s + step.duration_s) < ended_s]
     points = [began_s, *ends_s, ended_s]

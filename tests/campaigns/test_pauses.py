@@ -12,7 +12,7 @@ import pytest
 
 from bench.trace.trace_reading import TracedStep
 from campaigns.pauses.neighbour import Counters, Meters, Neighbour, Pause
-from campaigns.pauses.places import longest_gap_s, place_of
+from campaigns.pauses.places import longest_gap_s, place_of, steps_of_neighbour
 
 NOTHING = {name: 0.0 for name in Counters.__struct_fields__}
 
@@ -21,10 +21,12 @@ def pause(began_s: float, lasted_s: float, **spent: float) -> Pause:
     return Pause(began_s=began_s, lasted_s=lasted_s, spent=Counters(**{**NOTHING, **spent}))
 
 
-def step(time_s: float, execute_s: float) -> TracedStep:
+def step(time_s: float, execute_s: float, *decodes: tuple[int, int]) -> TracedStep:
     of_type: dict[Any, Any] = {int: 0, float: 0.0, dict[str, int]: {}}
     nothing = {name: of_type.get(kind, []) for name, kind in get_type_hints(TracedStep).items()}
-    return msgspec.convert({**nothing, "time_s": time_s, "execute_s": execute_s}, TracedStep)
+    return msgspec.convert(
+        {**nothing, "time_s": time_s, "execute_s": execute_s, "decodes": decodes}, TracedStep
+    )
 
 
 def test_a_pause_lies_in_the_engine_as_far_as_no_step_ends_in_it() -> None:
@@ -33,9 +35,18 @@ def test_a_pause_lies_in_the_engine_as_far_as_no_step_ends_in_it() -> None:
     assert longest_gap_s(pause(10.875, 0.5), steps) == 0.5
 
 
+def test_steps_of_the_neighbour_are_those_of_the_one_long_sequence() -> None:
+    before, other, after = (
+        step(1.0, 0.1, (7, 399), (8, 20)),
+        step(2.0, 0.1, (8, 21)),
+        step(3.0, 0.1, (7, 400)),
+    )
+    assert steps_of_neighbour([before, other, after]) == [before, after]
+
+
 def test_a_pause_is_described_in_milliseconds() -> None:
     line = place_of(pause(10.0, 0.2, reader_waited_s=0.19, api_ran_s=0.03), [step(10.0, 0.15)])
-    assert line.startswith("200 ms: without a result of the engine 150, ")
+    assert line.startswith("200 ms: no step for 150, none with the neighbour for 200, ")
     assert "the API process's ran 30" in line
     assert "the reader waited 190" in line
 
