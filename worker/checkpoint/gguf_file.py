@@ -116,7 +116,7 @@ class _Cursor:
         return self.take(self.length()).decode("utf-8", errors="replace")
 
     def texts(self, count: int) -> list[str]:
-        """What `text` gives so many times, in a loop of few calls: a vocabulary has some hundred thousand."""
+        """Texts one after the other, in a loop of few calls: a vocabulary has some hundred thousand."""
         data, place, length_of, found = self._data, self.place, _SCALARS[10].unpack_from, []
         for _ in range(count):  # each takes 8 bytes at least
             start = place + 8
