@@ -11,6 +11,7 @@ Shapes: T tokens, P numbers of one rank.
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from worker.ranks.stage import ONLY_STAGE, Stage
@@ -54,8 +55,11 @@ class Ranks(Protocol):
     def reduce(self, sums: Tensor) -> None:
         """Replace float32 sums by those over all ranks, in place; each rank gets the same bits."""
 
-    def gather(self, part_TP: Tensor) -> Tensor | None:
-        """Put the parts of all ranks side by side, [T, size * P]; None on all ranks but rank 0."""
+    def gather(self, part_TP: Tensor) -> Tensor:
+        """Put the parts of all ranks side by side, [T, size * P], on each of them."""
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """See World, here for the ranks of this stage."""
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """Return the numbers of rank 0; each rank brings as many."""
@@ -85,8 +89,11 @@ class Alone:
     def reduce(self, sums: Tensor) -> None:
         """Do nothing: the sums are whole."""
 
-    def gather(self, part_TP: Tensor) -> Tensor | None:
+    def gather(self, part_TP: Tensor) -> Tensor:
         return part_TP
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        return torch.tensor([numbers], dtype=torch.int64)
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         return numbers

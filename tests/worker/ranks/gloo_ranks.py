@@ -50,9 +50,8 @@ class GlooRanks(SharedRanks):
         numbers = (ctypes.c_float * count).from_address(address)
         self.reduce(torch.frombuffer(numbers, dtype=torch.float32))
 
-    def _gather(self, own: Tensor, whole: Tensor | None, *, do_others_read: bool) -> None:
+    def _gather(self, own: Tensor, whole: Tensor) -> None:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         if own.numel():
             dist.all_gather(parts, own)
-        if whole is not None:
-            torch.cat(parts, dim=1, out=whole.view(len(own), self.size * own.shape[1]))
+        torch.cat(parts, dim=1, out=whole.view(len(own), self.size * own.shape[1]))

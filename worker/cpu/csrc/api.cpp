@@ -56,9 +56,8 @@ void tokenyard_ranks_reduce(void* ranks, float* sums, int64_t count) {
   static_cast<Ranks*>(ranks)->reduce(sums, count);
 }
 
-void tokenyard_ranks_gather(Ranks* ranks, const char* own, int64_t num_rows, int64_t row_bytes, char* all,
-                            bool do_others_read) {
-  ranks->gather(own, num_rows, row_bytes, all, do_others_read);
+void tokenyard_ranks_gather(Ranks* ranks, const char* own, int64_t num_rows, int64_t row_bytes, char* all) {
+  ranks->gather(own, num_rows, row_bytes, all);
 }
 
 #define TOKENYARD_API(suffix, T)                                                                              \

@@ -43,13 +43,12 @@ class Ranks {
     }
   }
 
-  // Puts the rows of all ranks side by side into `all`, in the order of ranks. Null: they are for others alone.
-  void gather(const char* own, int64_t num_rows, int64_t row_bytes, char* all, bool do_others_read) {
+  // Puts the rows of all ranks side by side into `all`, in the order of ranks.
+  void gather(const char* own, int64_t num_rows, int64_t row_bytes, char* all) {
     const int64_t num_bytes = num_rows * row_bytes;
     for (int64_t done = 0; done < num_bytes; done += part_bytes_) {
       const int64_t length = num_bytes - done < part_bytes_ ? num_bytes - done : part_bytes_;
-      exchange(do_others_read ? own + done : nullptr, length);
-      if (all == nullptr) continue;
+      exchange(own + done, length);
       for (int rank = 0; rank < size_; ++rank) {
         const char* from = rank == rank_ ? own + done : part_of(rank);
         for (int64_t at = done, end; at < done + length; from += end - at, at = end) {
@@ -96,10 +95,9 @@ class Ranks {
     std::memcpy(own + first, sums, static_cast<size_t>(count) * sizeof(float));
   }
 
-  // Null: no other rank reads it.
   void exchange(const void* own, int64_t num_bytes) {
     ++turn_;
-    if (own != nullptr) std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
+    std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
     Mark& mark = mark_of(rank_);
     mark.num_bytes[turn_ & 1] = num_bytes;
     mark.turn.store(turn_);
