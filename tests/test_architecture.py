@@ -40,7 +40,6 @@ FOLDER_DOORS = {
     ("campaigns/load_memory.py", "worker.worker"),
     ("campaigns/load_memory.py", "worker.worker_config"),
     ("campaigns/products.py", "worker"),  # the products of the CPU, alone
-    ("campaigns/rank_speed.py", "worker"),  # the exchange of ranks, alone
     ("campaigns/gpu/host_step.py", "engine"),
     ("campaigns/gpu/host_step.py", "worker"),
     ("campaigns/gpu/null_device.py", "worker"),

@@ -214,7 +214,7 @@ class EngineMetrics:
 
     def _take_times(self, engine: int, times: StepTimes) -> None:
         last, self._last_times[engine] = self._last_times.get(engine, StepTimes()), times
-        for part, counter in self._step_time.items():
+        for part, counter in (self._step_time | self._rank_time).items():
             counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
 
     def tokens_arrived(self, num_by_gap: Mapping[float, int]) -> None:
@@ -321,6 +321,9 @@ class EngineMetrics:
         )
         self._step_time = self._counters(
             "step_time_seconds", "Time of the step loop, by part", "part", ("schedule", "execute", "update")
+        )
+        self._rank_time = self._counters(
+            "rank_time_seconds", "Time of rank 0 within exchanges, by part", "part", ("exchange", "wait")
         )
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up")
         self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found, and so not computed")

@@ -25,6 +25,15 @@ class Reducer(NamedTuple):
     context: int | None
 
 
+class ExchangeTimes(NamedTuple):
+    """Seconds that a rank has spent within its exchanges since it joined."""
+
+    exchange_s: float = 0.0
+    """Of copying and adding."""
+    wait_s: float = 0.0
+    """Of waiting for a later rank."""
+
+
 class World(Protocol):
     """All ranks of all stages, as one of them sees them."""
 
@@ -70,6 +79,9 @@ class Ranks(Protocol):
     def all_have(self, text: str) -> bool:
         """Tell whether all ranks, of all stages, bring the same text."""
 
+    def times(self) -> ExchangeTimes:
+        """Return the times so far, of the exchanges of this stage."""
+
     def check_same(self, what: str, text: str) -> None:
         """Raise StartupError if `text`, which describes `what`, is another one on some rank of any stage."""
 
@@ -103,6 +115,9 @@ class Alone:
 
     def all_have(self, text: str) -> bool:  # noqa: ARG002 - there is no other
         return True
+
+    def times(self) -> ExchangeTimes:
+        return ExchangeTimes()
 
     def check_same(self, what: str, text: str) -> None:
         """Do nothing."""

@@ -9,7 +9,7 @@ Shapes: T tokens, P numbers of one rank.
 import ctypes
 import hashlib
 import mmap
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.ranks.rank_places import RankPlace
-from worker.ranks.ranks import Reducer, World
+from worker.ranks.ranks import ExchangeTimes, Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
 from worker.ranks.stage import (
     ONLY_STAGE,
@@ -65,6 +65,8 @@ class SharedRanks:
         functions.tokenyard_ranks_reduce.restype = None
         functions.tokenyard_ranks_gather.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p)
         functions.tokenyard_ranks_gather.restype = None
+        functions.tokenyard_ranks_times.argtypes = (c_void_p, POINTER(c_double))
+        functions.tokenyard_ranks_times.restype = None
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
         self._library = functions
         self._ranks = functions.tokenyard_ranks_open(address, PAGE_BYTES, self.rank, self.size)
@@ -102,6 +104,14 @@ class SharedRanks:
         """See Ranks."""
         numbers_S = self._digests(text)
         return bool((numbers_S == numbers_S[0]).all())
+
+    def times(self) -> ExchangeTimes:
+        """See Ranks."""
+        if self._ranks is None:
+            return ExchangeTimes()
+        seconds = (c_double * 2)()
+        self._library.tokenyard_ranks_times(self._ranks, seconds)
+        return ExchangeTimes(exchange_s=seconds[0] - seconds[1], wait_s=seconds[1])
 
     def check_same(self, what: str, text: str) -> None:
         """See Ranks."""

@@ -26,6 +26,7 @@ class GlooRanks(SharedRanks):
     def __init__(self, store: Path, *, rank: int, size: int) -> None:
         self.rank, self.size, self.stage = rank, size, ONLY_STAGE
         self._world = self
+        self._ranks = None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=_TIMEOUT

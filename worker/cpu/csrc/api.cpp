@@ -60,6 +60,12 @@ void tokenyard_ranks_gather(Ranks* ranks, const char* own, int64_t num_rows, int
   ranks->gather(own, num_rows, row_bytes, all);
 }
 
+// Seconds since the ranks were opened: of all exchanges, and of waiting in them.
+void tokenyard_ranks_times(const Ranks* ranks, double* exchanged_and_waited_s) {
+  exchanged_and_waited_s[0] = ranks->exchanged_s();
+  exchanged_and_waited_s[1] = ranks->waited_s();
+}
+
 #define TOKENYARD_API(suffix, T)                                                                              \
   int tokenyard_multiply_##suffix(Engine* engine, const Product<T>* product) {                                \
     return guarded([&] { engine->multiply(*product); });                                                      \
