@@ -29,9 +29,9 @@ class ExchangeTimes(NamedTuple):
     """Seconds that a rank has spent within its exchanges since it joined."""
 
     exchange_s: float = 0.0
-    """Of copying and adding."""
+    """Time of copying and adding."""
     wait_s: float = 0.0
-    """Of waiting for a later rank."""
+    """Time of waiting for a later rank."""
 
 
 class World(Protocol):
