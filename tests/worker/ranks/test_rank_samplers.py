@@ -1,5 +1,6 @@
 """Samplers of several ranks, here in the threads of one process, give the tokens of one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,33 +51,47 @@ def logits_of(num_rows: int) -> list[torch.Tensor]:
     return [3 * torch.randn(num_rows, VOCAB, generator=generator) for _ in range(NUM_STEPS)]
 
 
-def sampled(
-    sampler: RowSampler, ranks: SharedRanks | None, crowd: list[SamplingParams], steps: list[torch.Tensor]
-) -> list[SampleResult]:
-    """Sample steps one after another; tokens come to the other ranks before the next begins."""
+def add_rows(sampler: RowSampler, crowd: list[SamplingParams]) -> None:
     for row, params in enumerate(crowd):
         sampler.add_row(row, params, PROMPT, len(PROMPT))
+
+
+def sampled(
+    sampler: RowSampler, ranks: SharedRanks | None, steps: Sequence[torch.Tensor]
+) -> list[SampleResult]:
+    """Sample steps of all rows; tokens come to the other ranks before the next begins."""
     found = []
     for logits_NV in steps:
-        pending = sampler.begin(logits_NV, range(len(crowd)))
+        pending = sampler.begin(logits_NV, range(len(logits_NV)))
         if ranks is not None and ranks.rank == 0:
             ranks.broadcast(ranks.stage.sampled.popleft())
         elif ranks is not None:
-            ranks.stage.sampled.append(ranks.broadcast([0] * len(crowd)))
+            ranks.stage.sampled.append(ranks.broadcast([0] * len(logits_NV)))
         found.append(pending.result())
     return found
+
+
+def sampler_of(ranks: SharedRanks, grammars: Grammars) -> RowSampler:
+    if ranks.rank == 0:
+        return LeadingSampler(vocab_size=VOCAB, device=CPU, grammars=grammars, ranks=ranks)
+    return FollowingSampler(vocab_size=VOCAB, device=CPU, ranks=ranks)
 
 
 def sampled_by_all(
     three: list[SharedRanks], crowd: list[SamplingParams], steps: list[torch.Tensor], grammars: Grammars
 ) -> list[list[SampleResult]]:
     def work(ranks: SharedRanks) -> list[SampleResult]:
-        sampler: RowSampler = FollowingSampler(vocab_size=VOCAB, device=CPU, ranks=ranks)
-        if ranks.rank == 0:
-            sampler = LeadingSampler(vocab_size=VOCAB, device=CPU, grammars=grammars, ranks=ranks)
-        return sampled(sampler, ranks, crowd, steps)
+        sampler = sampler_of(ranks, grammars)
+        add_rows(sampler, crowd)
+        return sampled(sampler, ranks, steps)
 
     return together(three, work)
+
+
+def sampled_by_one(crowd: list[SamplingParams], steps: list[torch.Tensor]) -> list[SampleResult]:
+    sampler = Sampler(vocab_size=VOCAB, device=CPU)
+    add_rows(sampler, crowd)
+    return sampled(sampler, None, steps)
 
 
 @pytest.fixture
@@ -89,7 +104,7 @@ def test_ranks_sample_the_tokens_and_reports_of_one(
     three: list[SharedRanks], grammars: Grammars, crowd: list[SamplingParams]
 ) -> None:
     steps = logits_of(len(crowd))
-    expected = sampled(Sampler(vocab_size=VOCAB, device=CPU), None, crowd, steps)
+    expected = sampled_by_one(crowd, steps)
     first, *others = sampled_by_all(three, crowd, steps, grammars)
     assert first == expected
     for found in others:
@@ -102,10 +117,26 @@ def test_a_row_that_fails_on_another_rank_fails_alone_and_with_its_reason(
     crowd = CROWDS["plain rows"]
     steps = logits_of(len(crowd))[:1]
     steps[0][-1, 5] = torch.nan
-    expected = sampled(Sampler(vocab_size=VOCAB, device=CPU), None, crowd, steps)
+    expected = sampled_by_one(crowd, steps)
     first, *_ = sampled_by_all(three, crowd, steps, grammars)
     assert list(first[0].failed) == [len(crowd) - 1]
     assert first == expected
+
+
+def test_ranks_draw_on_behind_a_step_with_drafts(three: list[SharedRanks], grammars: Grammars) -> None:
+    crowd = CROWDS["plain rows"]
+    before, drafted, after = logits_of(len(crowd))[:3]
+
+    def work(sampler: RowSampler, ranks: SharedRanks | None) -> list[tuple[int, ...]]:
+        add_rows(sampler, crowd)
+        sampled(sampler, ranks, [before])
+        rows, drafts = range(len(crowd)), [(7,)] * len(crowd)
+        verified = sampler.verify(drafted.repeat_interleave(2, 0), rows, drafts)
+        (last,) = sampled(sampler, ranks, [after])
+        return [*(each.token_ids for each in verified), tuple(last.token_ids)]
+
+    expected = work(Sampler(vocab_size=VOCAB, device=CPU), None)
+    assert together(three, lambda ranks: work(sampler_of(ranks, grammars), ranks)) == [expected] * SIZE
 
 
 def test_plain_rows_are_divided_evenly_and_the_first_rank_has_all_others() -> None:
