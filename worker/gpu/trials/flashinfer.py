@@ -135,7 +135,8 @@ class FlashInfer(LibraryAttention):
             input_layout="Q_PAGED_KV_HND",
             workspace_buffer=self._prefill_memory,
             seq_lens=batch.seq_lens_R,
-            max_q_len=batch.max_query_len,
+            # A graph's bound of queries may be above that of keys, which the library forbids.
+            max_q_len=min(batch.max_query_len, batch.max_seq_len),
             max_kv_len=batch.max_seq_len,
             bmm1_scale=options.scaling,
             bmm2_scale=1.0,
