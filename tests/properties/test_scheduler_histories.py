@@ -4,6 +4,7 @@ Invariants are checked after every step (tests/world.py), and the fake worker no
 does not hold what it should.
 """
 
+import os
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -44,7 +45,11 @@ from tests.oracle import Client, Oracle
 from tests.world import World, shares, small_config
 
 HISTORIES = settings(
-    max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=int(os.environ.get("HISTORIES", "400")),  # more of them by hand
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
 )
 
 
@@ -199,6 +204,7 @@ CONFIGS = st.builds(
     encoder_cache_tokens=st.sampled_from([3, 9]),
     max_adapters=st.integers(0, 2),
     max_grammar_s=st.sampled_from([0.001, 0.001, 0.05]),
+    max_compiling_s=st.sampled_from([0.0, 0.001, 0.05]),
 )
 
 
@@ -419,6 +425,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             max_adapters=random.choice([1, 2]),
             max_prefill_tokens=random.choice([0, 4]),
             max_grammar_s=random.choice([0.001, 0.05]),
+            max_compiling_s=random.choice([0.0, 0.001, 0.05]),
             draft_supply=random.choice(list(DraftSupply)),
             max_drafts=3,
         )
