@@ -6,12 +6,13 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.messages import Page, RequestCounts, SequenceReport, WaitReason
+from scheduler.messages import Page, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
+from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import LazyHeap
 from scheduler.queues.need_index import NeedIndex
@@ -26,7 +27,7 @@ _running_rank_of = attrgetter("running_rank")
 _LEAST_LEAD = 64 * GENERATED_TOKEN_COST
 
 _ReasonOf = Callable[[Sequence, int], WaitReason]
-"""Reason of a waiting sequence at a place."""
+"""Reason of a waiting sequence at a place of the waiting queue; below 0 it is not in it."""
 
 
 class RequestQueues:
@@ -47,11 +48,12 @@ class RequestQueues:
         self._by_urgency = LazyHeap() if order.ages and self._ledger is None else None
         """The same sequences by urgency, where an older one may stand before a more urgent one."""
         self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
+        self.compilations = Compilations(config.max_compiling_s)
 
     def counts(self) -> RequestCounts:
         return RequestCounts(
             running=self.num_running,
-            waiting=len(self.waiting) - self._num_swapped,
+            waiting=len(self.waiting) + len(self.compilations) - self._num_swapped,
             swapped=self._num_swapped,
         )
 
@@ -70,7 +72,21 @@ class RequestQueues:
         self._wait_no_more(seq)
         self._num_swapped -= seq.status is Status.SWAPPED
         seq.become(Status.RUNNING)
+        seq.is_compiled = False
         insort(self.running, seq, key=_running_rank_of)
+
+    def compile(self, seq: Sequence) -> None:
+        """Take a sequence out of the waiting queue until its grammar is compiled."""
+        self._wait_no_more(seq)
+        self.compilations.begin(seq)
+
+    def note_compiled(self, sequence_id: SequenceId) -> bool:
+        """Put a sequence back into the waiting queue; False if it has ended meanwhile."""
+        seq = self.compilations.report(sequence_id)
+        if seq is not None:
+            seq.is_compiled = True
+            self._wait(seq)
+        return seq is not None
 
     def requeue(self, seq: Sequence, status: Status) -> None:
         """Move a running sequence to the waiting queue: WAITING, or SWAPPED with a copy on the host."""
@@ -91,8 +107,8 @@ class RequestQueues:
         if before is Status.RUNNING:
             self._leave_running(seq)
         else:
-            self._wait_no_more(seq)
             self._num_swapped -= before is Status.SWAPPED
+            self._leave_waiting(seq)
         if self._ledger is not None:
             self._ledger.leave(seq.tenant)
 
@@ -150,7 +166,7 @@ class RequestQueues:
         return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
     def report(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> list[SequenceReport]:
-        """A page of the running queue and, behind it, the waiting queue by rank.
+        """A page of the running queue and, behind it, those whose grammar is compiled and the waiting queue.
 
         Built on request only; O(end of the page).
         """
@@ -160,10 +176,14 @@ class RequestQueues:
         running = [_report(seq, place, "", None, now_s) for place, seq in shown]
         begin = max(page.first - num_running, 0)
         end = max(page.first + page.most - num_running, 0)
-        places = range(begin, end)
-        waiting = zip(places, islice(self.waiting.in_order(), begin, end), strict=False)
+        num_compiling = len(self.compilations)
+        in_order = chain(self.compilations, self.waiting.in_order())
+        waiting = zip(range(begin, end), islice(in_order, begin, end), strict=False)
         return running + [
-            _report(seq, place, reason_of(seq, place).value, expected_s(place, now_s=now_s), now_s)
+            _report(
+                *(seq, place, reason_of(seq, place - num_compiling).value),
+                *(expected_s(place, now_s=now_s), now_s),
+            )
             for place, seq in waiting
         ]
 
@@ -182,6 +202,15 @@ class RequestQueues:
             self._by_urgency.note_removal()
         if self._by_need is not None:
             self._by_need.remove(seq)
+
+    def _leave_waiting(self, seq: Sequence) -> None:
+        """Remove a sequence that ends before its admission."""
+        if seq in self.compilations:
+            self.compilations.leave(seq)
+            return
+        self._wait_no_more(seq)
+        if seq.is_compiled:
+            self.compilations.note_unused(seq)
 
     def _leave_running(self, seq: Sequence) -> None:
         place = self._place(seq)
