@@ -21,14 +21,14 @@ import msgspec
 _BUFFER_BYTES = 1 << 18
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _STOLEN_FIELD = 8
-"""Of the first line of /proc/stat."""
+"""Place in the first line of /proc/stat."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since some time in the past; in a pause, seconds of it."""
 
     reader_waited_s: float
-    """For a core, when it could have run."""
+    """Time without a core in which it could have run."""
     api_ran_s: float
     """Its main thread, in which the event loop is."""
     api_waited_s: float
@@ -36,7 +36,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Its main thread, in which the steps are; without the threads of a product."""
     engine_waited_s: float
     stolen_s: float
-    """Of both cores, by other virtual machines, in hundredths."""
+    """Sum over the cores, by other virtual machines; counted in hundredths of a second."""
 
     def since(self, other: "Counters") -> "Counters":
         names = self.__struct_fields__
@@ -47,13 +47,13 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True):
     """From one read with an event to the next one."""
 
     began_s: float
-    """Of time.monotonic, which all processes share."""
+    """By time.monotonic, which all processes share."""
     lasted_s: float
     spent: Counters
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the neighbour saw."""
+    """All that the neighbour saw."""
 
     num_events: int
     pauses: list[Pause]
