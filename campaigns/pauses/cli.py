@@ -5,7 +5,7 @@
 The stream alone first, then beside each kind of request: clients who ask again whatever becomes of it. The
 pauses of the stream that is alone are the machine's own. On a machine that does other work they are long
 already, and all rows with them: the table prints them first. Below it, the longest pauses of each row come
-again, with what each process did meanwhile.
+again, with what each process did meanwhile. In `served` the reader's own waiting for a core is left out.
 
 Owns: the rounds and their table. Never: judges; the promise is about a quiet machine.
 """
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     rounds: dict[str, Crowd | None] = {"alone": None, **chosen}
     if options.only is not None:
         rounds = {name: crowd for name, crowd in rounds.items() if options.only in name}
-    print(f"{'':28}{'tokens/s':>9}{'p99':>8}{'longest':>9}  ms; replies to the others by status")
+    print(f"{'':28}{'tokens/s':>9}{'p99':>8}{'longest':>9}{'served':>9}  ms; replies to the others by status")
     longest: dict[str, list[Pause]] = {}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "steps"
@@ -115,6 +115,7 @@ def _print_row(name: str, readings: Readings, seconds: float, ends: Counter[str]
     ordered = sorted(readings.pauses, key=lambda pause: pause.lasted_s)
     lasted_s = [pause.lasted_s for pause in ordered] or [0.0]
     rate = readings.num_events / seconds
-    p99, most = percentile(lasted_s, 99) * 1e3, lasted_s[-1] * 1e3
-    print(f"{name:28}{rate:9.0f}{p99:8.0f}{most:9.0f}  {dict(ends)}", flush=True)
+    p99, most = percentile(lasted_s, 99) * 1e3, max(lasted_s) * 1e3
+    of_server = max((pause.of_server_s for pause in readings.pauses), default=0.0) * 1e3
+    print(f"{name:28}{rate:9.0f}{p99:8.0f}{most:9.0f}{of_server:9.0f}  {dict(ends)}", flush=True)
     return ordered[: -_NUM_PLACED - 1 : -1]

@@ -47,13 +47,18 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True):
     """From one read with an event to the next one."""
 
     began_s: float
-    """By time.monotonic, which all processes share."""
+    """Time by time.monotonic, which all processes share."""
     lasted_s: float
     spent: Counters
 
+    @property
+    def of_server_s(self) -> float:
+        """Time in which the reader could not have read, left out."""
+        return self.lasted_s - self.spent.reader_waited_s
+
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the neighbour saw."""
+    """Events of the neighbour, and the pauses between its reads."""
 
     num_events: int
     pauses: list[Pause]

@@ -15,9 +15,10 @@ from campaigns.pauses.neighbour import Pause
 def place_of(pause: Pause, steps: Sequence[TracedStep]) -> str:
     """Describe one pause: the longest times without a step, and what each process did, all in ms."""
     spent = pause.spent
+    brought = _ended_in(pause, steps_of_neighbour(steps))
     parts = (
         ("no step for", longest_gap_s(pause, steps)),
-        ("none with the neighbour for", longest_gap_s(pause, steps_of_neighbour(steps))),
+        (f"{len(brought)} steps with the neighbour, none for", longest_gap_s(pause, brought)),
         ("the engine's loop ran", spent.engine_ran_s),
         ("and waited for a core", spent.engine_waited_s),
         ("the API process's ran", spent.api_ran_s),
@@ -40,7 +41,10 @@ def steps_of_neighbour(steps: Sequence[TracedStep]) -> list[TracedStep]:
 
 def longest_gap_s(pause: Pause, steps: Sequence[TracedStep]) -> float:
     """Find the longest part of a pause in which no step ended."""
-    began_s, ended_s = pause.began_s, pause.began_s + pause.lasted_s
-    ends_s = [end_s for step in steps if began_s < (end_s := step.time_s + step.duration_s) < ended_s]
-    points = [began_s, *ends_s, ended_s]
+    ends_s = [step.time_s + step.duration_s for step in _ended_in(pause, steps)]
+    points = [pause.began_s, *ends_s, pause.began_s + pause.lasted_s]
     return max(later - earlier for earlier, later in pairwise(points))
+
+
+def _ended_in(pause: Pause, steps: Sequence[TracedStep]) -> list[TracedStep]:
+    return [step for step in steps if 0 < step.time_s + step.duration_s - pause.began_s < pause.lasted_s]

@@ -46,7 +46,7 @@ def test_steps_of_the_neighbour_are_those_of_the_one_long_sequence() -> None:
 
 def test_a_pause_is_described_in_milliseconds() -> None:
     line = place_of(pause(10.0, 0.2, reader_waited_s=0.19, api_ran_s=0.03), [step(10.0, 0.15)])
-    assert line.startswith("200 ms: no step for 150, none with the neighbour for 200, ")
+    assert line.startswith("200 ms: no step for 150, 0 steps with the neighbour, none for 200, ")
     assert "the API process's ran 30" in line
     assert "the reader waited 190" in line
 
