@@ -63,7 +63,9 @@ async def _neighbour(server: OwnServer, seconds: float) -> Readings:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    fields = {"prompt": "y", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    # With its usage each token is an event; one that ends within a character would have none of its own.
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"prompt": "y", "max_tokens": 400, "stream": True, "stream_options": usage, "ignore_eos": True}
     said, _ = await process.communicate(orjson.dumps({"model": SERVED_NAME, **fields}))
     if process.returncode:
         raise SystemExit("the neighbour has failed")
