@@ -7,12 +7,14 @@ ways at once, and lets one after the other answer as many streams as a batch has
 sleeps, so the three hardly disturb each other. Of the two ranks it also says which parts of their steps the
 first of them has spent on copying and adding sums, and on waiting for the other, as /metrics has them.
 
-Owns: the rounds, and the table of tokens a second.
+Owns: the rounds, and the table of tokens a second: medians of the rounds beside which other programs used a
+tenth of a core at most, as far as there are any.
 Never: judges; machines differ, and two ranks need two cores that nothing else uses.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -21,11 +23,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
 from campaigns.checkpoints.make_shapes import SHAPES, write_shape
 from campaigns.servers.own_server import SERVED_NAME, Metrics, OwnServer, own_server
+from campaigns.servers.processes import machine_s, processor_s, ranks_of
 from server.http.http_client import Timeouts, exchange
 
 SHAPE = replace(SHAPES["smollm2-135m"], num_attention_heads=8, num_key_value_heads=4)
@@ -35,6 +39,13 @@ _TIMEOUTS = Timeouts(whole_s=600.0)
 _RANKS = "two ranks"
 _BEAT_S = 1.1
 """Time after which the metrics of an engine without requests are of now."""
+_MOST_OTHERS = 0.1
+
+
+class _Round(NamedTuple):
+    tokens_per_s: float
+    others: float
+    """Cores that other programs used."""
 
 
 async def _tokens_per_s(server: OwnServer, num_streams: int) -> float:
@@ -48,6 +59,14 @@ async def _tokens_per_s(server: OwnServer, num_streams: int) -> float:
     if any(reply.status != 200 for reply in replies):
         raise SystemExit(f"a request was refused: {replies[0].body!r}")
     return num_streams * _NUM_TOKENS / took_s
+
+
+def _round(server: OwnServer, num_streams: int) -> _Round:
+    pids = (os.getpid(), server.pid, *ranks_of(server.engine_pid))
+    before_s = machine_s() - sum(map(processor_s, pids))
+    tokens_per_s = asyncio.run(_tokens_per_s(server, num_streams))
+    others_s = machine_s() - sum(map(processor_s, pids)) - before_s
+    return _Round(tokens_per_s, others_s * tokens_per_s / (num_streams * _NUM_TOKENS))
 
 
 async def _metrics(server: OwnServer) -> Metrics:
@@ -90,24 +109,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_row(batch: int, servers: dict[str, OwnServer], num_rounds: int) -> None:
-    found: dict[str, list[float]] = {name: [] for name in servers}
+    found: dict[str, list[_Round]] = {name: [] for name in servers}
     before: Metrics = {}
     for number in range(num_rounds + 1):
         for name, server in servers.items():
-            rate = asyncio.run(_tokens_per_s(server, batch))
+            each = _round(server, batch)
             if number:
-                found[name].append(rate)
+                found[name].append(each)
         if not number:  # the first round warms up
             before = asyncio.run(_metrics(servers[_RANKS]))
     after = asyncio.run(_metrics(servers[_RANKS]))
-    medians = [statistics.median(rates) for rates in found.values()]
+    quiet = [[each for each in rounds if each.others < _MOST_OTHERS] for rounds in found.values()]
+    medians = [
+        statistics.median(each.tokens_per_s for each in chosen or rounds)
+        for chosen, rounds in zip(quiet, found.values(), strict=True)
+    ]
     spent_s = {
         part: _spent_s(after, part) - _spent_s(before, part) for part in ("exchange", "wait", "execute")
     }
     print(
         f"{batch:6}" + "".join(f"{rate:8.1f} {rate / medians[0]:5.2f}" for rate in medians),
         f"  exchanges {spent_s['exchange'] / spent_s['execute']:.1%} of the ranks' steps,",
-        f"waiting {spent_s['wait'] / spent_s['execute']:.1%}",
+        f"waiting {spent_s['wait'] / spent_s['execute']:.1%};",
+        f"rounds undisturbed: {', '.join(str(len(chosen)) for chosen in quiet)} of {num_rounds}",
         flush=True,
     )
 

@@ -31,6 +31,14 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def machine_s() -> float:
+    """Read the time that all processors of the machine together have not been idle."""
+    user, nice, system, _idle, _iowait, interrupts, soft, stolen, *_ = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
 def held_by(pid: int) -> Held:
     """Read what a process holds. Raises OSError for a process that is gone."""
     process = Path(f"/proc/{pid}")
