@@ -109,8 +109,11 @@ class _Run:
     def arrive(self, request: SimRequest, number: int, now_s: float) -> None:
         """Let a request, which was sent at its `arrival_s`, come to the replicas."""
         token_ids = self._prompts.token_ids(request, number)
-        keys = self._prompts.block_keys(request, number, self._block_size) if self._has_keys else []
-        waiting = Waiting(request, token_ids, number, keys)
+        keys, tail_key = [], None
+        if self._has_keys:
+            keys = self._prompts.block_keys(request, number, self._block_size)
+            tail_key = self._prompts.tail_key(request, self._block_size)
+        waiting = Waiting(request, token_ids, number, keys, tail_key)
         if self._one_line is None:
             self._place(self._router(request), waiting, now_s)
         else:
@@ -191,10 +194,12 @@ def simulate_cell(
     on_the_way: list[tuple[float, int, SimRequest]] = []
     for number, request in enumerate(workload):
         if number % setup.cells == cell:
-            sent_s = request.arrival_s / setup.load
-            come_s = sent_s + setup.overhead.seconds(request.prompt_len)
-            heappush(on_the_way, (come_s, number, request._replace(arrival_s=sent_s)))
-            _let_arrive(run, on_the_way, until_s=sent_s)
+            sent = request
+            if setup.load != 1:
+                sent = request._replace(arrival_s=request.arrival_s / setup.load)
+            come_s = sent.arrival_s + setup.overhead.seconds(sent.prompt_len)
+            heappush(on_the_way, (come_s, number, sent))
+            _let_arrive(run, on_the_way, until_s=sent.arrival_s)
             on_arrival(number + 1)
     _let_arrive(run, on_the_way, until_s=inf)
     run.advance(inf)

@@ -190,14 +190,15 @@ class Admission:
             if reason in (WaitReason.TOKENS, WaitReason.PREEMPTION):
                 return reason
             demand = self._kv.demand(seq)
-            if self._allocation_status(demand) is AllocationStatus.NEVER:
+            status = self._allocation_status(demand)
+            if status is AllocationStatus.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
                 self._finish(seq, FinishReason.LENGTH, "")
                 continue
             if self._is_too_late(seq, demand, plan.now_s):
                 self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
                 continue
-            reason = reason or self._shortage(seq, demand)
+            reason = reason or self._shortage(seq, demand, status)
             if reason is not None:
                 is_for_adapter = reason is WaitReason.ADAPTER
                 find = self._find_beside_adapter if is_for_adapter else self._find_bypassing
@@ -251,9 +252,9 @@ class Admission:
             return WaitReason.GRAMMAR
         return None
 
-    def _shortage(self, seq: Sequence, demand: BlockDemand) -> WaitReason | None:
+    def _shortage(self, seq: Sequence, demand: BlockDemand, status: AllocationStatus) -> WaitReason | None:
         """Kind of memory of which there is too little for it."""
-        if self._allocation_status(demand) is not AllocationStatus.OK:
+        if status is not AllocationStatus.OK:
             return WaitReason.BLOCKS
         return WaitReason.ENCODER if self._lacks_encoder(seq, demand) else None
 
@@ -297,7 +298,7 @@ class Admission:
         for seq in self._candidates(head):
             if self._obstacle(seq, budget) is None:
                 demand = self._kv.demand(seq)
-                if self._shortage(seq, demand) is None:
+                if self._shortage(seq, demand, self._allocation_status(demand)) is None:
                     return seq, demand
         return None
 
@@ -315,7 +316,8 @@ class Admission:
                 continue
             demand = self._kv.demand(seq)
             # Of the others the order is kept: one that lacks memory is not passed.
-            return None if self._shortage(seq, demand) is not None else (seq, demand)
+            is_short = self._shortage(seq, demand, self._allocation_status(demand)) is not None
+            return None if is_short else (seq, demand)
         return None
 
     def _candidates(self, head: Sequence) -> list[Sequence]:

@@ -202,7 +202,7 @@ def replicas(number: int) -> list[Replica]:
 
 
 def place(request: SimRequest, replica: Replica, number: int) -> None:
-    replica.add(Waiting(request, (number,) * request.prompt_len, number, []), 0.0)
+    replica.add(Waiting(request, (number,) * request.prompt_len, number, [], None), 0.0)
 
 
 @pytest.mark.parametrize("kind", [RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN])

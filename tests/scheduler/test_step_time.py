@@ -1,6 +1,5 @@
 """Steps that keep their pace, chunks that leave room, and a scheduler that never hangs."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -105,7 +104,7 @@ def test_a_scheduler_that_finds_no_way_fails_one_request_and_serves_the_rest(
     monkeypatch.setattr(  # a fault is planted: nobody knows a real one
         world.scheduler.kv,
         "demand",
-        lambda seq: replace(honest(seq), num_free_hits=100 if seq.sequence_id == 1 else 0),
+        lambda seq: honest(seq)._replace(num_free_hits=100 if seq.sequence_id == 1 else 0),
     )
     world.run(max_steps=20)
     assert world.reason(1) is FinishReason.FAILED
