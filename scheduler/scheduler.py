@@ -6,7 +6,7 @@ Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.
 (arXiv:2309.06180).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
@@ -228,7 +228,14 @@ class Scheduler:
 
     def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""
-        return self._queues.report(page, self._planner.reason_of, now_s=now_s)
+        return [report for report in self.reports(page, now_s=now_s) if report is not None]
+
+    def reports(self, page: Page, *, now_s: float) -> Iterator[SequenceReport | None]:
+        """Yield what `report` returns, and None for each waiting sequence before the page.
+
+        The page is of the moment of the first: what changes meanwhile does not matter.
+        """
+        return self._queues.reports(page, self._planner.reason_of, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""
