@@ -4,7 +4,8 @@
 
 The text that repeats is an edit: the prediction is the reply itself with a part of its tokens replaced, as a
 file that is edited. Random text has no prediction; its drafts are n-grams of noise, or those of a smaller
-model with --draft. Runs take turns, so that what else the machine does falls on all of them. On a shared
+model with --draft. A mistaken prediction has nothing to do with the reply: drafts are offered in each step,
+and none is right. Runs take turns, so that what else the machine does falls on all of them. On a shared
 machine --cpu-seconds counts the processor time of one thread instead.
 
 Owns: the worlds that are compared, and the table.
@@ -105,6 +106,11 @@ def _edited(reply: list[int], seed: int) -> tuple[int, ...]:
     return tuple(random.randrange(1000) if random.random() < _REPLACED else token for token in reply)
 
 
+def _mistaken(reply: list[int], seed: int) -> tuple[int, ...]:
+    random = Random(-1 - seed)
+    return tuple(random.randrange(1000) for _ in reply)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", required=True)
@@ -114,7 +120,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--fixed", default="2,4,8")
-    parser.add_argument("--kinds", default="edit,random", help="texts without a draft model")
+    parser.add_argument("--kinds", default="edit,random,mistaken", help="texts without a draft model")
     parser.add_argument("--cpu-seconds", action="store_true", help="one thread, for a machine that is shared")
     asked = parser.parse_args()
     world = World(asked)
@@ -124,7 +130,8 @@ def main() -> None:
         plain: list[tuple[int, ...]] = [()] * num_clients
         _, replies = world.run(plain, num_tokens=asked.tokens, fixed=0)
         edits = [_edited(reply, seed) for seed, reply in enumerate(replies)]
-        texts = {"edit": edits, "random": plain, "model": plain}
+        mistaken = [_mistaken(reply, seed) for seed, reply in enumerate(replies)]
+        texts = {"edit": edits, "random": plain, "mistaken": mistaken, "model": plain}
         wanted = asked.kinds.split(",") if asked.draft is None else ["model"]
         kinds = [(kind, texts[kind]) for kind in wanted]
         for kind, predictions in kinds:
@@ -139,7 +146,7 @@ def main() -> None:
             shown = "  ".join(f"{way} {speed / best['none']:.2f}" for way, speed in best.items())
             at_first = speeds["rule"][0] / best["none"]
             print(
-                f"{kind:6} {num_clients:3} clients: {best['none']:6.1f} tok/s without; {shown}; "
+                f"{kind:8} {num_clients:3} clients: {best['none']:6.1f} tok/s without; {shown}; "
                 f"rule, first run {at_first:.2f}",
                 flush=True,
             )

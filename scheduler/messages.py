@@ -340,6 +340,8 @@ class ModelRunnerOutput:
     """Guesses at the tokens after those in `token_ids`, for a next plan to verify."""
     draft_passes: DraftPasses = ()
     """Passes that made some of these, beside the step itself."""
+    num_followed: Mapping[SequenceId, int] = field(default_factory=dict)
+    """Tokens that a draft model has computed, of each sequence that it was asked about."""
 
 
 class SequenceStart(NamedTuple):

@@ -141,6 +141,9 @@ class Scheduler:
         self._planner.note_memory_sufficed()
         sequences, sampled = self._sequences, result.token_ids
         is_plain = not (plan.draft_token_ids or result.logprobs or result.prompt_logprobs)
+        for sequence_id, num_tokens in result.num_followed.items():
+            if sequence_id in sequences:
+                self._shares.note_followed(sequences[sequence_id], num_tokens)
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
@@ -222,9 +225,15 @@ class Scheduler:
     def get_request_counts(self) -> RequestCounts:
         return self._queues.counts()
 
-    def observe_step(self, plan: SchedulerOutput, seconds: float, passes: DraftPasses = ()) -> None:
-        """Learn how long the worker took for a plan, and beside it for passes of a draft model."""
-        self._planner.observe_step(plan, seconds, passes)
+    def observe_step(
+        self, plan: SchedulerOutput, seconds: float, passes: DraftPasses = (), *, waited_s: float = 0.0
+    ) -> None:
+        """Learn how long the worker took for a plan, and beside it for passes of a draft model.
+
+        Before it the worker `waited_s`, since the plan needed the last result.
+        """
+        self._planner.observe_step(plan, seconds, waited_s)
+        self._shares.observe_draft_passes(passes)
 
     def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""

@@ -108,8 +108,8 @@ class WorkerConfig:
     gpu_kernels: str = "auto"
     """auto computes with Triton kernels of our own on a GPU; off leaves all to torch, one step at a time."""
     attention_backend: str = "triton"
-    """fa3 leaves layers to FlashAttention 3 where it is installed and a trial at load finds it right and
-    faster; triton to our own kernels. GPU kernels only."""
+    """fa3 and flashinfer leave layers to FlashAttention 3 or FlashInfer where it is installed and a trial at
+    load finds it right and faster; triton to our own kernels. GPU kernels only."""
     enforce_eager: bool = False
     """True: no step is captured as a CUDA graph."""
     quantization: str = "none"

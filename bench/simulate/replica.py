@@ -214,8 +214,9 @@ class Replica:
         if self._drafts is not None:
             self._drafts.verify(plan, sampled)
         self.scheduler.observe_step(plan, self._step_s, self._passes)
+        followed = {} if self._drafts is None else self._drafts.followed(plan, sampled)
         outputs = self.scheduler.update_from_output(
-            plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={})
+            plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
         )
         if self._drafts is not None:
             self.scheduler.update_draft_token_ids(self._drafts.offers(plan, sampled))

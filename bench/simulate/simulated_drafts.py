@@ -48,6 +48,18 @@ class SimulatedDrafts:
         num_passes = min(wanted[-1], len(self._source.rates))
         return tuple((sum(num > place for num in wanted), self._source.pass_s) for place in range(num_passes))
 
+    def followed(self, plan: SchedulerOutput, sampled: Mapping[SequenceId, Tokens]) -> dict[SequenceId, int]:
+        """Count the tokens of each sequence that the draft model was asked about: it computes them all."""
+        drafts = plan.draft_token_ids
+        return {
+            share.sequence_id: share.start
+            + share.num_tokens
+            - len(drafts.get(share.sequence_id, ()))
+            + len(sampled[share.sequence_id])
+            for share in plan.scheduled
+            if share.sequence_id in plan.num_drafts_wanted
+        }
+
     def verify(self, plan: SchedulerOutput, sampled: dict[SequenceId, Tokens]) -> None:
         """Lengthen what sequences sample by the drafts that hold."""
         for sequence_id, drafts in plan.draft_token_ids.items():

@@ -26,7 +26,8 @@ from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 _NUM_PROMPTS = 24
 _NUM_WORDS = (4, 60)
-_MAX_TOKENS = (8, 160)
+LONG = (8, 160)
+"""Fewest and most tokens of a reply."""
 _TIMEOUT_S = 300.0
 _COME_AGAIN_S = 0.05
 _NUM_EXAMPLES = 5
@@ -101,13 +102,13 @@ class Tally:
         return "\n".join([*lines, *(f"  {example}" for example in self.examples)])
 
 
-def prompts_of(seed: int) -> list[dict[str, Any]]:
+def prompts_of(seed: int, num_tokens: tuple[int, int]) -> list[dict[str, Any]]:
     """Bodies of requests, but for what is the same in all."""
     dice = random.Random(seed)
     return [
         {
             "prompt": f"{place} {words(dice.randint(*_NUM_WORDS), dice)}",
-            "max_tokens": dice.randint(*_MAX_TOKENS),
+            "max_tokens": dice.randint(*num_tokens),
         }
         for place in range(_NUM_PROMPTS)
     ]
@@ -136,11 +137,13 @@ async def read_stream(target: Target, fields: dict[str, Any]) -> StreamText | No
 class ManyStreams:
     """Keep so many streams open at a time, until the time is over and the last of them has ended."""
 
-    def __init__(self, target: Target, *, num_streams: int, seed: int = 0) -> None:
+    def __init__(
+        self, target: Target, *, num_streams: int, seed: int = 0, num_tokens: tuple[int, int] = LONG
+    ) -> None:
         self._target = target
         self._num_streams = num_streams
         self._dice = random.Random(seed)
-        self._prompts = prompts_of(seed)
+        self._prompts = prompts_of(seed, num_tokens)
         self._alone: list[str] = []
         self._num_open = 0
         self.tally = Tally()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from math import isfinite
 from typing import NamedTuple, Protocol
 
 from engine.core.adapter_desk import AdapterDesk, Adapters
@@ -311,10 +312,11 @@ class EngineLoop:
         """
         now_s = self._clock()
         took_s = now_s - max(step.launched_s, self._last_result_s)
+        waited_s = max(step.launched_s - self._last_result_s, 0.0) if isfinite(self._last_result_s) else 0.0
         self._last_result_s = now_s
         self._execute_s += took_s
         took_s -= sum(seconds for _, seconds in result.draft_passes)
-        self._scheduler.observe_step(step.plan, took_s, result.draft_passes)
+        self._scheduler.observe_step(step.plan, took_s, result.draft_passes, waited_s=waited_s)
 
     def _fail(self, step: _StepUnderWay) -> None:
         """Fail the sequences of a step. Called within an except clause, for the log."""
@@ -380,6 +382,7 @@ class EngineLoop:
 
     def _idle_wait_s(self) -> float:
         """Return the time until the next beat or view is due; flush the trace, since the loop is idle."""
+        self._last_result_s = float("-inf")  # from now on the worker waits for requests, and for no plan
         if self._trace is not None:
             self._trace.flush()
         now_s = self._clock()

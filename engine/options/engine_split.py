@@ -67,7 +67,9 @@ def check_device(options: Options) -> None:
             {
                 "--gpu-memory-utilization": options.gpu_memory_utilization,
                 "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
-                "--attention-backend": None if options.attention_backend == "triton" else "fa3",
+                "--attention-backend": (
+                    None if options.attention_backend == "triton" else options.attention_backend
+                ),
                 "--enforce-eager": options.enforce_eager or None,
             },
             "use --kv-cache-memory for the size of the KV cache",

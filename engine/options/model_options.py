@@ -219,9 +219,11 @@ class ModelOptions(EdgeOptions):
     )
     attention_backend: str = _option(
         Group.MODEL,
-        Choice(words=("triton", "fa3")),
-        "Kernels of attention on a GPU. triton: Tokenyard's own. fa3: FlashAttention 3 where it is installed "
-        "and a trial at start finds it right and 5% faster, which starts some seconds later.",
+        Choice(words=("triton", "fa3", "flashinfer")),
+        "Kernels of attention on a GPU. triton: Tokenyard's own. fa3, flashinfer: FlashAttention 3 or "
+        "FlashInfer where it is installed and a trial at start finds it right and 5% faster, which starts "
+        "some seconds later; FlashInfer takes 256 MiB, and minutes of the first start where it is to be "
+        "compiled.",
         default="triton",
     )
     enforce_eager: bool = _option(

@@ -49,6 +49,7 @@ _LEAST_GAIN = 1.03  # less is within the error of what is measured
 _PROBE_INTERVAL = 64
 _LEAST_SURVIVAL_OF_PROBE = 0.3
 _EXACT_SIZES = 16
+_WAIT_MEMORY = 0.95
 _FURTHER_ROWS, _FURTHER_TIMES = 8, 4
 """A step may be larger than the largest that was measured by so many rows, or so many times as large."""
 _EXPLORED_PART = 0.01
@@ -136,6 +137,27 @@ class StepCosts:
         return means[below] + share * (means[above] - means[below])
 
 
+class _Waits:
+    """Time that the worker stands still for one step with drafts, where plans are made ahead.
+
+    Such a step waits until the last token is known and its plan is made, and so does the step behind it.
+    """
+
+    def __init__(self) -> None:
+        self._all_s = self._num_drafted = 0.0
+
+    def observe(self, seconds: float, *, has_drafts: bool) -> None:
+        """Take in how long the worker waited for a step."""
+        if has_drafts:
+            self._all_s *= _WAIT_MEMORY
+            self._num_drafted = self._num_drafted * _WAIT_MEMORY + 1.0
+        self._all_s += seconds
+
+    @property
+    def seconds(self) -> float:
+        return self._all_s / self._num_drafted if self._num_drafted else 0.0
+
+
 class Rates:
     """Rates at which drafts at each place are right, if all before them are.
 
@@ -218,6 +240,7 @@ class DraftRule:
         self._records: dict[SequenceId, _Record] = {}
         self._num_choices = 0
         self._observed_s = self._explored_s = 0.0
+        self._waits = _Waits()
         self._has_looked = False
         self.costs = StepCosts()
         self.pass_costs = StepCosts()
@@ -232,6 +255,10 @@ class DraftRule:
         """Learn how long a step without prompts took."""
         self.costs.observe(num_tokens, seconds)
         self._observed_s += seconds
+
+    def observe_wait(self, seconds: float, *, has_drafts: bool) -> None:
+        """Learn how long the worker waited for a step, where steps without drafts are planned ahead."""
+        self._waits.observe(seconds, has_drafts=has_drafts)
 
     def note_offer(
         self, sequence_id: SequenceId, known: Sequence[int], offer: tuple[int, ...], source: DraftSource
@@ -269,7 +296,7 @@ class DraftRule:
             chosen[slot.sequence_id] = chosen.get(slot.sequence_id, 0) + 1
         reason = DraftReason.ALL if num_chosen == len(slots) else DraftReason.COST
         tokens = num_decodes + sum(slot.survival for slot in slots[:num_chosen])
-        seconds = self.costs.seconds(num_decodes + num_chosen)
+        seconds = self._step_s(num_decodes, num_chosen)
         return chosen, DraftChoice(len(slots), num_chosen, reason, tokens, seconds)
 
     def ask(self, drafting: Mapping[SequenceId, Drafting], *, num_decodes: int) -> dict[SequenceId, int]:
@@ -307,7 +334,7 @@ class DraftRule:
         if not able:
             return {}
         cheapest = min(able, key=lambda each: drafting[each].lag)
-        spent_s = self._growth_s(num_decodes, 1)
+        spent_s = self._growth_s(num_decodes, 0, 1)
         if self.pass_costs.largest:
             spent_s += max(self.pass_costs.seconds(1), self._catch_up_s(drafting[cheapest]))
             if not self._may_explore(spent_s):
@@ -340,7 +367,7 @@ class DraftRule:
             drafting_s += self.pass_costs.seconds(num_before + 1)
             drafting_s -= self.pass_costs.seconds(num_before) if num_before else 0.0
             tokens += slot.survival
-            speed = tokens / (self.costs.seconds(num_decodes + num) + drafting_s)
+            speed = tokens / (self._step_s(num_decodes, num) + drafting_s)
             if speed > best:
                 best_num, best = num, speed
         return best_num, 1.0 / without - 1.0 / best if best_num else 0.0
@@ -359,7 +386,7 @@ class DraftRule:
         best_num, best = 0, _LEAST_GAIN * tokens / self.costs.seconds(num_decodes)
         for num in range(1, most + 1):
             tokens += slots[num - 1].survival
-            speed = tokens / self.costs.seconds(num_decodes + num)
+            speed = tokens / self._step_s(num_decodes, num)
             if speed > best:
                 best_num, best = num, speed
         return best_num
@@ -368,7 +395,7 @@ class DraftRule:
         """Tell whether drafts are tried because nothing shows yet what they would cost; at first they are."""
         if not num_decodes >= self.costs.largest > 0:
             return False
-        if self._has_looked and not self._may_explore(self._growth_s(num_decodes, _FURTHER_ROWS)):
+        if self._has_looked and not self._may_explore(self._growth_s(num_decodes, 0, _FURTHER_ROWS)):
             return False
         self._has_looked = True
         return True
@@ -378,11 +405,14 @@ class DraftRule:
         num = min(2 * num_chosen + 1, len(slots))
         if not num or slots[num - 1].survival < _LEAST_SURVIVAL_OF_PROBE:
             return 0
-        seconds = self._growth_s(num_decodes + num_chosen, num - num_chosen)
-        return num if self._may_explore(seconds) else 0
+        return num if self._may_explore(self._growth_s(num_decodes, num_chosen, num)) else 0
 
-    def _growth_s(self, num_tokens: int, num_more: int) -> float:
-        return self.costs.seconds(num_tokens + num_more) - self.costs.seconds(num_tokens)
+    def _growth_s(self, num_decodes: int, num_drafts: int, num_instead: int) -> float:
+        return self._step_s(num_decodes, num_instead) - self._step_s(num_decodes, num_drafts)
+
+    def _step_s(self, num_decodes: int, num_drafts: int) -> float:
+        """Return the expected time of a step, and of the waits that its drafts bring."""
+        return self.costs.seconds(num_decodes + num_drafts) + (self._waits.seconds if num_drafts else 0.0)
 
     def _slots(self, offers: Mapping[SequenceId, int]) -> list[Slot]:
         slots = []

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from scheduler.config import Batching, Displacement, Fairness
-from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     FinishReason,
     PreemptionCause,
@@ -135,15 +134,14 @@ class Planner:
             if prefills:
                 budget.reserve(min(prefills, key=_rank_of))
 
-    def observe_step(self, plan: SchedulerOutput, seconds: float, passes: DraftPasses) -> None:
-        """Learn how long a plan took, and passes of a draft model after it."""
-        self._shares.observe_draft_passes(passes)
+    def observe_step(self, plan: SchedulerOutput, seconds: float, waited_s: float) -> None:
+        """Learn how long a plan took, and how long the worker had to wait for it."""
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
         num_tokens = plan.num_scheduled_tokens + self._queues.num_steady
         self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill)
         if not has_prefill:
-            self._shares.observe_step(plan, seconds)
+            self._shares.observe_step(plan, seconds, waited_s)
 
     def note_memory_sufficed(self) -> None:
         """Learn that a step found enough memory."""

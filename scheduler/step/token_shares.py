@@ -47,7 +47,7 @@ class TokenShares:
         self._rule: DraftRule | None = None
         if state.config.draft_admission is DraftAdmission.PAYING and state.config.max_drafts:
             self._rule = DraftRule(state.config.max_drafts)
-        self._num_drafted: dict[SequenceId, int] = {}  # tokens that a draft model has caught up with
+        self._num_drafted: dict[SequenceId, int] = {}  # tokens that a draft model has computed
         self._asks = bool(state.config.max_drafts) and state.config.draft_supply is DraftSupply.ASKED
         self.encoder_cache = EncoderCache(state.config)
 
@@ -217,12 +217,19 @@ class TokenShares:
             if fresh:
                 plan.new_blocks[seq.sequence_id] = plan.new_blocks.get(seq.sequence_id, ()) + fresh
             plan.num_drafts_wanted[seq.sequence_id] = num_drafts
-            self._num_drafted[seq.sequence_id] = seq.num_tokens
 
-    def observe_step(self, plan: SchedulerOutput, seconds: float) -> None:
+    def note_followed(self, seq: Sequence, num_tokens: int) -> None:
+        """Learn how many tokens of a sequence the draft model has computed: perhaps a part of its prompt."""
+        if seq.status is Status.RUNNING:
+            self._num_drafted[seq.sequence_id] = num_tokens
+
+    def observe_step(self, plan: SchedulerOutput, seconds: float, waited_s: float) -> None:
         """Learn how long a step without prompts took, while drafts are about."""
-        if self._rule is not None and (self._asks or not self._rule.is_idle):
-            self._rule.observe(plan.num_scheduled_tokens, seconds)
+        if self._rule is None or not (self._asks or not self._rule.is_idle):
+            return
+        self._rule.observe(plan.num_scheduled_tokens, seconds)
+        if self._state.config.max_plans_in_flight > 1:  # else all steps wait
+            self._rule.observe_wait(waited_s, has_drafts=bool(plan.draft_token_ids))
 
     def observe_draft_passes(self, passes: DraftPasses) -> None:
         """Learn how long passes of the draft model took."""

@@ -35,7 +35,7 @@ def test_whatever_the_document_allows_or_forbids_is_answered_as_it_says(server, 
 
 
 def check(url: str, paths: str, folder: Path) -> str:
-    """What is wrong with the answers of some paths; empty when nothing is."""
+    """The faults of the answers of some paths; empty when there are none."""
     done = subprocess.run(
         [
             INSTALLED / "python" / "bin" / "st",

@@ -7,12 +7,13 @@ from campaigns.soak.run import CROWDED
 from campaigns.soak.streams import ManyStreams
 
 NUM_STREAMS = 256
-DURATION_S = 3.0
+DURATION_S = 1.0
 
 
 def test_256_streams_lose_repeat_and_mix_up_nothing() -> None:
     with own_server(("--max-num-seqs", str(NUM_STREAMS), "--num-threads", "1", *CROWDED)) as server:
-        tally = asyncio.run(ManyStreams(server.target, num_streams=NUM_STREAMS).run(DURATION_S))
+        streams = ManyStreams(server.target, num_streams=NUM_STREAMS, num_tokens=(8, 60))
+        tally = asyncio.run(streams.run(DURATION_S))
         metrics = asyncio.run(server.metrics())
     assert not tally.faults, tally
     assert tally.num_streams >= NUM_STREAMS

@@ -3,7 +3,7 @@
 from campaigns.soak.acts import HUNG_UP
 from campaigns.soak.run import soak
 
-MINUTES = 0.15
+MINUTES = 0.1
 
 
 def test_after_a_mix_of_everything_and_the_death_of_the_engine_nothing_is_kept() -> None:

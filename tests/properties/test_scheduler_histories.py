@@ -4,6 +4,7 @@ Invariants are checked after every step (tests/world.py), and the fake worker no
 does not hold what it should.
 """
 
+import os
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -44,7 +45,11 @@ from tests.oracle import Client, Oracle
 from tests.world import World, shares, small_config
 
 HISTORIES = settings(
-    max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=int(os.environ.get("HISTORIES", "400")),  # more of them by hand
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
 )
 
 

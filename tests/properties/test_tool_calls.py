@@ -75,7 +75,7 @@ def message(reading: Reading, parts: list[str]) -> dict:
 
 
 @pytest.mark.parametrize("dialect", [*ALL_DIALECTS, "none"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: list[int]) -> None:
     for start in ReasoningStart:
@@ -87,7 +87,7 @@ def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: 
         assert message(reading, list(text)) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40), cuts=CUTS)
 def test_without_readers_a_text_stays_as_it_is(text: str, cuts: list[int]) -> None:
     assert message(Reading(), pieces(text, cuts))["content"] == text
@@ -121,7 +121,7 @@ def written(dialect: str, calls: list[tuple[str, dict]]) -> str:
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "mistral_13"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(calls=CALLS, cuts=CUTS)
 def test_calls_come_out_as_they_were_meant(
     dialect: str, calls: list[tuple[str, dict]], cuts: list[int]

@@ -5,9 +5,10 @@ from random import Random
 
 import pytest
 
-from scheduler.config import DraftAdmission
+from scheduler.config import DraftAdmission, DraftSupply
 from scheduler.draft_messages import DraftReason
-from scheduler.messages import SequenceId
+from scheduler.messages import ModelRunnerOutput, SequenceId
+from scheduler.scheduler import Scheduler
 from scheduler.step.draft_choice import Drafting, DraftRule, DraftSource, StepCosts
 from tests.fakes import make_sequence
 from tests.world import World, small_config
@@ -224,3 +225,53 @@ def test_sources_and_places_have_rates_of_their_own_and_share_them_where_little_
     first, second, third, _ = rule.rates(SequenceId(2))
     assert min(first, second) > 0.85
     assert third < 0.2
+
+
+@pytest.mark.parametrize(("wait_s", "pays"), [(0.0, True), (0.002, True), (0.02, False)])
+def test_drafts_win_back_the_time_for_which_the_worker_waits_for_their_plans(
+    wait_s: float, *, pays: bool
+) -> None:
+    rule = DraftRule(4)
+    for _ in range(20):
+        rule.observe(1, 0.0100)
+        rule.observe(5, 0.0105)
+        rule.observe_wait(wait_s, has_drafts=True)
+        rule.observe_wait(wait_s, has_drafts=False)  # behind it
+    rule.note_offer(SequenceId(1), [5], (6, 7, 8, 9), DraftSource.TEXT)
+    chosen, why = rule.choose({SequenceId(1): 4}, num_decodes=1, has_prefill=False)
+    assert chosen == ({SequenceId(1): 4} if pays else {})
+    assert why.expected_s == pytest.approx(0.0105 + 2 * wait_s if pays else 0.0100, rel=0.01)
+
+
+def test_of_a_long_prompt_a_draft_model_is_believed_to_have_computed_what_it_has() -> None:
+    changes = {"draft_admission": DraftAdmission.PAYING, "draft_supply": DraftSupply.ASKED, "max_drafts": 4}
+    scheduler = Scheduler(small_config(num_blocks=200, max_model_len=500, **changes))
+    long, short = SequenceId(1), SequenceId(2)
+    scheduler.add_request(make_sequence(long, [1] * 200, max_tokens=200), now_s=0.0)
+    scheduler.add_request(make_sequence(short, [1] * 4, max_tokens=200), now_s=0.0)
+    num_tokens = {long: 200, short: 4}
+    num_followed = 0
+    asked = {long: 0, short: 0}
+    for _ in range(60):
+        plan = scheduler.schedule(now_s=0.0)
+        sampled = {}
+        for share in plan.scheduled:
+            if share.samples:  # each draft is right
+                sampled[share.sequence_id] = (1,) * (1 + len(plan.draft_token_ids.get(share.sequence_id, ())))
+                num_tokens[share.sequence_id] += len(sampled[share.sequence_id])
+        passes, drafts, followed = [], {}, {}
+        for each in plan.num_drafts_wanted:
+            asked[each] += 1
+        if short in plan.num_drafts_wanted:
+            passes.append((2, 0.001))
+            followed[short], drafts[short] = num_tokens[short], (1,) * plan.num_drafts_wanted[short]
+        if long in plan.num_drafts_wanted:  # 20 tokens in a pass, and that slowly
+            num_followed += 20
+            passes.append((20, 1.0))
+            followed[long] = num_followed
+        result = ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
+        scheduler.observe_step(plan, 0.025, tuple(passes))
+        scheduler.update_from_output(plan, result)
+        scheduler.update_draft_token_ids(drafts)
+    assert asked[short] > 20
+    assert asked[long] <= 2

@@ -18,7 +18,7 @@ from worker.attention.interface import AttentionBackend, AttentionOptions
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.device_batch import AttentionBatch
-from worker.gpu.trials import flash_attention
+from worker.gpu.trials import flash_attention, flashinfer
 from worker.gpu.triton_attention import TritonAttention
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
@@ -61,11 +61,16 @@ class Backend(NamedTuple):
     open: OpenAttention
     find_obstacle: Callable[[], str]
     """Say why it cannot serve here; empty if it can."""
+    num_bytes: int = 0
+    """Memory that it keeps beside the cache."""
 
 
 ATTENTION_BACKENDS = {
     "triton": Backend(TritonAttention, lambda: ""),
     "fa3": Backend(flash_attention.FlashAttention3, flash_attention.find_obstacle),
+    "flashinfer": Backend(
+        flashinfer.FlashInfer, flashinfer.find_obstacle, num_bytes=2 * flashinfer.WORKSPACE_BYTES
+    ),
 }
 """The first serves unless another is named, and in the place of one that cannot."""
 DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))

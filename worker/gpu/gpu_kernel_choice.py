@@ -156,6 +156,7 @@ def reserve(
     """Measure the memory that steps hold beside weights and KV cache."""
     if obstacle(config):
         return NO_RESERVE
+    from worker.gpu.gpu_attention import ATTENTION_BACKENDS
     from worker.gpu.trials.triton_frame import table_bytes
 
     longest = config.max_model_len or checkpoint_len
@@ -165,7 +166,10 @@ def reserve(
     logits_bytes = num_graph_logits(config, sizes, vocab_size) * dtype.itemsize
     count_bytes = limits.num_sequences * vocab_size * torch.int32.itemsize  # for penalties
     tables_bytes = table_bytes(model, longest, dtype)
-    buffer_bytes = StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES + tables_bytes
+    attention = ATTENTION_BACKENDS[config.attention_backend]
+    attention_bytes = 0 if attention.find_obstacle() else attention.num_bytes
+    buffer_bytes = StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES
+    buffer_bytes += tables_bytes + attention_bytes
     return Reserve(num_graphs, buffer_bytes)
 
 

@@ -13,6 +13,9 @@ from worker.worker_config import DraftMethod, SpeculationConfig
 
 _RING_TOKENS = 1 << 16
 """Kept of each scope, and searched for each token that is sampled: some 20 µs."""
+_REACH_OF_ALL = 1 << 19
+"""Tokens of its own text, and of replies, that all rows of a step may search together. A row with a long
+context beside many others looks at the last part of it: on a GPU the next step waits for these searches."""
 _MAX_SCOPES = 64
 """16 MiB of tokens."""
 
@@ -57,10 +60,10 @@ class Drafter:
         if self._replies is not None and scope is not None and len(tokens) > num_prompt_tokens:
             self._replies.add(scope, tokens[num_prompt_tokens:])
 
-    def propose(self, row: int, tokens: TokenIds) -> tuple[int, ...]:
-        """Guess the tokens after those of a row; none where nothing is known of the kind."""
+    def propose(self, row: int, tokens: TokenIds, *, num_rows: int) -> tuple[int, ...]:
+        """Guess the tokens after those of a row, one of so many; none where nothing is known of the kind."""
         for proposer in self._proposers.get(row, ()):
-            found = proposer.propose(tokens, self._most)
+            found = proposer.propose(tokens, self._most, reach=_REACH_OF_ALL // num_rows)
             if len(found):
                 return tuple(found.tolist())
         return ()

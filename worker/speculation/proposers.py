@@ -24,8 +24,11 @@ _NO_TOKENS = np.empty(0, np.int32)
 class Proposer(Protocol):
     """A source of guesses for one row."""
 
-    def propose(self, tokens: TokenIds, num_wanted: int) -> TokenIds:
-        """Guess the tokens that follow `tokens`, the row's prompt and output; as many as wanted at most."""
+    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
+        """Guess the tokens that follow `tokens`, the row's prompt and output; as many as wanted at most.
+
+        Of a text that grows, the last `reach` tokens are searched.
+        """
 
 
 class OwnText:
@@ -35,8 +38,9 @@ class OwnText:
         """Take in the bounds of the match, in tokens."""
         self._least, self._most = least, most
 
-    def propose(self, tokens: TokenIds, num_wanted: int) -> TokenIds:
+    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """See Proposer. A text that repeats itself is continued beyond its end."""
+        tokens = tokens[-reach:]
         places = find_continuations(tokens[:-1], tokens, least=self._least, most=self._most)
         if not len(places):
             return _NO_TOKENS
@@ -56,8 +60,8 @@ class Prediction:
         self._num_seen = num_prompt_tokens
         self._place = 0
 
-    def propose(self, tokens: TokenIds, num_wanted: int) -> TokenIds:
-        """See Proposer."""
+    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:  # noqa: ARG002
+        """See Proposer. It is searched where it was left, and then whole: it does not grow."""
         fresh = tokens[self._num_seen :]
         self._num_seen = len(tokens)
         ahead = self._expected[self._place : self._place + len(fresh)]
@@ -95,12 +99,13 @@ class RecentReplies:
         self._end += len(reply)
         self._ring[self._end : self._end + 1] = self._BORDER  # what is left of an overwritten one begins here
 
-    def propose(self, tokens: TokenIds, num_wanted: int) -> TokenIds:
+    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """See Proposer."""
-        places = find_continuations(self._ring, tokens, least=self._least, most=self._most)
+        recent = self._ring if reach >= len(self._ring) else self._ring[max(self._end - reach, 0) : self._end]
+        places = find_continuations(recent, tokens, least=self._least, most=self._most)
         if not len(places):
             return _NO_TOKENS
-        found = self._ring[int(places[-1]) :][:num_wanted]
+        found = recent[int(places[-1]) :][:num_wanted]
         borders = np.flatnonzero(found == self._BORDER)
         return found[: borders[0]] if len(borders) else found
 
@@ -139,7 +144,7 @@ class _RepliesOf:
     def __init__(self, replies: Mapping[Scope, RecentReplies], scope: Scope) -> None:
         self._replies, self._scope = replies, scope
 
-    def propose(self, tokens: TokenIds, num_wanted: int) -> TokenIds:
+    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """See Proposer."""
         replies = self._replies.get(self._scope)
-        return _NO_TOKENS if replies is None else replies.propose(tokens, num_wanted)
+        return _NO_TOKENS if replies is None else replies.propose(tokens, num_wanted, reach=reach)

@@ -47,6 +47,19 @@ class DraftSizes(NamedTuple):
     num_host_blocks: int
 
 
+class DraftsMade(NamedTuple):
+    """Drafts of some sequences, and what they took."""
+
+    drafts: Mapping[SequenceId, tuple[int, ...]]
+    passes: tuple[tuple[int, float], ...]
+    """Tokens and seconds of each."""
+    num_followed: Mapping[SequenceId, int]
+    """Tokens of each sequence that the draft model has computed, with a draft or without."""
+
+
+NOTHING_MADE = DraftsMade({}, (), {})
+
+
 class _Ahead(NamedTuple):
     """Drafts of a row whose keys and values were written, up to the one before the last."""
 
@@ -115,16 +128,12 @@ class DraftModel:
         """Take in a step that the model has computed: there are other tokens than before at its places."""
         self._filled.lower(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
 
-    def propose(
-        self, wanted: Mapping[SequenceId, int]
-    ) -> tuple[dict[SequenceId, tuple[int, ...]], tuple[tuple[int, float], ...]]:
-        """Guess up to so many tokens of each sequence, one place of all of them in a pass.
-
-        Returns the guesses, and tokens and seconds of each pass.
-        """
+    def propose(self, wanted: Mapping[SequenceId, int]) -> DraftsMade:
+        """Guess up to so many tokens of each sequence, one place of all of them in a pass."""
         drafts: dict[SequenceId, list[int]] = {}
         passes: list[tuple[int, float]] = []
         shares, views = self._first_shares(wanted)
+        num_followed = {share.sequence_id: share.start + share.num_tokens for share in shares}
         try:
             while shares and (inputs := self._inputs(shares)) is not None:
                 began_s = self.clock()
@@ -138,11 +147,12 @@ class DraftModel:
                         shares.append(ScheduledSequence(sequence_id, position, 1, samples=True))
                 passes.append((len(inputs.input_ids_T), self.clock() - began_s))
         finally:
-            for sequence_id, found in drafts.items():
+            for sequence_id, each in drafts.items():
                 row = self._row(sequence_id)
-                self._rows.drop_drafts(row, len(found))
-                self._ahead[row] = _Ahead(int(self._rows.num_tokens_C[row]), tuple(found))
-        return {sequence_id: tuple(found) for sequence_id, found in drafts.items()}, tuple(passes)
+                self._rows.drop_drafts(row, len(each))
+                self._ahead[row] = _Ahead(int(self._rows.num_tokens_C[row]), tuple(each))
+        found = {sequence_id: tuple(each) for sequence_id, each in drafts.items()}
+        return DraftsMade(found, tuple(passes), num_followed)
 
     def _first_shares(
         self, wanted: Mapping[SequenceId, int]

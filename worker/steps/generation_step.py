@@ -29,7 +29,7 @@ from worker.adapters.adapter_store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
-from worker.steps.draft_model import DraftModel
+from worker.steps.draft_model import NOTHING_MADE, DraftModel
 from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
 from worker.steps.model_runner import StepRunner
@@ -199,22 +199,24 @@ class GenerationSteps:
         """Add drafts of what follows the sampled tokens to the output of a step."""
         if (self._drafter is None or self._drafter.is_idle) and not plan.num_drafts_wanted:
             return output
-        guesses: dict[SequenceId, tuple[int, ...]] = {}
-        passes: tuple[tuple[int, float], ...] = ()
+        made = NOTHING_MADE
         if self._draft_model is not None and plan.num_drafts_wanted:
             wanted = {each: num for each, num in plan.num_drafts_wanted.items() if each in output.token_ids}
-            guesses, passes = self._draft_model.propose(wanted)
+            made = self._draft_model.propose(wanted)
         drafts = {}
         for sequence_id in output.token_ids:
             row = self.rows.row_of(sequence_id)
             if row is None:
                 continue
-            guess = guesses.get(sequence_id, ())
+            guess = made.drafts.get(sequence_id, ())
             if not guess and self._drafter is not None:
-                guess = self._drafter.propose(row, self.rows.known_tokens_of(row))
+                tokens = self.rows.known_tokens_of(row)
+                guess = self._drafter.propose(row, tokens, num_rows=len(output.token_ids))
             if possible := self._sampler.possible_drafts(row, guess):
                 drafts[sequence_id] = possible
-        return replace(output, draft_token_ids=drafts, draft_passes=passes)
+        return replace(
+            output, draft_token_ids=drafts, draft_passes=made.passes, num_followed=made.num_followed
+        )
 
     def _compute(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         """Compute the logits of the tokens that sample, and log-probabilities of prompts if asked."""

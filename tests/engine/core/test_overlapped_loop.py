@@ -116,11 +116,38 @@ def test_a_step_is_timed_from_the_result_before_it_and_not_from_its_launch() -> 
     seen: list[float] = []
     desk.letters.append([request(1, max_tokens=6)])
     loop, _ = overlapped(desk)
-    loop._scheduler.observe_step = lambda plan, seconds, passes: seen.append(seconds)  # type: ignore[method-assign]
+    waits: list[float] = []
+
+    def observe(plan: object, seconds: float, passes: object, *, waited_s: float) -> None:
+        seen.append(seconds)
+        waits.append(waited_s)
+
+    loop._scheduler.observe_step = observe  # type: ignore[method-assign, assignment]
     for _ in range(8):
         loop.turn()
     assert seen == [1.0] * 6, "each waited for a second behind the one before"
+    assert waits == [0.0] * 6, "and the device for none of them"
     assert desk.beats()[-1].times.execute_s == pytest.approx(6.0)
+
+
+def test_the_time_for_which_the_worker_waits_for_a_plan_is_told_apart_from_the_step() -> None:
+    desk = Desk()
+    desk.letters.append([request(1)])
+    loop, _ = overlapped(desk, max_plans_in_flight=1)
+    seen: list[tuple[float, float]] = []
+
+    def observe(plan: object, seconds: float, passes: object, *, waited_s: float) -> None:
+        seen.append((seconds, waited_s))
+        desk.now_s += 0.25  # to take in the result and to plan
+
+    loop._scheduler.observe_step = observe  # type: ignore[method-assign, assignment]
+    for _ in range(4):
+        loop.turn()
+    assert seen == [(1.0, 0.0), (1.0, 0.25), (1.0, 0.25)]
+    desk.now_s += 100.0
+    desk.letters.append([request(2)])
+    loop.turn()
+    assert seen[3:] == [(1.0, 0.0)], "before it the worker waited for a request"
 
 
 def test_the_loop_does_not_wait_for_messages_while_a_step_is_under_way() -> None:

@@ -21,6 +21,8 @@ def mend_interpreter() -> None:
     _patch_once_in_a_launch()
     _leave_out_overflows()
     _look_up_types_once()
+    _make_block_types_once()
+    _leave_equal_shapes()
     if triton.__version__.startswith("3.6."):
         _make_numbers_of_scalars()
 
@@ -73,6 +75,37 @@ def _shape_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
     return sizes, language.constexpr(prod(shape))
 
 
+def _make_block_types_once() -> None:
+    """Keep what a block's type has computed of its shape: its number of elements and its name."""
+    make = language.block_type.__init__
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def make_once(block_type: Any, element_ty: Any, shape: Any) -> None:
+        key = (type(element_ty), element_ty.name, *map(language.core._unwrap_if_constexpr, shape))
+        if key not in made:
+            make(block_type, element_ty, shape)
+            made[key] = dict(block_type.__dict__)
+        block_type.__dict__.update(made[key])
+
+    language.block_type.__init__ = make_once
+
+
+def _leave_equal_shapes() -> None:
+    """Compare the shapes of two blocks as lists: most are equal, and nothing is to be broadcast."""
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(semantic: Any, left: Any, right: Any) -> Any:
+        if (
+            left.type.is_block()
+            and right.type.is_block()
+            and left.type.shape.values == right.type.shape.values
+        ):
+            return left, right
+        return broadcast(semantic, left, right)
+
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_others
+
+
 def _patch_once_in_a_launch() -> None:
     """Replace triton.language by the interpreter's functions once in a launch.
 
@@ -82,10 +115,11 @@ def _patch_once_in_a_launch() -> None:
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # another release does it in another way
     patch, patched = interpreter._patch_lang, set[int]()
-    languages = {id(language), id(language.core)}
 
     def patch_new_modules(fn: Any) -> Any:
-        modules = {id(value) for value in fn.__globals__.values() if inspect.ismodule(value)} & languages
+        modules = {
+            id(value) for value in fn.__globals__.values() if value is language or value is language.core
+        }
         if modules <= patched:
             return interpreter._LangPatchScope()
         scope = patch(fn)
@@ -104,11 +138,20 @@ def _patch_once_in_a_launch() -> None:
 
 
 def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-    for name, member in _builtins_of(module):
-        interpreter._patch_attr(module, name, member, builder, scope)
+    for name, member in _replacements_for(module, builder):
+        scope.set_attr(module, name, member)
 
 
 @cache
-def _builtins_of(module: Any) -> list[tuple[str, Any]]:
-    """First asked for while nothing is replaced."""
-    return [(name, member) for name, member in inspect.getmembers(module) if language.core.is_builtin(member)]
+def _replacements_for(module: Any, builder: Any) -> list[tuple[str, Any]]:
+    """Return the interpreter's functions by name. First asked for while nothing is replaced."""
+    found: list[tuple[str, Any]] = []
+
+    class Collector:
+        def set_attr(self, _: Any, name: str, member: Any) -> None:
+            found.append((name, member))
+
+    for name, member in inspect.getmembers(module):
+        if language.core.is_builtin(member):
+            interpreter._patch_attr(module, name, member, builder, Collector())
+    return found

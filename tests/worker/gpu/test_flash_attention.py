@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.gpu.test_attention_kernels import LAYER, Case, Step, assert_close
-from worker.devices.device import CpuDevice
+from tests.worker.gpu import attention_library
+from tests.worker.gpu.attention_library import Stopwatch, attend_causally
+from tests.worker.gpu.test_attention_kernels import Case, Step, assert_close
 from worker.gpu.gpu_attention import choose_attention
 from worker.gpu.trials import flash_attention
+from worker.gpu.trials.attention_trial import LibraryAttention
 from worker.gpu.trials.flash_attention import FlashAttention3
 from worker.gpu.triton_attention import TritonAttention
-from worker.worker_config import WorkerConfig
 
 STEP = Case([(20, 1), (3, 1), (9, 5)], dtype=torch.float16, softcap=20.0)
 DECODES = Case([(20, 1), (3, 1)], dtype=torch.float16, softcap=20.0)
@@ -55,14 +56,8 @@ class StandIn:
             num_keys = int(cache_seqlens[row])
             assert end - start <= max_seqlen_q
             blocks = page_table[row, : -(-num_keys // k_cache.shape[1])].long()
-            keys, values = (each[blocks].flatten(0, 1)[:num_keys].float() for each in (k_cache, v_cache))
-            groups = q.shape[1] // k_cache.shape[2]
-            keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
-            scores = torch.einsum("thd,khd->htk", q[start:end].float(), keys) * softmax_scale
-            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            seen = torch.arange(num_keys) <= torch.arange(num_keys - (end - start), num_keys)[:, None]
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            out[start:end] = torch.einsum("htk,khd->thd", weights, values).to(q.dtype)
+            keys, values = (each[blocks].flatten(0, 1)[:num_keys] for each in (k_cache, v_cache))
+            out[start:end] = attend_causally(q[start:end], keys, values, softmax_scale, softcap)
         return self.change(out)
 
 
@@ -75,26 +70,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-class Stopwatch(CpuDevice):
-    """Runs what is timed, and tells first the time of our kernels, then that of the library."""
-
-    def __init__(self, ours: float, theirs: float) -> None:
-        super().__init__(WorkerConfig(model_path="", num_threads=1))
-        self._told = [ours, theirs] * 4
-
-    def seconds_of(self, work: Any) -> float | None:
-        work()
-        return self._told.pop(0)
-
-
-def tried(case: Case, device: CpuDevice) -> tuple[Step, FlashAttention3]:
-    """Attend once as the check at load does."""
+def tried(case: Case, device: Stopwatch) -> tuple[Step, LibraryAttention]:
     step = Step(case)
-    step.cache.pool_NE[0] = 0  # of the blocks that are timed, one is padding's
-    backend = FlashAttention3(step.cache, device)
-    backend.begin_step(step.metadata)
-    assert_close(backend.attend(LAYER, step.query, step.key, step.value, step.options), step.expected())
-    return step, backend
+    return step, attention_library.tried(step, FlashAttention3, device)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,19 @@ class Recorded(ModelDrafted):
         return launched
 
 
+def test_the_worker_says_how_much_of_a_long_prompt_its_draft_model_has_computed(four_layers: Path) -> None:
+    loaded = load_with(four_layers, max_num_batched_tokens=16)
+    world = Recorded(*loaded, {"max_num_batched_tokens": 16}, num_asked=1)
+    ((words, _),) = plain_requests(1)
+    world.answers([((words * 7)[:40], SamplingParams(temperature=0.0, max_tokens=9))])
+    told = [
+        (list(each.num_followed.values()), bool(each.draft_token_ids))
+        for each in world.results
+        if each.num_followed
+    ]
+    assert told[:3] == [([16], False), ([32], False), ([44], True)]
+
+
 def test_nothing_is_guessed_behind_a_token_that_ends_its_sequence(half_right: Loaded) -> None:
     ((prompt, params),) = plain_requests(1)
     ((tokens, _, _),) = ModelDrafted(*half_right, num_asked=0).answers([(prompt, params)])

@@ -34,36 +34,64 @@ def test_the_longest_match_decides(text, tail, least, most, places) -> None:
 
 def test_the_own_text_goes_on_as_it_last_did_and_a_loop_goes_on_beyond_its_end() -> None:
     proposer = OwnText(least=2, most=4)
-    assert proposer.propose(ids(1, 2, 3, 4, 9, 1, 2), 3).tolist() == [3, 4, 9]
-    assert proposer.propose(ids(8, 5, 6, 5, 6), 5).tolist() == [5, 6, 5, 6, 5]
-    assert proposer.propose(ids(1, 2, 3), 3).tolist() == []
+    assert proposer.propose(ids(1, 2, 3, 4, 9, 1, 2), 3, reach=100).tolist() == [3, 4, 9]
+    assert proposer.propose(ids(8, 5, 6, 5, 6), 5, reach=100).tolist() == [5, 6, 5, 6, 5]
+    assert proposer.propose(ids(1, 2, 3), 3, reach=100).tolist() == []
 
 
 def test_a_prediction_is_followed_past_tokens_that_differ() -> None:
     expected = ids(*range(10, 40))
     proposer = Prediction(expected, num_prompt_tokens=2)
     text = [1, 2]
-    assert proposer.propose(ids(*text), 3).tolist() == [10, 11, 12]
+    assert proposer.propose(ids(*text), 3, reach=100).tolist() == [10, 11, 12]
     text += [10, 11]
-    assert proposer.propose(ids(*text), 2).tolist() == [12, 13]
+    assert proposer.propose(ids(*text), 2, reach=100).tolist() == [12, 13]
     text += [99]  # in place of 12
-    assert proposer.propose(ids(*text), 2).tolist() == [13, 14]
+    assert proposer.propose(ids(*text), 2, reach=100).tolist() == [13, 14]
     text += [25, 26]  # something was left out
-    assert proposer.propose(ids(*text), 2).tolist() == [27, 28]
+    assert proposer.propose(ids(*text), 2, reach=100).tolist() == [27, 28]
     text += [38, 39]
-    assert proposer.propose(ids(*text), 2).tolist() == []
+    assert proposer.propose(ids(*text), 2, reach=100).tolist() == []
 
 
 def test_replies_are_found_again_until_the_ring_has_overwritten_them() -> None:
     replies = RecentReplies(capacity_tokens=16, least=2, most=4)
     replies.add(ids(1, 2, 3, 4))
     replies.add(ids(5, 6, 7))
-    assert replies.propose(ids(0, 1, 2), 8).tolist() == [3, 4], "not into the next reply"
+    assert replies.propose(ids(0, 1, 2), 8, reach=100).tolist() == [3, 4], "not into the next reply"
     replies.add(ids(*range(20, 30)))
-    assert replies.propose(ids(0, 1, 2), 8).tolist() == []
-    assert replies.propose(ids(20, 21), 2).tolist() == [22, 23]
+    assert replies.propose(ids(0, 1, 2), 8, reach=100).tolist() == []
+    assert replies.propose(ids(20, 21), 2, reach=100).tolist() == [22, 23]
     replies.add(ids(*range(40, 80)))
-    assert replies.propose(ids(77, 78), 2).tolist() == [79]
+    assert replies.propose(ids(77, 78), 2, reach=100).tolist() == [79]
+
+
+def test_a_search_reaches_as_far_back_as_it_may_and_no_farther() -> None:
+    text = ids(1, 2, 3, *range(10, 20), 1, 2)
+    proposer = OwnText(least=2, most=4)
+    assert proposer.propose(text, 1, reach=len(text)).tolist() == [3]
+    assert proposer.propose(text, 1, reach=len(text) - 1).tolist() == []
+    replies = RecentReplies(capacity_tokens=32, least=2, most=4)
+    replies.add(ids(1, 2, 3, 4))
+    replies.add(ids(5, 6, 7))
+    assert replies.propose(text, 1, reach=9).tolist() == [3]
+    assert replies.propose(text, 1, reach=7).tolist() == []
+    assert replies.propose(ids(5, 6), 1, reach=7).tolist() == [7]
+
+
+def test_rows_of_a_step_share_what_may_be_searched() -> None:
+    drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=1))
+    new = NewSequence(
+        sequence_id=SequenceId(1),
+        token_ids=(1, 2),
+        num_prompt_tokens=2,
+        params=SamplingParams(),
+        block_ids=(),
+    )
+    drafter.add(0, new)
+    text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
+    assert drafter.propose(0, text, num_rows=8) == (3,)
+    assert drafter.propose(0, text, num_rows=16) == ()
 
 
 def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
@@ -79,10 +107,10 @@ def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
     assert drafter.is_idle
     drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=2))
     drafter.add(0, new)
-    assert drafter.propose(0, ids(1, 2, 3, 1, 2)) == (3, 1)
+    assert drafter.propose(0, ids(1, 2, 3, 1, 2), num_rows=1) == (3, 1)
     drafter.remove(0, ids(1, 2, 3, 1, 2))
     assert drafter.is_idle
-    assert drafter.propose(0, ids(1, 2, 3, 1, 2)) == ()
+    assert drafter.propose(0, ids(1, 2, 3, 1, 2), num_rows=1) == ()
 
 
 def drafts_after_a_reply(tenant: str, cache_salt: str, adapter: str) -> tuple[int, ...]:
@@ -98,7 +126,7 @@ def drafts_after_a_reply(tenant: str, cache_salt: str, adapter: str) -> tuple[in
         seq = Sequence(SequenceId(row), (1, 2), SamplingParams(), terms, inputs=inputs)
         drafter.add(row, seq.as_new())
     drafter.remove(0, ids(1, 2, 70, 71, 72, 73, 74))
-    return drafter.propose(1, ids(1, 2, 70, 71))
+    return drafter.propose(1, ids(1, 2, 70, 71), num_rows=1)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +150,11 @@ def test_scopes_are_bounded_and_the_one_whose_last_reply_is_the_oldest_is_forgot
     replies = ScopedReplies(max_scopes=2, capacity_tokens=16, least=2, most=4)
     one, two, three = (("", salt, "") for salt in "123")
     source = replies.of(one)
-    assert source.propose(ids(1, 2), 4).tolist() == []
+    assert source.propose(ids(1, 2), 4, reach=100).tolist() == []
     replies.add(one, ids(1, 2, 3))
     replies.add(two, ids(1, 2, 4))
     replies.add(one, ids(5, 6, 7))
     replies.add(three, ids(1, 2, 8))
-    assert source.propose(ids(1, 2), 4).tolist() == [3]
-    assert replies.of(two).propose(ids(1, 2), 4).tolist() == []
-    assert replies.of(three).propose(ids(1, 2), 4).tolist() == [8]
+    assert source.propose(ids(1, 2), 4, reach=100).tolist() == [3]
+    assert replies.of(two).propose(ids(1, 2), 4, reach=100).tolist() == []
+    assert replies.of(three).propose(ids(1, 2), 4, reach=100).tolist() == [8]
