@@ -110,8 +110,7 @@ class Sequence:
         self.sequence_id = sequence_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        # Tokens that are known or being sampled, as far as they will have to be computed.
-        self.num_tokens = len(prompt_token_ids)
+        self.num_tokens = len(prompt_token_ids)  # known or being sampled, as far as they will be computed
         self.max_length = 0  # set by the scheduler; a token that reaches it is not computed any more
         self.params = params
         self.pooling = inputs.pooling
@@ -119,17 +118,12 @@ class Sequence:
         self.encoder_inputs = inputs.encoder_inputs
         self.prediction = inputs.prediction
         self.prompt_computation = _prompt_computation(params, inputs)
-        self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE
-        """Whether its prompt is computed in one step or not at all.
-
-        Its blocks then hold nothing for others.
-        """
+        self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE  # all in one step
         self.priority = terms.priority
         self.tenant = terms.tenant
         self.cache_salt = terms.cache_salt
         self.time_limits = terms.time_limits
         self.client_index = client_index
-
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.admission = 0

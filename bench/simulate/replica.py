@@ -134,7 +134,7 @@ class Replica:
         self._slo = slo
         self._live: dict[SequenceId, _Live] = {}
         self._plan: SchedulerOutput | None = None
-        self._step_s = 0.0
+        self._computing_s = 0.0
         self._sampled: dict[SequenceId, tuple[int, ...]] = {}  # of the last step that ended
         self._sampled_s = 0.0  # when it ended
         self._num_pauses = 0
@@ -213,7 +213,7 @@ class Replica:
         sampled = {share[0]: _TOKEN for share in plan.scheduled if share[3]}
         if self._drafts is not None:
             self._drafts.verify(plan, sampled)
-        self.scheduler.observe_step(plan, self._step_s, self._passes)
+        self.scheduler.observe_step(plan, self._computing_s, self._passes)
         followed = {} if self._drafts is None else self._drafts.followed(plan, sampled)
         outputs = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
@@ -277,7 +277,10 @@ class Replica:
 
     def _begin_steady(self, durations_s: SequenceOf[float]) -> None:
         """Begin steps in which nothing is decided."""
-        num_used = self._steady.leap(durations_s)
+        share = self._step_time.computing_share
+        num_used = self._steady.leap(
+            durations_s if share == 1 else [seconds * share for seconds in durations_s]
+        )
         for seconds, num in zip(durations_s, num_used, strict=True):
             self.kv_block_s += num * seconds
             self.busy_s += seconds
@@ -307,7 +310,7 @@ class Replica:
         steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
-        self._plan, self._step_s = plan, seconds
+        self._plan, self._computing_s = plan, seconds * self._step_time.computing_share
         if self._drafts is not None:
             self._passes = self._drafts.passes(plan)
             seconds += sum([each for _, each in self._passes])

@@ -82,13 +82,13 @@ class _Run:
     def __init__(self, setup: Setup, slo: Slo, cell: int) -> None:
         self._setup = setup
         num_replicas = setup.num_replicas_of(cell)
-        first_replica = sum(map(setup.num_replicas_of, range(cell)))
+        first_seed = setup.draw * setup.num_replicas + sum(map(setup.num_replicas_of, range(cell)))
         # One line before the replicas looks at each step of theirs.
         stepping = Stepping.EACH if setup.router is RouterKind.ONE_LINE else setup.stepping
         self.tallies = Tallies()
         self.replicas = [
             Replica(setup.config, setup.step_time, self.tallies, slo, setup.drafts, Pace(stepping, seed))
-            for seed in range(first_replica, first_replica + num_replicas)
+            for seed in range(first_seed, first_seed + num_replicas)
         ]
         self.queue = QueueLine()
         self.now_s = 0.0

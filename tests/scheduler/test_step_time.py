@@ -226,7 +226,7 @@ def test_a_far_page_is_that_of_its_beginning_whatever_changes_before_it_is_found
     rest = list(reports)
     assert [report.sequence_id for report in rest if report] == [44, 45, 46, 47]
     assert [report.place for report in rest if report] == [40, 41, 42, 43]
-    assert len(looked_at) + len(rest) == 46 + 2, "those that left were looked at as well"
+    assert len(looked_at) + len(rest) <= 46 + 2, "no more than those before it, and entries of some that left"
 
 
 @pytest.mark.parametrize(("limit_s", "is_computed"), [(2.0, False), (60.0, True)])
