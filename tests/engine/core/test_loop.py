@@ -256,3 +256,4 @@ def test_an_idle_loop_finishes_what_it_was_asked() -> None:
         loop.turn()
     answers = [message for message in desk.sent if isinstance(message, Explanation)]
     assert [(answer.question, answer.reports) for answer in answers] == [(1, []), (2, [])]
+    assert desk.now_s == 0, "it did not wait for messages meanwhile"
