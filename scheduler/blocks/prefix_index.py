@@ -106,7 +106,8 @@ class PrefixIndex:
 
     def reuse_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
         """Forget blocks, as `reuse` does; returns those that were found, with their keys."""
-        self._tails.forget_all(blocks)
+        if len(self._tails):
+            self._tails.forget_all(blocks)
         return self.cache.forget_all(blocks)
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:

@@ -254,7 +254,7 @@ class SteadyDecodes:
         end = start + 1
         if end > seq.num_slots:
             lacking.append(seq)
-        self._give_blocks(lacking)  # content that is found ends before other content can be
+        self._give_blocks(lacking)  # what they held is not found any more: first that, then what is new
         if end % self._block_size == 0:
             if len(seq.block_keys) * self._block_size < end:  # the key is made of the tokens
                 self._settle(seq, step)
