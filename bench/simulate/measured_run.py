@@ -52,9 +52,9 @@ class Error:
     percentile: str
     measured: float
     draws: tuple[float, ...]
-    """What it is in simulations that differ in how steps vary, in order."""
+    """Results of simulations that differ in how steps vary, in order."""
     again: float | None
-    """What another run of the same load had."""
+    """Result of another run of the same load."""
 
     @property
     def simulated(self) -> float:

@@ -164,8 +164,9 @@ def test_a_plan_holds_little_beside_the_newcomer_that_it_is_made_for(planned: li
 
 
 def test_the_scheduler_learns_from_the_part_of_a_step_in_which_the_model_computes() -> None:
-    setup = roomy(target_itl_s=0.05, max_num_batched_tokens=1024)
-    requests = [SimRequest(arrival_s=0.1 * n, prompt_len=500, max_tokens=50) for n in range(20)]
+    setup = roomy(target_itl_s=0.05, max_num_batched_tokens=1024, max_num_seqs=16)
+    setup = replace(setup, config=replace(setup.config, max_prefill_tokens=0, max_chunk_tokens=0))
+    requests = [SimRequest(arrival_s=0.1 * n, prompt_len=900, max_tokens=30) for n in range(20)]
     whole, half = (
         simulate(requests, replace(setup, step_time=replace(setup.step_time, computing_share=share)))
         for share in (1.0, 0.5)
