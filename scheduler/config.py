@@ -136,9 +136,9 @@ class SchedulerOptions:
     max_chunk_tokens: int = 0
     """Most tokens of a step that one prefill gets while it is not alone. 0 is no limit."""
     max_grammar_s: float = 0.0125
-    """Sequences with a grammar are admitted to a step, whether for the first time or again, as long as
-    compiling all of theirs takes no longer; the first may alone. All tokens of the step wait while the worker
-    compiles."""
+    """Time for compiling in a step, where the worker does not compile beside its steps: sequences with a
+    grammar are admitted, whether for the first time or again, as long as compiling all of theirs takes no
+    longer; the first may alone. All tokens of the step wait meanwhile."""
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
     draft_admission: DraftAdmission = DraftAdmission.ALL
@@ -198,13 +198,16 @@ class SchedulerConfig(SchedulerOptions):
     num_stages: int = 1
     """Groups of layers that work on different plans at the same time. With several, no sequence is planned
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
+    max_compiling_s: float = 0.0
+    """Processor time of all grammars that are compiled beside the steps at once; the first may take more. A
+    sequence with another one waits that long at most before its own begins. 0: they are compiled in steps."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no such class: slots=True makes it anew
         _check_least(self, 1, ("num_blocks", "block_size", "max_model_len", "num_stages"))
-        _check_least(self, 0, ("num_host_blocks", "max_drafts"))
+        _check_least(self, 0, ("num_host_blocks", "max_drafts", "max_compiling_s"))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
 

@@ -27,6 +27,7 @@ from scheduler.messages import (
     TokenLogprobs,
 )
 from scheduler.policy import Standing, order_of_service
+from scheduler.queues.compilations import Compilations
 from scheduler.queues.deadlines import Deadlines
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
@@ -235,6 +236,15 @@ class Scheduler:
         self._planner.observe_step(plan, seconds, waited_s)
         self._shares.observe_draft_passes(passes)
 
+    @property
+    def compilations(self) -> Compilations:
+        """Grammars that the worker compiles beside its steps; it reports each to `note_compiled`."""
+        return self._queues.compilations
+
+    def note_compiled(self, sequence_id: SequenceId) -> bool:
+        """Let a sequence be admitted; False if it has ended meanwhile."""
+        return self._queues.note_compiled(sequence_id)
+
     def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""
         return [report for report in self.reports(page, now_s=now_s) if report is not None]
@@ -262,8 +272,8 @@ class Scheduler:
         return list(self._queues.running)
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Waiting sequences, swapped ones too; in no particular order."""
-        return list(self._queues.waiting)
+        """Waiting sequences, swapped ones and those whose grammar is compiled too; in no particular order."""
+        return [*self._queues.waiting, *self._queues.compilations]
 
     def plans_in_flight(self) -> list[SchedulerOutput]:
         """Plans without a result, oldest first."""
@@ -305,7 +315,7 @@ class Scheduler:
 
     def _watch(self) -> None:
         """Fail a request if, with work to do and no plan in flight, several plans in a row are empty."""
-        if not self._sequences or self._in_flight:
+        if not self._sequences or self._in_flight or self.compilations.num_under_way:
             self._watchdog.note_progress()
             return
         if not self._watchdog.is_stalled():

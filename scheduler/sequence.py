@@ -66,6 +66,7 @@ class Sequence:
         "encoder_inputs",
         "finish_reason",
         "host_block_ids",
+        "is_compiled",
         "is_indivisible",
         "max_length",
         "num_bypasses",
@@ -126,8 +127,7 @@ class Sequence:
         self.client_index = client_index
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.admission = 0
-        self.admitted_s = 0.0
+        self.admission, self.admitted_s = 0, 0.0
         self.rank: Rank = ()
         self.running_rank: Rank = ()
         self.turn = 0  # changes whenever it begins or ceases to wait: entries of another turn are dead
@@ -136,6 +136,7 @@ class Sequence:
         self.num_bypasses = 0  # later sequences that were admitted while this one was first in the queue
         self.protected_until = 0  # number of tokens below which it cannot be displaced again
         self.pending_start: SequenceStart | None = None  # for the first output
+        self.is_compiled = False  # the worker has compiled its grammar for the next admission
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

@@ -43,7 +43,8 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         assert sum(size for size in chunks if size > 1) <= max_prefill
     grammars = [new.params.grammar for new in plan.new_sequences if new.params.grammar is not None]
     compile_s = sum(grammar.cost_s for grammar in grammars)
-    assert len(grammars) <= 1 or compile_s <= scheduler.config.max_grammar_s + _ROUNDING_S
+    within = scheduler.config.max_grammar_s + _ROUNDING_S
+    assert scheduler.config.max_compiling_s or len(grammars) <= 1 or compile_s <= within
     to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
     assert sum(item.num_tokens for item in to_encode) <= scheduler.config.max_encoder_tokens
     preempted = {preemption.sequence_id for preemption in plan.preemptions}

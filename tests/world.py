@@ -44,12 +44,17 @@ class World:
     ended: dict[SequenceId, SequenceOutput] = field(default_factory=dict)
     max_drafts: int = 0
     """After each result every running sequence is offered up to so many drafts, some of them wrong."""
+    compile_steps: int = 1
+    """Plans that go by until a grammar that is compiled beside the steps is reported."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
         config = self.config
         self.worker = FakeWorker(config.block_size, config.sliding_window, config.encoder_cache_tokens)
         self._late: deque[tuple[SchedulerOutput, FakeStep]] = deque()
+        self._compiling: deque[tuple[int, SequenceId]] = deque()
+        self._compiled: set[SequenceId] = set()
+        self.num_plans = 0
 
     def add(self, *sequences: Sequence) -> None:
         for seq in sequences:
@@ -66,6 +71,7 @@ class World:
         """
         plan = self.scheduler.schedule(now_s=self.now_s)
         check_plan(self.scheduler, plan)
+        self._compile(plan)
         if plan.is_empty:
             self._take(self.scheduler.take_outputs())
             if self._late:
@@ -77,6 +83,23 @@ class World:
         self.now_s += 1.0
         check_invariants(self.scheduler)
         return plan
+
+    def _compile(self, plan: SchedulerOutput) -> None:
+        """The worker's thread: a row is compiled once for each admission, and none is left over."""
+        if not self.config.max_compiling_s:
+            return
+        compilations = self.scheduler.compilations
+        bound = {new.sequence_id for new in plan.new_sequences if new.params.grammar is not None}
+        assert bound <= self._compiled, "admitted before its grammar was compiled"
+        self._compiled -= bound
+        self._compiled -= {seq.sequence_id for seq in compilations.take_unused()}
+        self._compiling += [(self.num_plans, seq.sequence_id) for seq in compilations.take_begun()]
+        assert compilations.num_under_way == len(self._compiling)
+        self.num_plans += 1
+        while self._compiling and self._compiling[0][0] + self.compile_steps <= self.num_plans:
+            sequence_id = self._compiling.popleft()[1]
+            if self.scheduler.note_compiled(sequence_id):
+                self._compiled.add(sequence_id)
 
     def learn(self, *, abort_meanwhile: int | None = None) -> None:
         """The result of the oldest plan in flight."""

@@ -15,6 +15,7 @@ from worker.devices.device import Device, open_device
 from worker.machine import return_freed_memory
 from worker.progress import LoadStage, run_reporting
 from worker.ranks.ranks import ALONE, Ranks, is_divided
+from worker.sampling.compile_ahead import CompileAhead
 from worker.speculation.unsupported import refuse_speculation
 from worker.startup.loader import find_kind, refuse_ranks
 from worker.startup.start_adapters import refuse_adapters
@@ -83,6 +84,11 @@ class Worker:
     def adapters(self) -> AdapterStore | None:
         """The adapters that sequences may have, once the model is loaded; None: none are computed."""
         return None if self._steps is None else self._steps.adapters
+
+    @property
+    def grammars(self) -> CompileAhead | None:
+        """The side that compiles grammars beside the steps, once the model is loaded; None: steps compile."""
+        return None if self._steps is None else self._steps.grammars
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Steps.launch. Raises StepOutOfMemory, as may the result.

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from engine.core.adapter_desk import AdapterDesk, Adapters
 from engine.core.explanations import Explanations
+from engine.core.grammar_desk import CompilesAhead, GrammarDesk
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
 from engine.core.step_watch import StepWatch
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
 _RESULT_WAIT_S = 0.001
+_GRAMMAR_WAIT_S = 0.001
 _MIN_BEAT_INTERVAL_S = 0.05
 # A worker that fails again and again stays broken, as a CUDA context after a fault: only a new process helps.
 _MAX_FAILED_STEPS_IN_A_ROW = 3
@@ -120,6 +122,7 @@ class BesideSteps(NamedTuple):
     """Abilities of the worker that no plan asks for."""
 
     adapters: Adapters | None = None
+    grammars: CompilesAhead | None = None
     has_result: Callable[[float], bool] = _is_due
     """Wait so many seconds for the oldest step, and return whether it is computed."""
 
@@ -141,6 +144,7 @@ class EngineLoop:
     ) -> None:
         self._scheduler = scheduler
         self._adapters = AdapterDesk(scheduler, beside.adapters)
+        self._grammars = GrammarDesk(scheduler, beside.grammars)
         self._worker = worker
         self._mailbox = mailbox
         self._clock = clock
@@ -152,6 +156,7 @@ class EngineLoop:
         self._under_way: deque[_StepUnderWay] = deque()
         self._last_result_s = float("-inf")
         self._is_stopping = False
+        self._waits_for_grammars = False
         self._num_turns = 0
         self._num_failed_in_a_row = 0
         self._last_beat_s = float("-inf")
@@ -167,9 +172,10 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Launch one step and take in the results that are due; when idle, wait for messages."""
-        self._take_messages(wait_s=self._idle_wait_s() if self._is_idle else 0.0)
+        self._take_messages(wait_s=self._wait_s())
         self._explanations.go_on(now_s=self._clock())
         plan = self._plan_with_arrivals()
+        self._waits_for_grammars = plan.is_empty and self._grammars.is_busy and not self._under_way
         for _ in range(self._num_results_due(plan)):
             self._take_result()
         while self._under_way and not self._scheduler.can_schedule:  # drafts wait for several
@@ -261,6 +267,7 @@ class EngineLoop:
     def _plan_and_launch(self) -> SchedulerOutput:
         planned_s = self._clock()
         plan = self._scheduler.schedule(now_s=planned_s)
+        self._grammars.exchange()  # before the launch, which may compute the step
         launched_s = self._clock()
         self._schedule_s += launched_s - planned_s
         if plan.is_empty:
@@ -379,6 +386,12 @@ class EngineLoop:
 
     def _times(self) -> StepTimes:
         return StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
+
+    def _wait_s(self) -> float:
+        """Return the time to wait for messages before the next plan."""
+        if self._is_idle:
+            return self._idle_wait_s()
+        return _GRAMMAR_WAIT_S if self._waits_for_grammars else 0.0
 
     def _idle_wait_s(self) -> float:
         """Return the time until the next beat or view is due; flush the trace, since the loop is idle."""

@@ -7,7 +7,7 @@ Never: reads the server's command line; its configuration is in DIRECTORY/config
 import logging
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 _TARGET_ITL_S = 0.2
 _TARGET_ITL_OF_SMALL_CHUNKS_S = 0.075
 
+# As long as the dearest grammar that is accepted.
+_MAX_COMPILING_S = 0.05
+
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
     """Serve until Shutdown arrives; return the exit code."""
@@ -95,11 +98,9 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     log.info("loaded in %.1f s", time.monotonic() - started_s)
     keep_what_is_loaded()
     mailbox.send(Ready(facts))
-    scheduler = Scheduler(scheduler_config(config.scheduler, facts))
-    if config.prefix_journal is not None:
-        scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
+    scheduler = _open_scheduler(config, facts, worker)
     executor: Executor = worker
-    beside = BesideSteps(adapters=worker.adapters)
+    beside = BesideSteps(adapters=worker.adapters, grammars=worker.grammars)
     if group is not None:
         group.lead(worker, stage)
         executor = group
@@ -152,6 +153,16 @@ def _open_worker(
 
     ranks = open_ranks(places[0], None if switchboard is None else Links(directory, places[0]))
     return Worker(config.worker, ranks=ranks), group, ranks.stage
+
+
+def _open_scheduler(config: EngineConfig, facts: ModelFacts, worker: "Worker") -> Scheduler:
+    options = scheduler_config(config.scheduler, facts)
+    if worker.grammars is not None:
+        options = replace(options, max_compiling_s=_MAX_COMPILING_S)
+    scheduler = Scheduler(options)
+    if config.prefix_journal is not None:
+        scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
+    return scheduler
 
 
 def _open_trace(path: str | None) -> StepTrace | None:

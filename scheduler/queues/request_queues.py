@@ -6,11 +6,13 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import attrgetter
 
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.messages import Page, RequestCounts, SequenceReport, WaitReason
+from scheduler.messages import Page, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
+from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import LazyHeap, walk
 from scheduler.queues.need_index import NeedIndex
@@ -25,7 +27,7 @@ _running_rank_of = attrgetter("running_rank")
 _LEAST_LEAD = 64 * GENERATED_TOKEN_COST
 
 _ReasonOf = Callable[[Sequence, int], WaitReason]
-"""Reason of a waiting sequence at a place."""
+"""Reason of a waiting sequence at a place of the waiting queue; below 0 it is not in it."""
 
 
 class RequestQueues:
@@ -46,11 +48,12 @@ class RequestQueues:
         self._by_urgency = LazyHeap() if order.ages and self._ledger is None else None
         """The same sequences by urgency, where an older one may stand before a more urgent one."""
         self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
+        self.compilations = Compilations(config.max_compiling_s)
 
     def counts(self) -> RequestCounts:
         return RequestCounts(
             running=self.num_running,
-            waiting=len(self.waiting) - self._num_swapped,
+            waiting=len(self.waiting) + len(self.compilations) - self._num_swapped,
             swapped=self._num_swapped,
         )
 
@@ -69,7 +72,21 @@ class RequestQueues:
         self._wait_no_more(seq)
         self._num_swapped -= seq.status is Status.SWAPPED
         seq.become(Status.RUNNING)
+        seq.is_compiled = False
         insort(self.running, seq, key=_running_rank_of)
+
+    def compile(self, seq: Sequence) -> None:
+        """Take a sequence out of the waiting queue until its grammar is compiled."""
+        self._wait_no_more(seq)
+        self.compilations.begin(seq)
+
+    def note_compiled(self, sequence_id: SequenceId) -> bool:
+        """Put a sequence back into the waiting queue; False if it has ended meanwhile."""
+        seq = self.compilations.report(sequence_id)
+        if seq is not None:
+            seq.is_compiled = True
+            self._wait(seq)
+        return seq is not None
 
     def requeue(self, seq: Sequence, status: Status) -> None:
         """Move a running sequence to the waiting queue: WAITING, or SWAPPED with a copy on the host."""
@@ -90,8 +107,8 @@ class RequestQueues:
         if before is Status.RUNNING:
             self._leave_running(seq)
         else:
-            self._wait_no_more(seq)
             self._num_swapped -= before is Status.SWAPPED
+            self._leave_waiting(seq)
         if self._ledger is not None:
             self._ledger.leave(seq.tenant)
 
@@ -149,7 +166,7 @@ class RequestQueues:
         return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
     def reports(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> Iterator[SequenceReport | None]:
-        """Yield a page of the running queue and, behind it, the waiting queue by rank.
+        """Yield a page of the running queue, those whose grammar is compiled, and the waiting queue by rank.
 
         None stands for a sequence before the page, or that has left meanwhile. The first costs a copy of the
         waiting queue, each O(log(waiting)). The queues may change between two of them.
@@ -157,18 +174,19 @@ class RequestQueues:
         num_running = len(self.running)
         begin = max(page.first - num_running, 0)
         end = max(page.first + page.most - num_running, 0)
+        compiling = list(self.compilations)
         heaps = [heap.copy() for heap in self.waiting.heaps()] if begin < end else []
         for place, seq in enumerate(self.running[page.first : page.first + page.most], page.first):
             yield _report(seq, place, "", None, now_s) if seq.status is Status.RUNNING else None
         place = 0
-        for waiting in walk(heaps):
+        for waiting in chain(compiling, walk(heaps)):
             if place == end:
                 return
-            if waiting is None or place < begin:
+            if waiting is None or waiting.status is Status.FINISHED or place < begin:
                 yield None
             else:
-                expected_s = self.forecast.expected_s(place, now_s=now_s)
-                yield _report(waiting, place, reason_of(waiting, place).value, expected_s, now_s)
+                reason = reason_of(waiting, place - len(compiling)).value
+                yield _report(waiting, place, reason, self.forecast.expected_s(place, now_s=now_s), now_s)
             place += waiting is not None
 
     def _wait(self, seq: Sequence) -> None:
@@ -186,6 +204,15 @@ class RequestQueues:
             self._by_urgency.note_removal()
         if self._by_need is not None:
             self._by_need.remove(seq)
+
+    def _leave_waiting(self, seq: Sequence) -> None:
+        """Remove a sequence that ends before its admission."""
+        if seq in self.compilations:
+            self.compilations.leave(seq)
+            return
+        self._wait_no_more(seq)
+        if seq.is_compiled:
+            self.compilations.note_unused(seq)
 
     def _leave_running(self, seq: Sequence) -> None:
         place = self._place(seq)

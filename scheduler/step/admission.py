@@ -165,11 +165,28 @@ class Admission:
 
     def skip_step(self) -> None:
         """Admit no sequence to this step; the waiting ones are looked at in the next."""
-        self.wait_reason = WaitReason.STEP
+        self.wait_reason = WaitReason.GRAMMAR if len(self._queues.compilations) else WaitReason.STEP
+
+    def compile_ahead(self) -> None:
+        """Have the grammars of those who come next compiled, beside the steps."""
+        waiting = self._queues.waiting
+        while self._queues.compilations.is_on and len(waiting):
+            if not any(map(self._leaves_to_compile, (waiting.peek(), self._queues.most_urgent()))):
+                return
+
+    def _leaves_to_compile(self, seq: Sequence) -> bool:
+        """Take it out of the waiting queue until its grammar is compiled, if that is due and may begin."""
+        compilations = self._queues.compilations
+        if not (compilations.is_on and seq.has_grammar) or seq.is_compiled or seq in compilations:
+            return False
+        if self._awaits_token(seq) or not compilations.has_room(seq):
+            return False
+        self._queues.compile(seq)
+        return True
 
     def admit_waiting(self, plan: PlanDraft) -> None:
         if not len(self._queues.waiting):
-            self.wait_reason = WaitReason.STEP
+            self.skip_step()
         elif plan.preemptions:
             # A preempted sequence is not passed by a newcomer, and does not come back in the same step.
             self.wait_reason = WaitReason.PREEMPTION
@@ -200,14 +217,10 @@ class Admission:
                 continue
             reason = reason or self._shortage(seq, demand, status)
             if reason is not None:
-                is_for_adapter = reason is WaitReason.ADAPTER
-                find = self._find_beside_adapter if is_for_adapter else self._find_bypassing
-                bypassing = find(seq, budget)
+                bypassing = self._find_passing(seq, budget, reason)
                 if bypassing is None:
                     self._note_lack_of_room(reason)
                     return reason
-                if not is_for_adapter or bypassing[0].adapter:
-                    seq.num_bypasses += 1
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
             self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
@@ -215,6 +228,8 @@ class Admission:
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
         """Reason why the sequence at this place of the waiting queue waits, as far as it is cheap to say."""
+        if place < 0:
+            return WaitReason.GRAMMAR
         if place == 0 or self.wait_reason not in _REASONS_OF_HEAD:
             return self.wait_reason
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
@@ -242,15 +257,23 @@ class Admission:
 
     def _obstacle(self, seq: Sequence, budget: SchedulingBudget) -> WaitReason | None:
         """Reason that keeps a waiting sequence out of this step, however much memory is free."""
-        if seq.num_preemptions and self._state.in_flight.samples_for(seq.sequence_id):
-            return WaitReason.PREEMPTION  # the worker must be given all of its tokens
+        if self._awaits_token(seq):
+            return WaitReason.PREEMPTION
         if budget.chunk_tokens(seq, num_decodes=0) < _smallest_share(seq):
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if seq.has_grammar and not budget.has_room_for_grammar(seq.compile_s):
+        if seq.has_grammar and not (seq.is_compiled or self._compiles_within(seq, budget)):
             return WaitReason.GRAMMAR
         return None
+
+    def _awaits_token(self, seq: Sequence) -> bool:
+        """Whether a token of before its preemption is being sampled: the worker must be given all of them."""
+        return bool(seq.num_preemptions) and self._state.in_flight.samples_for(seq.sequence_id)
+
+    def _compiles_within(self, seq: Sequence, budget: SchedulingBudget) -> bool:
+        """Whether this step has the time to compile its grammar, where steps do that."""
+        return not self._queues.compilations.is_on and budget.has_room_for_grammar(seq.compile_s)
 
     def _shortage(self, seq: Sequence, demand: BlockDemand, status: AllocationStatus) -> WaitReason | None:
         """Kind of memory of which there is too little for it."""
@@ -289,6 +312,26 @@ class Admission:
             head,
         )
 
+    def _find_passing(
+        self, head: Sequence, budget: SchedulingBudget, reason: WaitReason
+    ) -> tuple[Sequence, BlockDemand] | None:
+        """A sequence that passes the head, which waits for a reason of its own; None if there is none."""
+        if reason is WaitReason.GRAMMAR and self._queues.compilations.is_on:
+            return self._find_beside_compilation(budget)
+        is_for_adapter = reason is WaitReason.ADAPTER
+        passing = (self._find_beside_adapter if is_for_adapter else self._find_bypassing)(head, budget)
+        if passing is not None and (not is_for_adapter or passing[0].adapter):
+            head.num_bypasses += 1
+        return passing
+
+    def _find_beside_compilation(self, budget: SchedulingBudget) -> tuple[Sequence, BlockDemand] | None:
+        """The first that could run behind a head whose grammar is not compiled: it takes nothing from it."""
+        for seq in islice(self._queues.waiting.in_order(), _MOST_LOOKED_AT):
+            if self._obstacle(seq, budget) is None:
+                demand = self._kv.demand(seq)
+                return None if self._shortage(seq, demand) is not None else (seq, demand)
+        return None
+
     def _find_bypassing(
         self, head: Sequence, budget: SchedulingBudget
     ) -> tuple[Sequence, BlockDemand] | None:
@@ -296,7 +339,7 @@ class Admission:
         if head.num_bypasses >= self._config.max_bypasses:
             return None
         for seq in self._candidates(head):
-            if self._obstacle(seq, budget) is None:
+            if not self._leaves_to_compile(seq) and self._obstacle(seq, budget) is None:
                 demand = self._kv.demand(seq)
                 if self._shortage(seq, demand, self._allocation_status(demand)) is None:
                     return seq, demand
@@ -344,10 +387,11 @@ class Admission:
         copies = self._kv.allocate(seq, demand)
         plan.swap_in += copies.swap_in
         plan.copies += copies.copies
+        was_compiled = seq.is_compiled
         self._queues.admit(seq)
         self._queues.forecast.note_start(plan.now_s)
         plan.budget.take_slot()
-        if seq.has_grammar:
+        if seq.has_grammar and not was_compiled:
             plan.budget.take_grammar(seq.compile_s)
         seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
         if not seq.num_preemptions:

@@ -106,6 +106,7 @@ class Planner:
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
         self._shares.choose_drafts(plan)
+        self._admission.compile_ahead()
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._may_give_turns:

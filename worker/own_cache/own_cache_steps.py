@@ -117,6 +117,7 @@ class OwnCacheSteps:
         self._way = way
         self._table = table
         self.adapters = table.adapters
+        self.grammars = sampler.compile_ahead
         self._sampler = sampler
         self._vocab_size = vocab_size
 

@@ -18,6 +18,7 @@ from scheduler.messages import (
     SequenceId,
 )
 from worker.adapters.adapter_store import AdapterStore
+from worker.sampling.compile_ahead import CompileAhead
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import apply_changes
 from worker.steps.step_inputs import check_new_sequence
@@ -91,6 +92,7 @@ class PoolingSteps:
         self._runner = runner
 
     adapters: AdapterStore | None = None
+    grammars: CompileAhead | None = None
 
     def launch(self, plan: SchedulerOutput) -> ComputedStep:
         """See Steps. The step is computed when this returns."""

@@ -70,6 +70,11 @@ class RowGrammar:
             return self._is_complete
         return self.is_active and self._matcher.is_stopped()
 
+    def give_up_matcher(self) -> LLMatcher | None:
+        """Part with the matcher: no token is sampled any more."""
+        matcher, self._matcher = self._matcher, None
+        return matcher
+
     def record(self, token_id: int) -> None:
         """Advance by a generated token."""
         if not self.is_active:
@@ -182,6 +187,14 @@ class Grammars:
             row.record(token_id)
         row.read(max_s=max_replay_s(len(generated)))
         row.account = RowAccount()  # a preemption is not the row's fault
+        return row
+
+    def row_ahead(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
+        """Make a row, and compute its next mask once: the lexer then knows those states when it counts."""
+        row = self.row(grammar, generated)
+        if row.matcher is not None and row.is_active:
+            mask = new_bitmasks(self._open(), 1)
+            row.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return row
 
     def along(self, row: RowGrammar, drafts: Sequence[int]) -> list[RowGrammar]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from scheduler.messages import SamplingParams, TokenLogprobs
+from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampling_state import RowTokenCounts, SamplingRow
 
@@ -113,6 +114,8 @@ class RowSampler(ABC):
         """Without `grammars` no row may have one."""
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self.compile_ahead = None if grammars is None else CompileAhead(grammars.row_ahead)
+        """The side that compiles grammars of rows before they are added."""
         self._rows: dict[int, SamplingRow] = {}
         self._learners: set[int] = set()
 
@@ -128,7 +131,9 @@ class RowSampler(ABC):
         )
         if params.grammar is not None:
             assert self._grammars is not None, "a sampler without grammars"
-            state.grammar = self._grammars.row(params.grammar, token_ids[num_prompt_tokens:])
+            assert self.compile_ahead is not None
+            text = params.grammar, token_ids[num_prompt_tokens:]
+            state.grammar = self.compile_ahead.take_row(*text) or self._grammars.row(*text)
         if state.is_penalized:
             self._begin_counting(row, state, token_ids, num_prompt_tokens)
         self._rows[row] = state
@@ -137,8 +142,10 @@ class RowSampler(ABC):
 
     def remove_row(self, row: int) -> None:
         """Forget `row`; nothing happens if it is unknown."""
-        self._rows.pop(row, None)
+        state = self._rows.pop(row, None)
         self._learners.discard(row)
+        if state is not None and state.grammar is not None and self.compile_ahead is not None:
+            self.compile_ahead.free(state.grammar)
 
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether results must be collected before `begin` is called for `rows`.

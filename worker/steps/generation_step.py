@@ -59,6 +59,7 @@ class GenerationSteps:
         self._host_pool = host_pool
         self._steps = steps
         self._sampler = sampler
+        self.grammars = sampler.compile_ahead
         self._drafter: Drafter | None = None
         self._draft_model: DraftModel | None = None
         self.adapters: AdapterStore | None = None

@@ -14,6 +14,7 @@ import torch
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.adapters.adapter_store import AdapterStore
 from worker.devices.device import Device
+from worker.sampling.compile_ahead import CompileAhead
 from worker.worker_errors import StepOutOfMemory
 
 Result = TypeVar("Result")
@@ -31,6 +32,8 @@ class Steps(Protocol):
 
     adapters: AdapterStore | None
     """The adapters that sequences may have; None: the steps compute none."""
+    grammars: CompileAhead | None
+    """The side that compiles grammars beside the steps; None: the steps take no sequences with one."""
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Ask the device for a step. An error in one sequence fails that sequence; the others go on.

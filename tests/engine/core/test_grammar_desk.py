@@ -1,0 +1,121 @@
+"""Grammars that are compiled beside the steps of a real loop: who waits for them, and who does not."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+
+from engine.core.loop import BesideSteps, EngineLoop
+from engine.process_messages import EndSequences, ToEngine
+from scheduler.messages import FinishReason, Grammar, GrammarKind, SamplingParams, SequenceId
+from scheduler.scheduler import Scheduler
+from tests.engine.core.test_loop import Desk, request
+from tests.fakes import FakeWorker
+from tests.world import small_config
+from worker.sampling.compile_ahead import CompileAhead
+from worker.sampling.grammar_rows import RowGrammar
+
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
+TURNS = 500
+
+
+class Compiler:
+    """A thread that compiles when the test lets it, and a loop beside it."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.begun: list[tuple[Grammar, tuple[int, ...]]] = []
+        self.ahead = CompileAhead(self.compile)
+        self.desk = Desk()
+        scheduler = Scheduler(small_config(max_compiling_s=0.01))
+        beside = BesideSteps(grammars=self.ahead)
+        self.loop = EngineLoop(scheduler, FakeWorker(4), self.desk, lambda: self.desk.now_s, None, beside)  # type: ignore[arg-type]
+
+    def compile(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
+        self.begun.append((grammar, tuple(generated)))
+        assert self.may_go_on.wait(60)
+        if grammar.text == "broken":
+            raise ValueError("it broke")
+        return RowGrammar(None, None)
+
+    def ends(self) -> dict[int, FinishReason]:
+        return {each.sequence_id: each.finish_reason for each in self.desk.news() if each.finish_reason}
+
+    def turn(self, *messages: ToEngine) -> None:
+        self.desk.letters.append(list(messages))
+        self.loop.turn()
+
+    def turn_until_ended(self, *ids: int) -> None:
+        for _ in range(TURNS * 100):
+            if set(ids) <= self.ends().keys():
+                return
+            self.loop.turn()
+            threading.Event().wait(0.001)
+        raise AssertionError(f"{self.ends()} without one of {ids}")
+
+    def num_tokens(self, sequence_id: int) -> int:
+        return sum(len(each.token_ids) for each in self.desk.news() if each.sequence_id == sequence_id)
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler()
+    yield compiler
+    compiler.may_go_on.set()
+
+
+def asking(*ids: int, grammar: Grammar = GRAMMAR) -> ToEngine:
+    return msgspec.structs.replace(request(*ids), params=SamplingParams(max_tokens=3, grammar=grammar))
+
+
+def test_a_neighbour_goes_on_to_its_end_while_a_grammar_is_compiled(compiler: Compiler) -> None:
+    compiler.turn(asking(1), request(2, max_tokens=20))
+    for _ in range(22):
+        compiler.loop.turn()
+    assert compiler.ends() == {2: FinishReason.LENGTH}
+    assert compiler.num_tokens(2) == 20
+    assert not compiler.num_tokens(1)
+    compiler.may_go_on.set()
+    compiler.turn_until_ended(1)
+    assert compiler.num_tokens(1) == 3
+
+
+def test_with_nothing_else_to_do_the_loop_waits_instead_of_spinning(compiler: Compiler) -> None:
+    compiler.turn(asking(1))
+    before_s = compiler.desk.now_s
+    for _ in range(10):
+        compiler.loop.turn()
+    assert compiler.desk.now_s > before_s
+    compiler.may_go_on.set()
+    compiler.turn_until_ended(1)
+
+
+def test_one_that_leaves_meanwhile_ends_once_and_nothing_of_it_is_kept(compiler: Compiler) -> None:
+    compiler.turn(asking(1))
+    compiler.turn(EndSequences(sequence_ids=(SequenceId(1),), reason=FinishReason.ABORTED))
+    assert [each.finish_reason for each in compiler.desk.news()] == [FinishReason.ABORTED]
+    compiler.may_go_on.set()
+    compiler.turn(asking(2, grammar=Grammar(kind=GrammarKind.REGEX, text="[cd]+")))
+    compiler.turn_until_ended(2)
+    assert len(compiler.desk.news()) == 4
+    assert compiler.ahead.take_row(GRAMMAR, ()) is None
+
+
+def test_a_compiler_that_breaks_fails_its_own_sequence_alone(compiler: Compiler) -> None:
+    broken = Grammar(kind=GrammarKind.REGEX, text="broken")
+    compiler.ahead.begin(SequenceId(9), broken, ())
+    compiler.may_go_on.set()
+    while not (finished := compiler.ahead.take_finished()):
+        threading.Event().wait(0.001)
+    row = compiler.ahead.take_row(broken, ())
+    assert finished == [9]
+    assert row is not None
+    assert row.failure == "the grammar failed: ValueError"
+
+
+def test_choices_of_one_request_have_a_row_each(compiler: Compiler) -> None:
+    compiler.may_go_on.set()
+    compiler.turn(asking(1, 2, 3))
+    compiler.turn_until_ended(1, 2, 3)
+    assert compiler.begun == [(GRAMMAR, ())] * 3

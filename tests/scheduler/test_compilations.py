@@ -1,0 +1,162 @@
+"""Sequences whose grammar is compiled beside the steps: they wait for it, and for them nobody does."""
+
+from dataclasses import replace
+
+from scheduler.config import Fairness, SchedulingPolicy
+from scheduler.messages import FinishReason, Page, PreemptionCause, SequenceId, TimeLimits, WaitReason
+from tests.fakes import continuation
+from tests.scheduler.test_grammars import DEAR, GRAMMAR, admitted, bound, free, prompt
+from tests.world import World, shares, small_config
+
+FOUR_S = 0.012
+
+
+def roomy(compile_steps: int = 3, **changes: object) -> World:
+    settings: dict[str, object] = {"num_blocks": 999, "max_num_seqs": 300, "max_num_batched_tokens": 2000}
+    settings |= {"max_bypasses": 2, "max_compiling_s": FOUR_S}
+    return World(small_config(**(settings | changes)), compile_steps=compile_steps)
+
+
+def admission_steps(world: World) -> dict[int, int]:
+    """Number of the step that each sequence was admitted to."""
+    return {i: plan.step for plan in world.worker.plans for i in admitted(plan)}
+
+
+def test_a_neighbour_has_a_token_of_every_step_while_a_grammar_is_compiled() -> None:
+    world = roomy(compile_steps=20)
+    world.add(free(1))
+    world.step()
+    world.add(bound(2))
+    for _ in range(20):
+        plan = world.step()
+        assert shares(plan) == {1: 1}
+        assert not admitted(plan)
+    assert admitted(world.step()) == [2]
+    world.run()
+    assert world.tokens[SequenceId(2)] == continuation(prompt(2, 2), 30)
+
+
+def test_it_waits_for_its_grammar_and_is_reported_so_ahead_of_the_others() -> None:
+    world = roomy(max_num_seqs=1)
+    world.add(free(1))
+    world.step()
+    world.add(bound(2), free(3))
+    world.step()
+    waiting = [report for report in world.scheduler.report(Page(1, 9), now_s=9.0)]
+    assert [(each.sequence_id, each.state, each.place, each.wait_reason) for each in waiting] == [
+        (2, "waiting", 0, "grammar"),
+        (3, "waiting", 1, "places"),
+    ]
+    assert world.scheduler.stats().num_waiting == 2
+    world.abort(3)
+    world.step()
+    assert world.scheduler.stats().wait_reason is WaitReason.GRAMMAR
+    world.run()
+
+
+def test_nothing_fails_while_there_is_nothing_to_do_but_to_wait_for_a_grammar() -> None:
+    world = roomy(compile_steps=50)
+    world.add(bound(1, max_tokens=3))
+    world.run()
+    assert world.ended[SequenceId(1)].finish_reason is FinishReason.LENGTH
+    assert world.scheduler.stats().num_stalls == 0
+
+
+def test_so_many_are_compiled_at_once_as_take_the_time_that_is_allowed() -> None:
+    world = roomy()
+    world.add(*(bound(i) for i in range(1, 10)))
+    world.step()
+    assert world.scheduler.compilations.num_under_way == 4
+    world.run()
+    steps = admission_steps(world)
+    assert [sum(step == first for step in steps.values()) for first in sorted({*steps.values()})] == [4, 4, 1]
+
+
+def test_one_that_takes_longer_than_that_is_compiled_alone() -> None:
+    world = roomy()
+    world.add(bound(1, grammar=DEAR), bound(2, grammar=DEAR), bound(3))
+    world.step()
+    assert world.scheduler.compilations.num_under_way == 1
+    world.run()
+
+
+def test_those_without_a_grammar_pass_any_number_that_wait_for_theirs_and_nobody_counts() -> None:
+    world = roomy(compile_steps=99)
+    world.add(*(bound(i) for i in range(1, 100)), *(free(i) for i in range(100, 110)))
+    assert admitted(world.step()) == [*range(100, 110)]
+    assert {report.num_bypasses for report in world.scheduler.report(Page(0, 200), now_s=0.0)} == {0}
+    world.run(5000)
+
+
+def test_one_that_leaves_while_it_is_compiled_ends_once_and_holds_its_room_until_the_report() -> None:
+    world = roomy(compile_steps=5)
+    world.add(bound(1, grammar=DEAR), bound(2, grammar=DEAR))
+    world.step()
+    world.abort(1)
+    world.step()
+    assert world.scheduler.compilations.num_under_way == 1
+    assert world.ended[SequenceId(1)].finish_reason is FinishReason.ABORTED
+    world.run()
+    assert world.ended[SequenceId(2)].finish_reason is FinishReason.LENGTH
+
+
+def test_one_that_leaves_between_its_compilation_and_its_place_is_named_as_unused() -> None:
+    world = roomy(compile_steps=1, max_num_seqs=1)
+    world.add(free(1))
+    world.step()
+    world.add(bound(2))
+    world.step()
+    world.scheduler.finish_requests([SequenceId(2)], FinishReason.ABORTED)
+    assert [seq.sequence_id for seq in world.scheduler.compilations.take_unused()] == [2]
+    world.run()
+
+
+def test_a_time_limit_ends_one_that_is_still_being_compiled() -> None:
+    world = roomy(compile_steps=50)
+    world.add(bound(1, time_limits=TimeLimits(queue_s=4.0)))
+    for _ in range(6):
+        world.step()
+    assert world.ended[SequenceId(1)].finish_reason is FinishReason.EXPIRED
+    assert not world.scheduler.has_unfinished_requests
+
+
+def test_each_tenant_has_its_turn_at_compilations() -> None:
+    world = roomy(fairness=Fairness.TENANT)
+    world.add(*(bound(i, grammar=DEAR, tenant="crowd") for i in range(1, 9)))
+    for _ in range(9):
+        world.step()
+    world.add(bound(9, grammar=DEAR, tenant="alone"))
+    world.run()
+    steps = admission_steps(world)
+    assert sum(steps[i] > steps[9] for i in range(1, 9)) >= 4
+
+
+def test_one_that_comes_back_is_compiled_again_with_what_it_has_written() -> None:
+    world = roomy(num_blocks=8, max_num_seqs=8)
+    world.add(*(bound(i, max_tokens=20) for i in range(1, 6)))
+    world.run()
+    assert world.num_preemptions(PreemptionCause.GROWTH) >= 2
+    for i in range(1, 6):
+        assert world.tokens[SequenceId(i)] == continuation(prompt(2, i), 20)
+
+
+def test_an_urgent_one_is_compiled_while_all_places_are_taken_and_then_gets_one() -> None:
+    world = roomy(max_num_seqs=2, policy=SchedulingPolicy.PRIORITY)
+    world.add(*(free(i, priority=5, max_tokens=60) for i in (1, 2)))
+    world.step()
+    world.add(bound(3, priority=5), bound(4, priority=0))
+    assert not world.num_preemptions()
+    for _ in range(4):
+        world.step()
+    assert 4 in admission_steps(world)
+    assert world.num_preemptions(PreemptionCause.DISPLACED) == 1
+    world.run()
+
+
+def test_what_is_compiled_need_not_fit_into_the_time_of_a_step() -> None:
+    world = roomy(max_grammar_s=0.001, max_compiling_s=1.0)
+    world.add(*(bound(i, grammar=replace(GRAMMAR, cost_s=0.04)) for i in range(1, 9)))
+    for _ in range(3):
+        world.step()
+    assert admitted(world.step()) == [*range(1, 9)]
+    world.run()
