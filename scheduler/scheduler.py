@@ -250,10 +250,7 @@ class Scheduler:
         return [report for report in self.reports(page, now_s=now_s) if report is not None]
 
     def reports(self, page: Page, *, now_s: float) -> Iterator[SequenceReport | None]:
-        """Yield what `report` returns, and None for each waiting sequence before the page.
-
-        The page is of the moment of the first: what changes meanwhile does not matter.
-        """
+        """Yield what `report` returns when the first is asked for, and None for others before the page."""
         return self._queues.reports(page, self._planner.reason_of, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
@@ -471,13 +468,9 @@ class Scheduler:
             self.reset_prefix_cache()
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> None:
+        start, num_preemptions = seq.take_start(), seq.num_preemptions
         output = SequenceOutput(
-            seq.sequence_id,
-            (),
-            reason,
-            start=seq.take_start(),
-            message=message,
-            num_preemptions=seq.num_preemptions,
+            seq.sequence_id, (), reason, start=start, message=message, num_preemptions=num_preemptions
         )
         self._end(seq, reason, output)
 

@@ -166,9 +166,10 @@ def test_a_plan_holds_little_beside_the_newcomer_that_it_is_made_for(planned: li
 def test_the_scheduler_learns_from_the_part_of_a_step_in_which_the_model_computes() -> None:
     setup = roomy(target_itl_s=0.05, max_num_batched_tokens=1024, max_num_seqs=16)
     setup = replace(setup, config=replace(setup.config, max_prefill_tokens=0, max_chunk_tokens=0))
-    requests = [SimRequest(arrival_s=0.1 * n, prompt_len=900, max_tokens=30) for n in range(20)]
-    whole, half = (
-        simulate(requests, replace(setup, step_time=replace(setup.step_time, computing_share=share)))
-        for share in (1.0, 0.5)
-    )
-    assert half.num_steps < 0.8 * whole.num_steps
+    setups = [
+        replace(setup, step_time=replace(setup.step_time, computing_share=share)) for share in (1.0, 0.5)
+    ]
+    requests = [SimRequest(arrival_s=0.4 * n, prompt_len=900, max_tokens=60) for n in range(20)]
+    whole, half = (simulate(requests, each) for each in setups)
+    assert half.num_steps < 0.95 * whole.num_steps
+    assert history(half) == history(simulate(requests, replace(setups[1], stepping=Stepping.EACH)))
