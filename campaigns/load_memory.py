@@ -1,19 +1,22 @@
 """Memory that a loaded model takes, beside the size of its file.
 
-    python -m campaigns.load_memory FOLDER --quantization int4
+    python -m campaigns.load_memory MODEL --after SMALL --activations int8
 
-What the process had before the load, with all libraries imported, is not counted. The KV cache is there but
-not written to, so that the system has given no memory for it yet.
+What the process had before the load is not counted. Libraries and heaps grow when they are used first:
+`--after` loads and forgets a small model before, in the same way, and what is left is the model's own. The KV
+cache is there but not written to: the system has given no memory for it yet.
 
 Owns: the figures. Never: runs a step.
 """
 
 import argparse
-import gc
+from argparse import Namespace
 from pathlib import Path
 
+from worker.checkpoint.gguf_folder import folder_of
+from worker.machine import return_freed_memory
 from worker.worker import Worker
-from worker.worker_config import WorkerConfig
+from worker.worker_config import ModelFacts, WorkerConfig
 
 _CACHE_BYTES = 64 << 20
 _FIELDS = ("VmRSS", "RssAnon", "RssFile", "VmHWM")
@@ -21,15 +24,32 @@ _FIELDS = ("VmRSS", "RssAnon", "RssFile", "VmHWM")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", help="folder, or a GGUF file's folder as the server makes it")
+    parser.add_argument("model", type=Path, help="folder, or GGUF file")
+    parser.add_argument("--after", type=Path, metavar="SMALL", help="folder or GGUF file to be loaded before")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--quantize-head", default="none")
     parser.add_argument("--activations", default="none")
     options = parser.parse_args()
+    if options.after is not None:
+        _load(options.after, options)[0].close()
+        return_freed_memory()
     before = _memory()
+    worker, facts = _load(options.model, options)
+    return_freed_memory()
+    after = _memory()
+    file_bytes = _file_bytes(options.model)
+    print(f"file {_mib(file_bytes)}, weights {_mib(facts.weight_bytes)}, KV {_mib(facts.kv_cache_bytes)}")
+    for name in _FIELDS:
+        more = after[name] - before[name]
+        grown = f"{_mib(more)} more after, {more / file_bytes:.3f} of the file"
+        print(f"{name:8} {_mib(before[name])} before, {grown}")
+    worker.close()
+
+
+def _load(model: Path, options: Namespace) -> tuple[Worker, ModelFacts]:
     worker = Worker(
         WorkerConfig(
-            model_path=options.model,
+            model_path=str(folder_of(model) if model.is_file() else model),
             quantization=options.quantization,
             quantize_head=options.quantize_head,
             activations=options.activations,
@@ -38,13 +58,12 @@ def main() -> None:
             max_num_batched_tokens=256,
         )
     )
-    facts = worker.load(lambda _: None)
-    gc.collect()
-    after = _memory()
-    file_bytes = sum(path.stat().st_size for path in Path(options.model).glob("*.safetensors"))
-    print(f"file {_mib(file_bytes)}, weights {_mib(facts.weight_bytes)}, KV {_mib(facts.kv_cache_bytes)}")
-    for name in _FIELDS:
-        print(f"{name:8} {_mib(before[name])} before, {_mib(after[name] - before[name])} more after")
+    return worker, worker.load(lambda _: None)
+
+
+def _file_bytes(model: Path) -> int:
+    files = [model] if model.is_file() else model.glob("*.safetensors")
+    return sum(path.stat().st_size for path in files)
 
 
 def _memory() -> dict[str, int]:

@@ -4,7 +4,8 @@
 
 Serves a model of random weights with the size of a 135M model, whose eight heads divide by two, in all three
 ways at once, and lets one after the other answer as many streams as a batch has. A server that is not asked
-sleeps, so the three hardly disturb each other. The exchange of sums is timed by itself, by two processes.
+sleeps, so the three hardly disturb each other. Of the two ranks it also says which parts of their steps the
+first of them has spent on copying and adding sums, and on waiting for the other, as /metrics has them.
 
 Owns: the rounds, and the table of tokens a second.
 Never: judges; machines differ, and two ranks need two cores that nothing else uses.
@@ -12,7 +13,6 @@ Never: judges; machines differ, and two ranks need two cores that nothing else u
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
@@ -23,20 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import orjson
-import torch
 
 from campaigns.checkpoints.make_shapes import SHAPES, write_shape
-from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
+from campaigns.servers.own_server import SERVED_NAME, Metrics, OwnServer, own_server
 from server.http.http_client import Timeouts, exchange
-from worker.cpu.kernel_build import build_library, find_library
-from worker.ranks.shared_page import make_page
-from worker.ranks.shared_ranks import SharedRanks
 
 SHAPE = replace(SHAPES["smollm2-135m"], num_attention_heads=8, num_key_value_heads=4)
-_NUM_TOKENS = 64
+_NUM_TOKENS = 40
 _SERVE = ("--max-model-len", "512", "--kv-cache-memory", "1GiB", "--max-num-seqs", "64")
 _TIMEOUTS = Timeouts(whole_s=600.0)
-_NUM_EXCHANGES = 2000
+_RANKS = "two ranks"
+_BEAT_S = 1.1
+"""Time after which the metrics of an engine without requests are of now."""
 
 
 async def _tokens_per_s(server: OwnServer, num_streams: int) -> float:
@@ -52,21 +50,16 @@ async def _tokens_per_s(server: OwnServer, num_streams: int) -> float:
     return num_streams * _NUM_TOKENS / took_s
 
 
-def _exchange_s(num_rows: int) -> float:
-    """Return the median time of a sum over two processes, of the rows of one layer."""
-    library, page, times = find_library() or build_library(), make_page(), []
-    child = os.fork()
-    ranks = SharedRanks(page, rank=1 if child == 0 else 0, size=2)
-    ranks.join(library)
-    sums = torch.ones(num_rows * SHAPE.hidden_size)
-    for _ in range(_NUM_EXCHANGES):
-        started_s = time.perf_counter()
-        ranks.reduce(sums)
-        times.append(time.perf_counter() - started_s)
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return statistics.median(times)
+async def _metrics(server: OwnServer) -> Metrics:
+    await asyncio.sleep(_BEAT_S)
+    return await server.metrics()
+
+
+def _spent_s(metrics: Metrics, part: str) -> float:
+    """Sum up the seconds of a part of the steps, or of the first rank within them."""
+    return sum(
+        seconds for name, seconds in metrics.items() if "_time_seconds" in name and f'part="{part}"' in name
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,10 +73,9 @@ def main(argv: Sequence[str]) -> int:
     each = ("--num-threads", str(options.threads // 2))
     ways = {
         "one process": ("--num-threads", str(options.threads)),
-        "two ranks": ("--tensor-parallel-size", "2", *each),
+        _RANKS: ("--tensor-parallel-size", "2", *each),
         "two stages": ("--pipeline-parallel-size", "2", *each),
     }
-    exchange_s = {batch: _exchange_s(batch) for batch in batches}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         checkpoint = Path(folder) / "divisible-135m"
         write_shape(SHAPE, checkpoint)
@@ -93,23 +85,29 @@ def main(argv: Sequence[str]) -> int:
         }
         print(f"{'batch':>6}" + "".join(f"{name:>14}" for name in ways) + "   tokens/s (ratio to the first)")
         for batch in batches:
-            _print_row(batch, servers, options.rounds, exchange_s[batch])
+            _print_row(batch, servers, options.rounds)
     return 0
 
 
-def _print_row(batch: int, servers: dict[str, OwnServer], num_rounds: int, exchange_s: float) -> None:
+def _print_row(batch: int, servers: dict[str, OwnServer], num_rounds: int) -> None:
     found: dict[str, list[float]] = {name: [] for name in servers}
+    before: Metrics = {}
     for number in range(num_rounds + 1):
         for name, server in servers.items():
             rate = asyncio.run(_tokens_per_s(server, batch))
-            if number:  # the first round warms up
+            if number:
                 found[name].append(rate)
+        if not number:  # the first round warms up
+            before = asyncio.run(_metrics(servers[_RANKS]))
+    after = asyncio.run(_metrics(servers[_RANKS]))
     medians = [statistics.median(rates) for rates in found.values()]
-    step_s = batch / medians[1]
-    share = 2 * SHAPE.num_hidden_layers * exchange_s / step_s
+    spent_s = {
+        part: _spent_s(after, part) - _spent_s(before, part) for part in ("exchange", "wait", "execute")
+    }
     print(
         f"{batch:6}" + "".join(f"{rate:8.1f} {rate / medians[0]:5.2f}" for rate in medians),
-        f"  a sum takes {exchange_s * 1e6:.1f} us, all of a step {share:.1%} of it",
+        f"  exchanges {spent_s['exchange'] / spent_s['execute']:.1%} of the ranks' steps,",
+        f"waiting {spent_s['wait'] / spent_s['execute']:.1%}",
         flush=True,
     )
 

@@ -131,6 +131,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     schedule_s: float = 0.0
     execute_s: float = 0.0
     update_s: float = 0.0
+    exchange_s: float = 0.0
+    """Part of `execute_s` in which rank 0 of a divided model copied and added what ranks exchange."""
+    wait_s: float = 0.0
+    """Part of `execute_s` in which it waited for the others."""
 
 
 class AdapterUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,10 +37,8 @@ FOLDER_DOORS = {
     ("campaigns/adapters.py", "worker.worker_config"),
     ("campaigns/drafts.py", "worker.worker"),
     ("campaigns/drafts.py", "worker.worker_config"),
-    ("campaigns/load_memory.py", "worker.worker"),
-    ("campaigns/load_memory.py", "worker.worker_config"),
+    ("campaigns/load_memory.py", "worker"),  # a load, alone
     ("campaigns/products.py", "worker"),  # the products of the CPU, alone
-    ("campaigns/rank_speed.py", "worker"),  # the exchange of ranks, alone
     ("campaigns/gpu/host_step.py", "engine"),
     ("campaigns/gpu/host_step.py", "worker"),
     ("campaigns/gpu/null_device.py", "worker"),

@@ -125,6 +125,8 @@ class BesideSteps(NamedTuple):
     grammars: CompilesAhead | None = None
     has_result: Callable[[float], bool] = _is_due
     """Wait so many seconds for the oldest step, and return whether it is computed."""
+    rank_times_s: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    """Seconds so far of copying and adding between ranks, and of waiting for them."""
 
 
 _NOTHING_BESIDE = BesideSteps()
@@ -150,6 +152,7 @@ class EngineLoop:
         self._clock = clock
         self._trace = trace
         self._has_result = beside.has_result
+        self._rank_times_s = beside.rank_times_s
         self._names = RequestNames()
         self._watch = StepWatch(scheduler, mailbox.send, self._names)
         self._explanations = Explanations(scheduler, mailbox.send)
@@ -385,7 +388,14 @@ class EngineLoop:
                 recorder.record(plan, now_s=planned_s, stats=stats, waiting=waiting, times=self._times())
 
     def _times(self) -> StepTimes:
-        return StepTimes(schedule_s=self._schedule_s, execute_s=self._execute_s, update_s=self._update_s)
+        exchange_s, wait_s = self._rank_times_s()
+        return StepTimes(
+            schedule_s=self._schedule_s,
+            execute_s=self._execute_s,
+            update_s=self._update_s,
+            exchange_s=exchange_s,
+            wait_s=wait_s,
+        )
 
     def _wait_s(self) -> float:
         """Return the time to wait for messages before the next plan."""

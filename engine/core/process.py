@@ -46,7 +46,7 @@ from worker.ranks.rank_places import make_places
 from worker.worker_config import LoadProgress, ModelFacts
 
 if TYPE_CHECKING:
-    from worker.ranks.stage import Stage
+    from worker.ranks.ranks import Ranks
     from worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
         from worker.worker_errors import StartupError
 
     try:
-        worker, group, stage = _open_worker(config, mailbox, directory, placed)
+        worker, group, ranks = _open_worker(config, mailbox, directory, placed)
         facts = worker.load(lambda progress: mailbox.send(Loading(progress)))
     except StartupError as error:
         mailbox.send(StartFailed(what=error.what, fix=error.fix))
@@ -102,9 +102,9 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     executor: Executor = worker
     beside = BesideSteps(adapters=worker.adapters, grammars=worker.grammars)
     if group is not None:
-        group.lead(worker, stage)
+        group.lead(worker, ranks.stage)
         executor = group
-        beside = beside._replace(adapters=group.adapters_of_all(worker.adapters))
+        beside = beside._replace(adapters=group.adapters_of_all(worker.adapters), rank_times_s=ranks.times)
         if facts.num_stages > 1:
             beside = beside._replace(has_result=group.has_result)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
@@ -127,14 +127,14 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
 
 def _open_worker(
     config: EngineConfig, mailbox: EngineSide, directory: Path, placed: RayNodes | None
-) -> tuple["Worker", RankGroup | None, "Stage"]:
+) -> tuple["Worker", RankGroup | None, "Ranks"]:
     """Start the other ranks first, if there are any: all load at the same time."""
     num_stages, num_ranks = config.worker.num_stages, config.worker.num_ranks
     if num_stages * num_ranks == 1:
         from worker.ranks.ranks import ALONE
         from worker.worker import Worker
 
-        return Worker(config.worker), None, ALONE.stage
+        return Worker(config.worker), None, ALONE
 
     def report(progress: LoadProgress) -> None:
         mailbox.send(Loading(progress))
@@ -152,7 +152,7 @@ def _open_worker(
     from worker.worker import Worker
 
     ranks = open_ranks(places[0], None if switchboard is None else Links(directory, places[0]))
-    return Worker(config.worker, ranks=ranks), group, ranks.stage
+    return Worker(config.worker, ranks=ranks), group, ranks
 
 
 def _open_scheduler(config: EngineConfig, facts: ModelFacts, worker: "Worker") -> Scheduler:

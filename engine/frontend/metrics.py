@@ -90,6 +90,7 @@ class EngineMetrics:
         self._last_dropped: dict[tuple[Telemetry, int], int] = {}
         self._of_engines: dict[str, Gauge] = {}
         self._ranks: Gauge | None = None
+        self._rank_time: dict[str, Counter] = {}
         self._make_gauges()
         self._make_counters()
         self._make_counters_of_ends()
@@ -117,6 +118,9 @@ class EngineMetrics:
     def _count_ranks(self, num: int) -> None:
         if self._ranks is None:  # made by the first ranks: most models are not divided
             self._ranks = Gauge("tokenyard:ranks", "Processes that compute the model", registry=self.registry)
+            self._rank_time = self._counters(
+                "rank_time_seconds", "Time of rank 0 in exchanges, by part", "part", ("exchange", "wait")
+            )
         self._ranks.set(num)
 
     def watch_health(self, health: Callable[[], Health]) -> None:
@@ -214,7 +218,7 @@ class EngineMetrics:
 
     def _take_times(self, engine: int, times: StepTimes) -> None:
         last, self._last_times[engine] = self._last_times.get(engine, StepTimes()), times
-        for part, counter in self._step_time.items():
+        for part, counter in (self._step_time | self._rank_time).items():
             counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
 
     def tokens_arrived(self, num_by_gap: Mapping[float, int]) -> None:

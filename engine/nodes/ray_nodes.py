@@ -57,18 +57,22 @@ def share_of(config: EngineConfig, num_nodes: int) -> Share:
     return Share(num_threads, num_threads * num_ranks)
 
 
-def fewest_nodes(config: EngineConfig, num_here: int, others: list[int]) -> int:
-    """Find the least number of nodes with enough processors; without any, the most, for machines to come."""
+def possible_nodes(config: EngineConfig, num_here: int, others: list[int]) -> list[int]:
+    """List the numbers of nodes that have enough processors, whether free or not, the least first.
+
+    Without any it is the largest number, for machines to come.
+    """
     assert config.ray is not None
     num_stages = config.worker.num_stages
     possible = [count for count in range(1, num_stages + 1) if num_stages % count == 0]
     if config.ray.num_nodes is not None:
         possible = [config.ray.num_nodes]
-    for count in possible:
+
+    def are_enough(count: int) -> bool:
         least = share_of(config, count).num_processors
-        if num_here >= least and sum(each >= least for each in others) >= count - 1:
-            return count
-    return possible[-1]
+        return num_here >= least and sum(each >= least for each in others) >= count - 1
+
+    return [count for count in possible if are_enough(count)] or possible[-1:]
 
 
 def divided(config: EngineConfig, placed: Placed) -> EngineConfig:

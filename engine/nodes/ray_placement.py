@@ -16,18 +16,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, Share, divided, fewest_nodes, say_placed, share_of
+from engine.nodes.ray_nodes import Placed, Share, divided, possible_nodes, say_placed, share_of
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -44,6 +45,8 @@ log = logging.getLogger("engine.nodes.ray_placement")
 
 _RAY_STARTS_WITHIN_S = 60.0
 """Time for a Ray that is started beside the server."""
+_TURN_S = 10.0
+"""Time to ask for one number of nodes, where others are possible too."""
 _CPU = "CPU"
 _NODE_ID_LABEL = "ray.io/node-id"
 
@@ -112,23 +115,38 @@ def _place(config: EngineConfig, here: str) -> tuple[PlacementGroup, Placed]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     processors = {node["NodeID"]: int(node["Resources"].get(_CPU, 0)) for node in nodes}
     num_here = processors.pop(here, 0)
-    num_nodes = fewest_nodes(config, num_here, list(processors.values()))
-    share = share_of(config, num_nodes)
-    needed, given = _count(num_nodes, share), _describe(num_here, list(processors.values()))
-    log.info("asking Ray for %s; %s", needed, given)
-    group = placement_group(
-        [{_CPU: share.num_processors}] * num_nodes,
-        strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD",
-        bundle_label_selector=[{_NODE_ID_LABEL: here}, *[{}] * (num_nodes - 1)],
-    )
-    if not group.wait(config.ray.timeout_s):
-        free = int(ray.available_resources().get(_CPU, 0))
-        raise StartupError(
-            f"Ray has not found {needed} within {config.ray.timeout_s:.0f} s; {given}, {free} of all free",
-            fix="add nodes, end what uses them, or lower --num-threads or the number of ranks",
-        )
+    given = _describe(num_here, list(processors.values()))
+    possible = possible_nodes(config, num_here, list(processors.values()))
+    group, num_nodes = _find(config, here, possible, given)
     (host,) = [node["NodeManagerAddress"] for node in nodes if node["NodeID"] == here]
     return group, Placed(num_nodes=num_nodes, host=config.ray.host or host)
+
+
+def _find(config: EngineConfig, here: str, possible: list[int], given: str) -> tuple[PlacementGroup, int]:
+    """Ask for one number of nodes after another: the processors of the fewest may be taken."""
+    assert config.ray is not None
+    timeout_s = config.ray.timeout_s
+    until_s = time.monotonic() + timeout_s
+    turn_s = timeout_s if len(possible) == 1 else _TURN_S
+    for num_nodes in cycle(possible):
+        share = share_of(config, num_nodes)
+        needed = _count(num_nodes, share)
+        log.info("asking Ray for %s; %s", needed, given)
+        group = placement_group(
+            [{_CPU: share.num_processors}] * num_nodes,
+            strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD",
+            bundle_label_selector=[{_NODE_ID_LABEL: here}, *[{}] * (num_nodes - 1)],
+        )
+        if group.wait(max(0.0, min(turn_s, until_s - time.monotonic()))):
+            return group, num_nodes
+        remove_placement_group(group)
+        if time.monotonic() >= until_s:
+            break
+    free = int(ray.available_resources().get(_CPU, 0))
+    raise StartupError(
+        f"Ray has not found {needed} within {timeout_s:.0f} s; {given}, {free} of all free",
+        fix="add nodes, end what uses them, or lower --num-threads or the number of ranks",
+    )
 
 
 def _count(num_nodes: int, share: Share) -> str:

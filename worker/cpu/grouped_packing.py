@@ -172,13 +172,12 @@ def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
     """Bytes [B, ...] of each block, in order of K."""
     rest = -weight.num_outputs % COLUMNS
     if weight.codes.dtype is torch.uint8:
-        codes = pad(weight.nibbles(), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs // 4, 4)
-        if takes_bytes:  # [B, K / 4, lane, input of four], the first half's code in the lower bits
-            low, high = codes.permute(0, 3, 2, 4, 1).unbind(-1)
-            return (low | high << 4).contiguous()
-        # [B, K / 4, lane, input of a pair, pair]
-        low, high = codes.view(*codes.shape[:-1], 2, 2).permute(0, 3, 2, 5, 4, 1).unbind(-1)
-        return (low | high << 4).contiguous()
+        fours = pad(weight.codes, (0, 0, 0, rest)).contiguous().view(torch.int16)  # the first code lowest
+        halves = fours.view(-1, 2, _HALF, weight.num_inputs // 4).permute(1, 0, 3, 2)
+        # [B, K / 4, lane, input of four], or input of a pair, pair; the first half's code in the lower bits
+        low, high = (_spread(half, keeps_order=takes_bytes) for half in halves)
+        packed = low.bitwise_or_(high << 4).view(torch.uint8)
+        return packed.view(*low.shape, 4) if takes_bytes else packed.view(*low.shape, 2, 2)
     codes = pad(weight.codes.view(torch.uint8), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs)
     if takes_bytes:  # [B, K / 4, half, lane, input of four], without a sign
         return (
@@ -187,6 +186,16 @@ def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
     # [B, K / 2, four lanes of a half, half, lane of four, input of a pair]: what unpacking bytes undoes
     by_four = codes.view(-1, 2, _HALF // 4, 4, weight.num_inputs // 2, 2)
     return by_four.permute(0, 4, 2, 1, 3, 5).contiguous()
+
+
+def _spread(fours: Tensor, *, keeps_order: bool) -> Tensor:
+    """Codes of four bits, one a byte: int16 to int32. Else the second and the third change places."""
+    words = fours.to(torch.int32, memory_format=torch.contiguous_format)
+    if not keeps_order:
+        return (words & 0x0F0F).bitwise_or_((words & 0xF0F0) << 12)
+    words.bitwise_and_(0xFFFF)
+    words = words.bitwise_or_(words << 8).bitwise_and_(0x00FF00FF)
+    return words.bitwise_or_(words << 4).bitwise_and_(0x0F0F0F0F)
 
 
 def _number_lookup(weight: GroupedWeight) -> Tensor:

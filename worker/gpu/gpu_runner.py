@@ -10,6 +10,7 @@ of a row's sampling.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +23,11 @@ from worker.devices.device import Device
 from worker.gpu.device_batch import DeviceBatch
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
+from worker.gpu.kernels.dependent_launch import dependent_launches
 from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
 from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
+from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
 
@@ -66,13 +69,18 @@ class GpuSteps:
         self._warm_up()
 
     def capture(self, sizes: GraphSizes) -> None:
-        """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on."""
+        """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on.
+
+        Kernels of decodes are launched early where a trial of the smallest and of the largest says so.
+        """
+        tried = dict.fromkeys((sizes.decodes[0], sizes.decodes[-1]))
+        is_early = gains_by_early_launches(map(self._on_trial, tried), self._device)
 
         def work_on(each: BatchSizes) -> "_Work":
             self._buffers.fill_with_padding(each)
             batch = self._buffers.view(each)
             self._rows_of[each] = batch.rows_N
-            return _Work(self, batch, each)
+            return _Work(self, batch, each, is_early=is_early and each.num_decodes > 0)
 
         self._graphs = capture_all(sizes, work_on, self._device)
 
@@ -129,6 +137,23 @@ class GpuSteps:
             logits_NV.copy_(found_NV)
         return logits_NV
 
+    def _on_trial(self, sizes: BatchSizes) -> StepOnTrial:
+        """Make a step of decodes at their first token, which all keep in block 0: it is no sequence's."""
+        batch = self._buffers.view(sizes)
+
+        @torch.inference_mode()
+        def fill(token_id: int) -> None:
+            self._buffers.fill_with_padding(sizes)
+            attention = batch.attention
+            starts_R = attention.query_starts_R
+            starts_R.copy_(torch.arange(len(starts_R), device=starts_R.device))
+            attention.seq_lens_R.fill_(1)
+            attention.slots_T.zero_()
+            batch.input_ids_1T.fill_(token_id)
+
+        logits_NV = self._logits_NV[: sizes.num_logits]
+        return StepOnTrial(fill, _Work(self, batch, sizes, is_early=False), logits_NV)
+
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
         """Fill in a step without padding."""
         self._num_eager += 1
@@ -182,12 +207,13 @@ class GpuSteps:
 class _Work:
     """The work that a graph records: it knows a batch's place in memory, and nothing of the host's step."""
 
-    def __init__(self, steps: GpuSteps, batch: DeviceBatch, sizes: BatchSizes) -> None:
-        self._steps, self._batch, self._sizes = steps, batch, sizes
+    def __init__(self, steps: GpuSteps, batch: DeviceBatch, sizes: BatchSizes, *, is_early: bool) -> None:
+        self._steps, self._batch, self._sizes, self._is_early = steps, batch, sizes, is_early
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        logits_NV = self._steps.compute_into_graphs_memory(self._batch)
+        with dependent_launches() if self._is_early else nullcontext():
+            logits_NV = self._steps.compute_into_graphs_memory(self._batch)
         if not self._sizes.has_drafts:
             self._steps.draw(logits_NV, self._batch)
 

@@ -30,6 +30,7 @@ from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
 from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
 from worker.model.mixture import ReplacedExperts
+from worker.model.quantized_layers import skipping_products
 from worker.model.stage_layers import EdgeLayer, PassedLayer, drop_ends
 from worker.model.toolkit import Toolkit
 from worker.ranks.ranks import ALONE, Ranks
@@ -188,7 +189,7 @@ def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
                 )
                 hooks.append(hook)
     try:
-        with torch.inference_mode(), active(recorder):
+        with torch.inference_mode(), active(recorder), skipping_products():
             positions = np.arange(_NUM_TOKENS) + max(0, last_position - _NUM_TOKENS + 1)
             token_ids = np.zeros((1, _NUM_TOKENS), dtype=np.int64)
             model(

@@ -43,7 +43,7 @@ def shard_output(linear: Linear, shard: VocabularyShard) -> Linear:
 
 
 class DividedOutput(nn.Module):
-    """An output layer whose logits are computed by all ranks. Rank 0 gets them, the others get zeros."""
+    """An output layer whose logits are computed by all ranks, for all of them."""
 
     def __init__(self, own: nn.Module, shard: VocabularyShard, ranks: Ranks) -> None:
         super().__init__()
@@ -54,12 +54,7 @@ class DividedOutput(nn.Module):
         """Multiply [..., H] to [..., V]."""
         part_TP = self.own(x.reshape(-1, x.shape[-1]))
         whole_TV = self._ranks.gather(part_TP)
-        logits: Tensor
-        shape = (*x.shape[:-1], self._shard.num_tokens)
-        if whole_TV is None:
-            logits = part_TP.new_zeros(()).expand(shape)
-            return logits
-        return whole_TV[:, : self._shard.num_tokens].reshape(shape)
+        return whole_TV[:, : self._shard.num_tokens].reshape(*x.shape[:-1], self._shard.num_tokens)
 
 
 class DividedEmbedding(nn.Module):

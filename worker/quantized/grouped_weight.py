@@ -121,7 +121,7 @@ class GroupedWeight:
         It is computed in float32, and rounded once.
         """
         groups = (self.num_outputs, -1, self.group_size)
-        weight = self.numbers().view(groups) * self.scales_NG[:, :, None]
+        weight = self.numbers().view(groups).mul_(self.scales_NG[:, :, None])
         if self.offsets_NG is not None:
             weight -= self.offsets_NG[:, :, None]
         weight = weight.view(self.shape)
@@ -135,7 +135,12 @@ class GroupedWeight:
         """The numbers that the codes stand for, float32 [N, K], in the order of the codes."""
         if self.table is None:
             return self.codes.float()
-        return self.table[self.nibbles().int()]
+        # Both numbers of a byte are looked up at once, as the eight bytes that they are.
+        low, high = self.table.repeat(NUM_NIBBLES), self.table.repeat_interleave(NUM_NIBBLES)
+        pairs = torch.stack((low, high), dim=1).view(torch.int64)[:, 0]
+        # As an index: it takes indices of four bytes, and `pairs[...]` makes eight of each.
+        found = pairs.contiguous().index_select(0, self.codes.int().reshape(-1))
+        return found.view(torch.float32).view(self.shape)
 
     def nibbles(self) -> Tensor:
         """Codes of four bits, one a byte: uint8 [N, K]."""

@@ -11,6 +11,7 @@ Shapes: T tokens, P numbers of one rank.
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from worker.ranks.stage import ONLY_STAGE, Stage
@@ -22,6 +23,15 @@ class Reducer(NamedTuple):
     function: int
     """Its address."""
     context: int | None
+
+
+class ExchangeTimes(NamedTuple):
+    """Seconds that a rank has spent within its exchanges since it joined."""
+
+    exchange_s: float = 0.0
+    """Time of copying and adding."""
+    wait_s: float = 0.0
+    """Time of waiting for a later rank."""
 
 
 class World(Protocol):
@@ -54,8 +64,11 @@ class Ranks(Protocol):
     def reduce(self, sums: Tensor) -> None:
         """Replace float32 sums by those over all ranks, in place; each rank gets the same bits."""
 
-    def gather(self, part_TP: Tensor) -> Tensor | None:
-        """Put the parts of all ranks side by side, [T, size * P]; None on all ranks but rank 0."""
+    def gather(self, part_TP: Tensor) -> Tensor:
+        """Put the parts of all ranks side by side, [T, size * P], on each of them."""
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """See World, here for the ranks of this stage."""
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """Return the numbers of rank 0; each rank brings as many."""
@@ -65,6 +78,9 @@ class Ranks(Protocol):
 
     def all_have(self, text: str) -> bool:
         """Tell whether all ranks, of all stages, bring the same text."""
+
+    def times(self) -> ExchangeTimes:
+        """Return the times so far, of the exchanges of this stage."""
 
     def check_same(self, what: str, text: str) -> None:
         """Raise StartupError if `text`, which describes `what`, is another one on some rank of any stage."""
@@ -85,8 +101,11 @@ class Alone:
     def reduce(self, sums: Tensor) -> None:
         """Do nothing: the sums are whole."""
 
-    def gather(self, part_TP: Tensor) -> Tensor | None:
+    def gather(self, part_TP: Tensor) -> Tensor:
         return part_TP
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        return torch.tensor([numbers], dtype=torch.int64)
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         return numbers
@@ -96,6 +115,9 @@ class Alone:
 
     def all_have(self, text: str) -> bool:  # noqa: ARG002 - there is no other
         return True
+
+    def times(self) -> ExchangeTimes:
+        return ExchangeTimes()
 
     def check_same(self, what: str, text: str) -> None:
         """Do nothing."""

@@ -9,7 +9,7 @@ Shapes: T tokens, P numbers of one rank.
 import ctypes
 import hashlib
 import mmap
-from ctypes import c_bool, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.ranks.rank_places import RankPlace
-from worker.ranks.ranks import Reducer, World
+from worker.ranks.ranks import ExchangeTimes, Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
 from worker.ranks.stage import (
     ONLY_STAGE,
@@ -63,8 +63,10 @@ class SharedRanks:
         functions.tokenyard_ranks_open.restype = c_void_p
         functions.tokenyard_ranks_reduce.argtypes = (c_void_p, c_void_p, c_int64)
         functions.tokenyard_ranks_reduce.restype = None
-        functions.tokenyard_ranks_gather.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_bool)
+        functions.tokenyard_ranks_gather.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p)
         functions.tokenyard_ranks_gather.restype = None
+        functions.tokenyard_ranks_times.argtypes = (c_void_p, POINTER(c_double))
+        functions.tokenyard_ranks_times.restype = None
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
         self._library = functions
         self._ranks = functions.tokenyard_ranks_open(address, PAGE_BYTES, self.rank, self.size)
@@ -83,11 +85,11 @@ class SharedRanks:
         assert sums.is_contiguous()
         self._library.tokenyard_ranks_reduce(self._ranks, sums.data_ptr(), sums.numel())
 
-    def gather(self, part_TP: Tensor) -> Tensor | None:
+    def gather(self, part_TP: Tensor) -> Tensor:
         """See Ranks."""
         num_rows, num_own = part_TP.shape
-        whole = part_TP.new_empty((num_rows, self.size * num_own)) if self.rank == 0 else None
-        self._gather(part_TP.contiguous(), whole, do_others_read=self.rank != 0)
+        whole = part_TP.new_empty((num_rows, self.size * num_own))
+        self._gather(part_TP.contiguous(), whole)
         return whole
 
     def broadcast(self, numbers: list[int]) -> list[int]:
@@ -102,6 +104,14 @@ class SharedRanks:
         """See Ranks."""
         numbers_S = self._digests(text)
         return bool((numbers_S == numbers_S[0]).all())
+
+    def times(self) -> ExchangeTimes:
+        """See Ranks."""
+        if self._ranks is None:
+            return ExchangeTimes()
+        seconds = (c_double * 2)()
+        self._library.tokenyard_ranks_times(self._ranks, seconds)
+        return ExchangeTimes(exchange_s=seconds[0] - seconds[1], wait_s=seconds[1])
 
     def check_same(self, what: str, text: str) -> None:
         """See Ranks."""
@@ -121,15 +131,14 @@ class SharedRanks:
         """See World."""
         own = torch.tensor([numbers], dtype=torch.int64)
         found = own.new_empty((self.size, own.numel()))
-        self._gather(own, found, do_others_read=True)
+        self._gather(own, found)
         return found
 
-    def _gather(self, own: Tensor, whole: Tensor | None, *, do_others_read: bool) -> None:
-        """Exchange rows; those of all ranks come to `whole`, unless they are for others alone."""
-        to = None if whole is None else whole.data_ptr()
+    def _gather(self, own: Tensor, whole: Tensor) -> None:
+        """Exchange rows; those of all ranks come to `whole`."""
         row_bytes = own.shape[1] * own.element_size()
         self._library.tokenyard_ranks_gather(
-            self._ranks, own.data_ptr(), len(own), row_bytes, to, do_others_read
+            self._ranks, own.data_ptr(), len(own), row_bytes, whole.data_ptr()
         )
 
 

@@ -1,9 +1,12 @@
-"""Sampling on several ranks: one rank samples, and the others get its tokens with a later plan.
+"""Sampling on several ranks: each draws some of the tokens of a step, and one of them answers for all.
 
-Owns: the samplers of all ranks. The tokens of a step go through `sampled` of the rank's stage: on their way
-out where they are sampled, on their way in everywhere else (engine/core/rank_group.py). Those of a step with
-drafts are exchanged within it, since the step itself ends with how many there are.
-Never: draws on another rank than the first of the last stage, which alone has logits, grammars and penalties.
+Owns: the samplers of all ranks. A row whose token follows from its logits, its seed and its place alone is
+drawn by any rank of the last stage, as all of them have the logits. All others are sampled by the first of
+these, which alone has grammars, counts and reports, and which gets the tokens of the rest within the step.
+The tokens of a step go through `sampled` of the rank's stage: on their way out where they are collected, on
+their way in everywhere else (engine/core/rank_group.py). Those of a step with drafts are exchanged within it,
+since the step itself ends with how many there are.
+Never: decides by anything but the plan, or the ranks would exchange different numbers.
 
 Shapes: N tokens that are sampled in a step, V vocabulary.
 """
@@ -15,13 +18,11 @@ from torch import Tensor
 
 from scheduler.messages import SamplingParams
 from worker.devices.device import Device
-from worker.machine import usable_cores
 from worker.ranks.ranks import Ranks
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import (
     DraftedPlace,
     LaunchedSample,
-    RowSampler,
     SampleResult,
     VerifiedRow,
     lines_of,
@@ -29,39 +30,47 @@ from worker.sampling.row_sampler import (
 from worker.sampling.sampler import Sampler
 from worker.sampling.sampling_state import SamplingRow
 
-_UNREAD = SamplingParams(temperature=0.0)
-_LARGE = 1 << 18
-"""Logits of a step from which more threads pay for waking them."""
+_UNREAD = SamplingParams(num_logprobs=0)
+"""Stand-in for parameters that the first rank alone reads; as those, it makes no plain row."""
+_FAILED = -1
+
+
+def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int]]:
+    """Divide the rows of a step: each rank gets as many, as far as they are plain, and the first the rest."""
+    num_each = len(states) // num_ranks
+    plain = [n for n, state in enumerate(states) if state.is_plain]
+    others: list[list[int]] = []
+    for _ in range(1, num_ranks):
+        start = max(0, len(plain) - num_each)
+        others.append(plain[start:])
+        del plain[start:]
+    taken = {n for lines in others for n in lines}
+    return [[n for n in range(len(states)) if n not in taken], *others]
 
 
 class LeadingSampler(Sampler):
-    """Sampler of the rank that samples. Meanwhile the others of its stage sleep, and it has their threads."""
+    """Sampler of the rank that answers for all."""
 
     def __init__(self, *, vocab_size: int, device: Device, grammars: Grammars, ranks: Ranks) -> None:
         super().__init__(vocab_size=vocab_size, device=device, grammars=grammars)
         self._ranks = ranks
-        num_own = torch.get_num_threads()
-        self._num_threads = max(num_own, min(ranks.size * num_own, usable_cores()))
 
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
-        if logits_NV.numel() < _LARGE:
-            launched = super()._launch(logits_NV, rows, states)
-        else:
-            num_own = torch.get_num_threads()
-            torch.set_num_threads(self._num_threads)
-            try:
-                launched = super()._launch(logits_NV, rows, states)
-            finally:
-                torch.set_num_threads(num_own)
-
-        def collect() -> SampleResult:
-            result = launched.collect()
-            self._ranks.stage.sampled.append(result.token_ids)
-            return result
-
-        return launched._replace(collect=collect)
+        del rows
+        own, *others = divide_lines(states, self._ranks.size)
+        result = self._sample(logits_NV, own, states)
+        if num_most := max(map(len, others), default=0):
+            _, *drawn = self._ranks.of_all([0] * num_most).tolist()
+            for lines, token_ids in zip(others, drawn, strict=True):
+                for n, token_id in zip(lines, token_ids, strict=False):
+                    if token_id == _FAILED:
+                        result.failed[n] = states[n].failure
+                    else:
+                        result.token_ids[n] = token_id
+        self._ranks.stage.sampled.append(result.token_ids)
+        return LaunchedSample(torch.tensor(result.token_ids, dtype=torch.int64), lambda: result)
 
     def verify(
         self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
@@ -77,33 +86,33 @@ class LeadingSampler(Sampler):
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
         lines_NV = lines_of(logits_NV, [each.line for each in places])
-        return super()._launch(lines_NV, (), [each.state for each in places]).collect()
+        return self._sample(lines_NV, range(len(places)), [each.state for each in places])
 
 
-class FollowingSampler(RowSampler):
+class FollowingSampler(Sampler):
     """Sampler of the other ranks, whose tokens are in `sampled` before a result is asked for.
 
     A position that failed where it was sampled has its token 0 here too.
     """
 
-    def __init__(self, *, vocab_size: int, ranks: Ranks) -> None:
-        super().__init__(vocab_size=vocab_size)
+    def __init__(self, *, vocab_size: int, device: Device, ranks: Ranks) -> None:
+        super().__init__(vocab_size=vocab_size, device=device)
         self._ranks = ranks
 
     def add_row(
-        self,
-        row: int,
-        params: SamplingParams,  # noqa: ARG002 - read where tokens are sampled
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
+        self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
     ) -> None:
         """See RowSampler."""
-        super().add_row(row, _UNREAD, token_ids, num_prompt_tokens)
+        state = SamplingRow(
+            params, token_ids, num_prompt_tokens=num_prompt_tokens, vocab_size=self._vocab_size
+        )
+        super().add_row(row, params if state.is_plain else _UNREAD, token_ids, num_prompt_tokens)
 
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
-        del logits_NV, states
+        if self._ranks.stage.is_last:
+            self._draw_own(logits_NV, states)
 
         def collect() -> SampleResult:
             token_ids = self._ranks.stage.sampled.popleft()
@@ -112,20 +121,31 @@ class FollowingSampler(RowSampler):
 
         return LaunchedSample(torch.zeros(len(rows), dtype=torch.int64), collect)
 
+    def _draw_own(self, logits_NV: Tensor, states: Sequence[SamplingRow]) -> None:
+        """Draw this rank's part of a step for the first rank."""
+        _, *others = divide_lines(states, self._ranks.size)
+        num_most = max(map(len, others), default=0)
+        if num_most == 0:
+            return
+        own = others[self._ranks.rank - 1]
+        result = self._sample(logits_NV, own, states)
+        token_ids = [_FAILED if n in result.failed else result.token_ids[n] for n in own]
+        self._ranks.of_all([*token_ids, *[0] * (num_most - len(own))])
+
     def verify(
         self,
         logits_NV: Tensor,  # noqa: ARG002 - read by rank 0
         rows: Sequence[int],
         drafts: Sequence[Sequence[int]],
     ) -> list[VerifiedRow]:
-        """See RowSampler. Tokens are recorded by the row table alone: nothing here depends on them."""
-        del rows
+        """See RowSampler."""
         num_numbers = sum(2 + len(guesses) for guesses in drafts)
         numbers = iter(self._ranks.broadcast([0] * num_numbers))
         verified = []
-        for guesses in drafts:
+        for row, guesses in zip(rows, drafts, strict=True):
             num_tokens = next(numbers)
             token_ids = [next(numbers) for _ in range(1 + len(guesses))][:num_tokens]
             failure = "" if num_tokens else "it failed on rank 0"
             verified.append(VerifiedRow(token_ids=tuple(token_ids), logprobs=(), failure=failure))
+            self._take(row, verified[-1])
         return verified

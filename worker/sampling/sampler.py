@@ -40,16 +40,23 @@ class Sampler(RowSampler):
         rows: Sequence[int],  # noqa: ARG002 - `states` has all of them
         states: Sequence[SamplingRow],
     ) -> LaunchedSample:
-        result = SampleResult(token_ids=[0] * len(states), logprobs={}, failed={})
-        greedy = [n for n, state in enumerate(states) if state.is_greedy]
-        random = [n for n, state in enumerate(states) if not state.is_greedy]
-        for lines in (*self._in_chunks(greedy), *self._in_chunks(random)):
-            self._sample_lines(logits_NV, lines, states, result)
-        asked = [n for n, state in enumerate(states) if state.params.num_logprobs is not None]
-        for lines in self._in_chunks([n for n in asked if n not in result.failed]):
-            self._report_lines(logits_NV, lines, states, result)
+        result = self._sample(logits_NV, range(len(states)), states)
         token_ids_N = torch.tensor(result.token_ids, dtype=torch.int64, device=logits_NV.device)
         return LaunchedSample(token_ids_N, lambda: result)
+
+    def _sample(
+        self, logits_NV: torch.Tensor, lines: Sequence[int], states: Sequence[SamplingRow]
+    ) -> SampleResult:
+        """Sample at some lines, in ascending order; the result has nothing at the others."""
+        result = SampleResult(token_ids=[0] * len(states), logprobs={}, failed={})
+        greedy = [n for n in lines if states[n].is_greedy]
+        random = [n for n in lines if not states[n].is_greedy]
+        for chunk in (*self._in_chunks(greedy), *self._in_chunks(random)):
+            self._sample_lines(logits_NV, chunk, states, result)
+        asked = [n for n in lines if states[n].params.num_logprobs is not None]
+        for chunk in self._in_chunks([n for n in asked if n not in result.failed]):
+            self._report_lines(logits_NV, chunk, states, result)
+        return result
 
     def _in_chunks(self, lines: list[int]) -> Iterator[list[int]]:
         size = len(self._scratch_NW)

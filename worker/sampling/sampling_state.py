@@ -126,6 +126,12 @@ class SamplingRow:
         self._names_tokens = bool(
             bias or params.allowed_token_ids or self.bad_words is not None or params.min_tokens > 0
         )
+        self.is_plain = (
+            not (self.is_penalized or self._names_tokens)
+            and params.grammar is None
+            and params.num_logprobs is None
+        )
+        """Whether a token follows from its logits, the seed and its place alone, and nothing is reported."""
         # top_k=1 leaves one candidate for every draw: the maximum is the same token.
         self.is_greedy = params.temperature == 0.0 or params.top_k == 1
 

@@ -37,7 +37,7 @@ from worker.memory_sizes import CacheRequest, CacheSize, format_size, num_host_b
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import refuse_division, shard_layout
 from worker.model.quantization import rounding_of
-from worker.model.quantized_layers import Codes, describe_codes, find_codes
+from worker.model.quantized_layers import Codes, describe_codes, find_codes, skipping_products
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
@@ -359,7 +359,7 @@ def _probe(
 
 def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[int, LayerShape]:
     """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
-    with refusing(loaded.model_type):
+    with refusing(loaded.model_type), skipping_products():
         probe = _probe(runner, device, np.arange(2), num_logits=1)
     if not probe.shapes:
         raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")

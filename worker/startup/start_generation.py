@@ -106,7 +106,7 @@ def _open_adapters(
 
 def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:
     if not samples(ranks):
-        return FollowingSampler(vocab_size=facts.vocab_size, ranks=ranks)
+        return FollowingSampler(vocab_size=facts.vocab_size, device=device, ranks=ranks)
     if is_divided(ranks):
         return LeadingSampler(vocab_size=facts.vocab_size, device=device, grammars=grammars, ranks=ranks)
     return Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)

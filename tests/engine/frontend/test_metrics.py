@@ -93,6 +93,21 @@ def test_dropped_lines_are_counted_across_engine_processes(metrics) -> None:
     assert value(metrics, "telemetry_dropped_total", what="api_log_lines") == 0
 
 
+def test_times_of_steps_and_of_ranks_are_counted_across_engine_processes(metrics) -> None:
+    sizes = {"num_blocks": 8, "block_size": 4, "max_model_len": 16}
+    stats = Scheduler(SchedulerConfig(**sizes, max_num_seqs=2, max_num_batched_tokens=8)).stats()
+    divided = dataclasses.replace(INFO, num_ranks=2)
+    metrics.model_is_ready(0, divided)
+    for seconds in (3.0, 5.0):
+        times = StepTimes(execute_s=10 * seconds, exchange_s=seconds, wait_s=2 * seconds)
+        metrics.beat(0, Beat(num_turns=1, stats=stats, times=times, num_dropped_log_lines=0))
+    metrics.model_is_ready(0, divided)  # another process, which counts from zero
+    metrics.beat(0, Beat(num_turns=1, stats=stats, times=StepTimes(exchange_s=1.0), num_dropped_log_lines=0))
+    assert value(metrics, "step_time_seconds_total", part="execute") == 50
+    assert value(metrics, "rank_time_seconds_total", part="exchange") == 6
+    assert value(metrics, "rank_time_seconds_total", part="wait") == 10
+
+
 def busy_page() -> bytes:
     """Page as after a day: each route of the API with many statuses, and several errors."""
     metrics = EngineMetrics("model")

@@ -6,7 +6,7 @@ import pytest
 
 from engine.nodes.node_agent import ClusterConfig
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, divided, fewest_nodes
+from engine.nodes.ray_nodes import Placed, divided, possible_nodes
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.engine_split import RayConfig
 from engine.options.option_sources import read_options
@@ -21,22 +21,23 @@ def asking(*, num_nodes: int | None = None, **given: str) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("num_here", "others", "num_nodes"),
+    ("num_here", "others", "possible"),
     [
-        (24, [], 1),
-        (23, [24, 24], 2),
-        (12, [12], 2),
-        (12, [11, 11, 11], 4),
-        (6, [6, 6, 6], 4),
-        (6, [100, 100], 4),  # too few: the most nodes, for machines to come
-        (0, [100], 4),
+        (24, [], [1]),
+        (24, [24, 24, 24], [1, 2, 4]),
+        (23, [24, 24], [2]),
+        (12, [12], [2]),
+        (12, [11, 11, 11], [4]),
+        (6, [6, 6, 6], [4]),
+        (6, [100, 100], [4]),  # too few: the most nodes, for machines to come
+        (0, [100], [4]),
     ],
 )
-def test_the_fewest_nodes_that_are_large_enough_are_asked_for(
-    num_here: int, others: list[int], num_nodes: int
+def test_nodes_that_are_large_enough_are_asked_for_the_fewest_first(
+    num_here: int, others: list[int], possible: list[int]
 ) -> None:
-    assert fewest_nodes(asking(), num_here, others) == num_nodes
-    assert fewest_nodes(asking(num_nodes=2), num_here, others) == 2
+    assert possible_nodes(asking(), num_here, others) == possible
+    assert possible_nodes(asking(num_nodes=2), num_here, others) == [2]
 
 
 def test_the_engine_and_other_nodes_have_as_many_threads_as_were_placed() -> None:

@@ -26,6 +26,10 @@ SHARED_BYTES_LIMIT = 227 * 1024
 """Bytes of a Hopper GPU's shared memory that one program may have."""
 _SECONDS_FOR_ALL = 200
 _SPILLED_BY_3_6_BYTES = 24
+_WAIT = "griddepcontrol.wait"
+_MEMORY_OR_BRANCH = (
+    r"\b(ld|st|atom|red|cp|ldmatrix|stmatrix|wgmma|prefetch)\.(?!param)|\b(bra|brx|ret|exit|call)\b"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,7 @@ class Kernel:
     taken for multiples."""
     num_warps: int = 4
     num_stages: int = 3
+    launch_pdl: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,22 @@ class Compiled:
     def is_spilled(self) -> bool:
         """Whether registers do not suffice. Triton 3.6 is short of a few for some kernels."""
         return self.local_bytes > (_SPILLED_BY_3_6_BYTES if triton.__version__.startswith("3.6.") else 0)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the launch before it anywhere."""
+        return _WAIT in self.ptx
+
+    @property
+    def waits_first(self) -> bool:
+        """Whether all of its threads wait before any of them reads, writes or ends.
+
+        Parameters are read before: they are the launch's own.
+        """
+        ptx = re.sub(r"//.*", "", self.ptx)
+        code = ptx[ptx.index("{", ptx.index(".entry")) :]
+        before, wait, _ = code.partition(_WAIT)
+        return bool(wait) and not re.search(_MEMORY_OR_BRANCH, before)
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -127,7 +148,11 @@ def _compile(kernel: Kernel) -> Compiled:
     compiled = triton.compile(
         ASTSource(function, signature, constants, attributes),
         target=GPUTarget("cuda", HOPPER, 32),
-        options={"num_warps": kernel.num_warps, "num_stages": kernel.num_stages},
+        options={
+            "num_warps": kernel.num_warps,
+            "num_stages": kernel.num_stages,
+            "launch_pdl": kernel.launch_pdl,
+        },
     )
     registers, local_bytes = _resources(compiled.asm["cubin"])
     return Compiled(

@@ -8,11 +8,14 @@ import inspect
 from dataclasses import replace
 from functools import cache
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton import language
 from triton.runtime import interpreter
+
+from worker.gpu.kernels import dependent_launch
 
 
 @cache
@@ -21,10 +24,18 @@ def mend_interpreter() -> None:
     _patch_once_in_a_launch()
     _leave_out_overflows()
     _look_up_types_once()
+    _let_nothing_wait()
     _make_block_types_once()
     _leave_equal_shapes()
     if triton.__version__.startswith("3.6."):
         _make_numbers_of_scalars()
+
+
+def _let_nothing_wait() -> None:
+    """Leave out the wait for the kernel before: one ends here before the next begins."""
+    if isinstance(dependent_launch.wait_first, interpreter.InterpretedFunction):
+        nothing = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
+        dependent_launch.cuda = nothing  # type: ignore[misc]
 
 
 def _make_numbers_of_scalars() -> None:

@@ -27,9 +27,9 @@ from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
 from worker.gpu import gpu_kernel_choice as opening
-from worker.gpu import graphs
+from worker.gpu import gpu_toolkit, graphs
 from worker.gpu.gpu_runner import GpuSteps
-from worker.gpu.trials import skinny
+from worker.gpu.trials import launch_trial, skinny
 from worker.gpu.triton_attention import TritonAttention
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.model_runner import EagerSteps
@@ -144,6 +144,23 @@ def test_graphs_with_steps_in_flight_draw_the_cpus_tokens(captured: Worker, on_c
         "one scores a prompt, and keeps what its body gave"
     )
     assert steps._num_padding > 20
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a tape tells what was recorded")
+def test_decodes_of_kernels_that_are_launched_early_draw_the_cpus_tokens(
+    folders: dict[str, Path], on_cpu: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(2.0**-turn for turn in range(20))  # each way is faster than the one before
+    monkeypatch.setattr(InterpretedGpu, "seconds_of", lambda self, work: work() or next(seconds))
+    monkeypatch.setattr(gpu_toolkit, "choose_products", lambda products, device: None)
+    monkeypatch.setattr(launch_trial, "_NUM_REPLAYS", 2)
+    monkeypatch.setattr(graphs, "_MIXED", (16,))
+    worker, _ = load_gpu(folders["llama"])
+    captured = steps_of(worker)._graphs
+    for kept, is_early in ((captured._decodes, True), (captured._mixed, False)):
+        calls = [call for each in kept for call in each.graph._calls]  # type: ignore[attr-defined]
+        assert {call[2]["WAITS"] for call in calls if "WAITS" in call[2]} == {is_early}
+    assert serve(AheadDriver(worker, BLOCK_SIZE, depth=2)) == expected_from(on_cpu)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a tape tells what was recorded")

@@ -170,7 +170,7 @@ def norm_kernel(size: int, num_warps: int, *, has_delta: bool) -> Kernel:
             "num_numbers": "i32",
             "delta_epsilon": "fp32",
             "epsilon": "fp32",
-            **dict.fromkeys(("HAS_DELTA", "NORMS_DELTA", "NORMS_SUM", "BLOCK"), "constexpr"),
+            **dict.fromkeys(("HAS_DELTA", "NORMS_DELTA", "NORMS_SUM", "BLOCK", "WAITS"), "constexpr"),
         },
         constants={
             **({} if has_delta else {"delta_ptr": None, "delta_weight_ptr": None}),
@@ -178,6 +178,7 @@ def norm_kernel(size: int, num_warps: int, *, has_delta: bool) -> Kernel:
             "NORMS_DELTA": has_delta,
             "NORMS_SUM": True,
             "BLOCK": size,
+            "WAITS": False,
         },
         num_warps=num_warps,
     )
@@ -190,10 +191,9 @@ def gate_kernel() -> Kernel:
             "gate_up_ptr": "*bf16",
             "out_ptr": "*bf16",
             "num_gates": "i32",
-            "ACTIVATION": "constexpr",
-            "BLOCK": "constexpr",
+            **dict.fromkeys(("ACTIVATION", "BLOCK", "WAITS"), "constexpr"),
         },
-        constants={"ACTIVATION": 1, "BLOCK": 1024},
+        constants={"ACTIVATION": 1, "BLOCK": 1024, "WAITS": False},
     )
 
 
@@ -211,6 +211,7 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128, cache: str = "*bf16"
         "HAS_KEY_NORM": has_norms,
         "BLOCK_SIZE": 16,
         "ROWS": 8,
+        "WAITS": False,
     }
     return Kernel(
         function="worker.gpu.kernels.rotary:_rotate_and_write_kernel",

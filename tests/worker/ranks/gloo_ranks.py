@@ -26,6 +26,7 @@ class GlooRanks(SharedRanks):
     def __init__(self, store: Path, *, rank: int, size: int) -> None:
         self.rank, self.size, self.stage = rank, size, ONLY_STAGE
         self._world = self
+        self._ranks = None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=_TIMEOUT
@@ -50,9 +51,8 @@ class GlooRanks(SharedRanks):
         numbers = (ctypes.c_float * count).from_address(address)
         self.reduce(torch.frombuffer(numbers, dtype=torch.float32))
 
-    def _gather(self, own: Tensor, whole: Tensor | None, *, do_others_read: bool) -> None:
+    def _gather(self, own: Tensor, whole: Tensor) -> None:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         if own.numel():
             dist.all_gather(parts, own)
-        if whole is not None:
-            torch.cat(parts, dim=1, out=whole.view(len(own), self.size * own.shape[1]))
+        torch.cat(parts, dim=1, out=whole.view(len(own), self.size * own.shape[1]))

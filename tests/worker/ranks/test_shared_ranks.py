@@ -1,6 +1,6 @@
 """Ranks exchange sums, parts and numbers, here in the threads of one process."""
 
-import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -8,30 +8,18 @@ from typing import TypeVar
 import pytest
 import torch
 
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
-from worker.ranks.shared_page import PAGE_BYTES, make_page
+from tests.worker.ranks.conftest import SIZE
+from worker.ranks.ranks import ExchangeTimes
+from worker.ranks.shared_page import PAGE_BYTES
 from worker.ranks.shared_ranks import SharedRanks
 from worker.worker_errors import StartupError
 
-SIZE = 3
 # None, one, some, exactly one part of the page, and more than two parts.
 LENGTHS = (0, 1, 576, 100_003, PAGE_BYTES // (2 * SIZE * 4), PAGE_BYTES // 8 + 5)
 
+_LATE_S = 0.05
+
 Result = TypeVar("Result")
-
-
-@pytest.fixture(scope="module")
-def three() -> list[SharedRanks]:
-    try:
-        library = find_library() or build_library()
-    except CannotBuild as error:
-        pytest.skip(str(error))
-    page = make_page()
-    ranks = [SharedRanks(page, rank=rank, size=SIZE) for rank in range(SIZE)]
-    os.close(page)
-    for each in ranks:
-        each.join(library)
-    return ranks
 
 
 def together(three: list[SharedRanks], work: Callable[[SharedRanks], Result]) -> list[Result]:
@@ -60,12 +48,24 @@ def test_sums_are_added_in_the_order_of_ranks_with_the_same_bits_on_each(
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 700])
-def test_rank_0_gets_the_parts_side_by_side(three: list[SharedRanks], num_rows: int) -> None:
+def test_each_rank_gets_the_parts_side_by_side(three: list[SharedRanks], num_rows: int) -> None:
     parts = [numbers_of(rank, num_rows * 1001).view(num_rows, 1001) for rank in range(SIZE)]
-    first, *others = together(three, lambda ranks: ranks.gather(parts[ranks.rank]))
-    assert first is not None
-    assert torch.equal(first, torch.cat(parts, dim=1))
-    assert others == [None] * (SIZE - 1)
+    for found in together(three, lambda ranks: ranks.gather(parts[ranks.rank])):
+        assert torch.equal(found, torch.cat(parts, dim=1))
+
+
+def test_the_time_of_an_exchange_is_told_from_waiting_for_a_later_rank(three: list[SharedRanks]) -> None:
+    def work(ranks: SharedRanks) -> ExchangeTimes:
+        before = ranks.times()
+        ranks.reduce(torch.ones(1 << 20))
+        if ranks.rank == 2:
+            time.sleep(_LATE_S)
+        ranks.reduce(torch.ones(1))
+        return ExchangeTimes(*(now - then for now, then in zip(ranks.times(), before, strict=True)))
+
+    first, _, late = together(three, work)
+    assert first.wait_s > 0.9 * _LATE_S
+    assert 0 < late.exchange_s < first.exchange_s + first.wait_s
 
 
 def test_many_exchanges_of_different_kinds_stay_in_step(three: list[SharedRanks]) -> None:

@@ -56,9 +56,14 @@ void tokenyard_ranks_reduce(void* ranks, float* sums, int64_t count) {
   static_cast<Ranks*>(ranks)->reduce(sums, count);
 }
 
-void tokenyard_ranks_gather(Ranks* ranks, const char* own, int64_t num_rows, int64_t row_bytes, char* all,
-                            bool do_others_read) {
-  ranks->gather(own, num_rows, row_bytes, all, do_others_read);
+void tokenyard_ranks_gather(Ranks* ranks, const char* own, int64_t num_rows, int64_t row_bytes, char* all) {
+  ranks->gather(own, num_rows, row_bytes, all);
+}
+
+// Seconds since the ranks were opened: of all exchanges, and of waiting in them.
+void tokenyard_ranks_times(const Ranks* ranks, double* exchanged_and_waited_s) {
+  exchanged_and_waited_s[0] = ranks->exchanged_s();
+  exchanged_and_waited_s[1] = ranks->waited_s();
 }
 
 #define TOKENYARD_API(suffix, T)                                                                              \

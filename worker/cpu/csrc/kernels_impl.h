@@ -72,6 +72,13 @@ inline void convert_page(const T* page, int64_t num_keys, int64_t padded, int64_
   for (int64_t i = num_keys * dim; i < padded * dim; i += kV) store(to + i, Floats{});
 }
 
+// What comes next is on its way while a page is attended to: pages lie anywhere, so that no processor foresees it.
+template <typename T>
+inline void fetch_page(const T* page, int64_t count) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(page);
+  for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, 2);
+}
+
 // Scores of M queries with all keys of a page. The more queries share the load of a key, the better; each score
 // is summed in the same order for any M.
 template <int M>
@@ -207,14 +214,19 @@ void attend(const Attention<T>& attention, const AttentionTile& tile, float* scr
   const int64_t first_position = step.seq_lens[tile.seq] - step.query_starts[tile.seq + 1] + tile.first_token;
   const int64_t end = first_position + tile.num_tokens;
   const int64_t begin = options.window && first_position >= options.window ? first_position - options.window + 1 : 0;
+  const auto page_of = [&](const Pages<T>& pages, int64_t page, int64_t dim) {
+    const int64_t block = step.block_tables[tile.seq * step.table_size + page];
+    return pages.data + block * pages.block_stride + tile.kv_head * step.block_size * dim;
+  };
   for (int64_t page = begin / step.block_size; page * step.block_size < end; ++page) {
     const int64_t start = page * step.block_size;
     const int64_t num_keys = end - start < step.block_size ? end - start : step.block_size;
-    const int64_t block = step.block_tables[tile.seq * step.table_size + page];
-    convert_page(attention.cache.keys.data + block * attention.cache.keys.block_stride + tile.kv_head * step.block_size * heads.key_dim,
-                 num_keys, padded, heads.key_dim, state.keys);
-    convert_page(attention.cache.values.data + block * attention.cache.values.block_stride + tile.kv_head * step.block_size * heads.value_dim,
-                 num_keys, padded, heads.value_dim, state.values);
+    if (end - start > step.block_size) {
+      fetch_page(page_of(attention.cache.keys, page + 1, heads.key_dim), step.block_size * heads.key_dim);
+      fetch_page(page_of(attention.cache.values, page + 1, heads.value_dim), step.block_size * heads.value_dim);
+    }
+    convert_page(page_of(attention.cache.keys, page, heads.key_dim), num_keys, padded, heads.key_dim, state.keys);
+    convert_page(page_of(attention.cache.values, page, heads.value_dim), num_keys, padded, heads.value_dim, state.values);
     const auto sight_of = [&](int64_t row) {
       const int64_t position = first_position + row / group;
       const int64_t last = position + 1 - start < num_keys ? position + 1 - start : num_keys;

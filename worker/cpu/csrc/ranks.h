@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdint>
 #include <cstdio>
@@ -32,6 +33,7 @@ class Ranks {
 
   // Replaces `sums` by their sum over all ranks, added in the order of ranks: the same bits on each of them.
   void reduce(float* sums, int64_t count) {
+    const Clock::time_point begin = Clock::now();
     const int64_t most = part_bytes_ / static_cast<int64_t>(sizeof(float));
     for (int64_t done = 0; done < count; done += most) {
       float* part = sums + done;
@@ -41,15 +43,16 @@ class Ranks {
         add_all(part, first, length - first < kSummedAtOnce ? length - first : kSummedAtOnce);
       }
     }
+    exchanged_s_ += since(begin);
   }
 
-  // Puts the rows of all ranks side by side into `all`, in the order of ranks. Null: they are for others alone.
-  void gather(const char* own, int64_t num_rows, int64_t row_bytes, char* all, bool do_others_read) {
+  // Puts the rows of all ranks side by side into `all`, in the order of ranks.
+  void gather(const char* own, int64_t num_rows, int64_t row_bytes, char* all) {
+    const Clock::time_point begin = Clock::now();
     const int64_t num_bytes = num_rows * row_bytes;
     for (int64_t done = 0; done < num_bytes; done += part_bytes_) {
       const int64_t length = num_bytes - done < part_bytes_ ? num_bytes - done : part_bytes_;
-      exchange(do_others_read ? own + done : nullptr, length);
-      if (all == nullptr) continue;
+      exchange(own + done, length);
       for (int rank = 0; rank < size_; ++rank) {
         const char* from = rank == rank_ ? own + done : part_of(rank);
         for (int64_t at = done, end; at < done + length; from += end - at, at = end) {
@@ -60,9 +63,18 @@ class Ranks {
         }
       }
     }
+    exchanged_s_ += since(begin);
   }
 
+  // Seconds of all exchanges so far, and those of them in which this rank waited for others.
+  double exchanged_s() const { return exchanged_s_; }
+  double waited_s() const { return waited_s_; }
+
  private:
+  using Clock = std::chrono::steady_clock;
+
+  static double since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
   static constexpr int64_t kSummedAtOnce = 1024;  // within the first-level cache
   static constexpr int64_t kMarkBytes = 128;  // two cache lines: processors fetch them in pairs
   // Some microseconds, then some turns of other programs. A rank that is later has lost its core, or samples: the
@@ -96,17 +108,18 @@ class Ranks {
     std::memcpy(own + first, sums, static_cast<size_t>(count) * sizeof(float));
   }
 
-  // Null: no other rank reads it.
   void exchange(const void* own, int64_t num_bytes) {
     ++turn_;
-    if (own != nullptr) std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
+    std::memcpy(part_of(rank_), own, static_cast<size_t>(num_bytes));
     Mark& mark = mark_of(rank_);
     mark.num_bytes[turn_ & 1] = num_bytes;
     mark.turn.store(turn_);
     if (mark.num_sleeping.load() != 0) futex(mark, FUTEX_WAKE, INT_MAX);
+    const Clock::time_point begin = Clock::now();
+    for (int rank = 0; rank < size_; ++rank) wait_for(mark_of(rank));
+    waited_s_ += since(begin);
     for (int rank = 0; rank < size_; ++rank) {
-      Mark& other = mark_of(rank);
-      wait_for(other);
+      const Mark& other = mark_of(rank);
       if (other.num_bytes[turn_ & 1] != num_bytes) {
         std::fprintf(stderr, "rank %d exchanges %lld bytes and rank %d %lld: they do not compute the same\n", rank_,
                      static_cast<long long>(num_bytes), rank, static_cast<long long>(other.num_bytes[turn_ & 1]));
@@ -146,6 +159,7 @@ class Ranks {
   const int rank_, size_;
   const int64_t part_bytes_;
   uint32_t turn_ = 0;
+  double exchanged_s_ = 0, waited_s_ = 0;
 };
 
 }  // namespace tokenyard

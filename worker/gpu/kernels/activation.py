@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 from worker.model.layer_parts import GateActivation
 
 BLOCK = 1024
@@ -37,7 +38,11 @@ def gated(gate, up, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gate_kernel(gate_up_ptr, out_ptr, num_gates, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(
+    gate_up_ptr, out_ptr, num_gates,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    wait_first(WAITS)
     token = tl.program_id(0).to(tl.int64)
     gates = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = gates < num_gates
@@ -53,6 +58,7 @@ def multiply_by_gates(gate_up_TM: Tensor, activation: GateActivation, block: int
     num_tokens, num_gates = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
     out_TI = torch.empty((num_tokens, num_gates), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     _gate_kernel[(num_tokens, triton.cdiv(num_gates, block))](
-        gate_up_TM, out_TI, num_gates, ACTIVATION=int(activation), BLOCK=block, num_warps=4
-    )
+        gate_up_TM, out_TI, num_gates, ACTIVATION=int(activation), BLOCK=block, num_warps=4,
+        **launch_way(),
+    )  # fmt: skip
     return out_TI

@@ -44,6 +44,7 @@ from worker.gpu.kernels.attention_tiles import (
     store_rows,
 )
 from worker.gpu.kernels.attention_work import AttentionWork, find_listed
+from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 
 _LOG2_E = tl.constexpr(LOG2_E)
 # By the bytes of the widest row, up to and including; a KV head of fewer query heads has fewer rows. Compiled
@@ -125,7 +126,7 @@ def attend_decodes(
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
         PARTS_AT_ONCE=_PARTS_AT_ONCE, SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_way(),
     )  # fmt: skip
 
 
@@ -138,13 +139,14 @@ def decode_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_AT_ONCE: tl.constexpr, SEQUENCES_AT_ONCE: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr, SEQUENCES_AT_ONCE: tl.constexpr, WAITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: its share of all tiles.
 
     HEADS query heads of a KV head, which has PARTS such, go together: that is a head below. Its tiles stand
     behind those of the head before, all of a sequence together.
     """
+    wait_first(WAITS)
     HEAD_GROUPS: tl.constexpr = KV_HEADS * PARTS
     num_listed = tl.load(listed)
     starts = listed + 1 + most_listed

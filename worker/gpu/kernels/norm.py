@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 from worker.model.layer_parts import RmsNorm
 
 LARGEST_ROW = 16384
@@ -34,7 +35,9 @@ def _norm_kernel(
     NORMS_DELTA: tl.constexpr,
     NORMS_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
+    wait_first(WAITS)
     row = tl.program_id(0).to(tl.int64) * num_numbers
     numbers = tl.arange(0, BLOCK)
     mask = numbers < num_numbers
@@ -96,6 +99,7 @@ def _launch(
         NORMS_SUM=sum_norm is not None,
         BLOCK=block,
         num_warps=num_warps or warps_for_row(block),
+        **launch_way(),
     )
 
 

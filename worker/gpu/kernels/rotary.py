@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.kv_cache import LayerCache
+from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 from worker.gpu.kernels.kv_write import in_cache
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
@@ -95,8 +96,9 @@ def _rotate_and_write_kernel(
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr,
     HAS_QUERY_NORM: tl.constexpr, HAS_KEY_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
+    wait_first(WAITS)
     # A row is one head of one token: first those of all queries, then of all keys, then of all values.
     tile = tl.program_id(0)
     num_query_tiles = tl.cdiv(num_tokens * NUM_QUERY_HEADS, ROWS)
@@ -183,6 +185,6 @@ def rotate_and_write(
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
         ROTATED_DIM=0 if cosines is None else cosines.shape[-1],
         HAS_QUERY_NORM=query_norm is not None, HAS_KEY_NORM=key_norm is not None,
-        BLOCK_SIZE=keys_NHSD.shape[2], ROWS=rows, num_warps=_NUM_WARPS,
+        BLOCK_SIZE=keys_NHSD.shape[2], ROWS=rows, num_warps=_NUM_WARPS, **launch_way(),
     )  # fmt: skip
     return queries_THD

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.gpu.kernels.activation import gated
+from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 from worker.model.layer_parts import GateActivation, RmsNorm
 
 MOST_ROWS = 16
@@ -117,6 +118,7 @@ def multiply_skinny(
         HAS_WHOLE_STEPS=num_inputs % tiles.inputs == 0,
         num_warps=_NUM_FOLDED_WARPS if is_folded else _NUM_WARPS,
         num_stages=_NUM_FOLDED_STAGES if is_folded else _NUM_STAGES,
+        **launch_way(),
     )  # fmt: skip
     return out_TN
 
@@ -127,8 +129,10 @@ def skinny_kernel(
     num_rows, num_outputs, num_inputs, epsilon, multiplier,
     ACTIVATION: tl.constexpr, ADDS: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HAS_WHOLE_STEPS: tl.constexpr,
+    WAITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some outputs of all rows, or its part of their sums."""
+    wait_first(WAITS)
     tile = tl.program_id(0)
     outputs_N = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows_T = tl.arange(0, ROWS)

@@ -1,0 +1,165 @@
+"""Kernels that are launched before the one before them has ended: they wait first, and a trial decides."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.gpu.cross_compile import Compiled, Kernel, compile_kernels
+from tests.worker.gpu.interpreted_gpu import InterpretedGpu
+from tests.worker.gpu.test_attention_compiled import LAYERS, launches_of
+from tests.worker.gpu.test_layers_kernels import FOR_HOPPER as OF_LAYERS
+from tests.worker.gpu.test_skinny_products import FOR_HOPPER as OF_PRODUCTS
+from worker.gpu import kernels
+from worker.gpu.kernels.dependent_launch import dependent_launches, launch_way
+from worker.gpu.kernels.norm import norm
+from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
+from worker.model.layer_parts import RmsNorm
+from worker.worker_config import WorkerConfig
+
+EARLY = {
+    "_norm_kernel": OF_LAYERS["addition and norms"],
+    "_gate_kernel": OF_LAYERS["gates"],
+    "_rotate_and_write_kernel": OF_LAYERS["norms and rotation"],
+    "skinny_kernel": OF_PRODUCTS["addition of parts"],
+    "decode_kernel": launches_of(LAYERS["128"])["decode_kernel"],
+}
+
+
+def launched_early(kernel: Kernel) -> Kernel:
+    return replace(kernel, constants=kernel.constants | {"WAITS": True}, launch_pdl=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Compiled]:
+    wanted = {name: launched_early(kernel) for name, kernel in EARLY.items()}
+    wanted["whole"] = OF_LAYERS["addition and norms"]
+    return dict(zip(wanted, compile_kernels(list(wanted.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_the_first_that_all_threads_do_is_to_wait_for_the_kernel_before(compiled, name):
+    assert compiled[name].waits_first
+    assert compiled[name].local_bytes == 0
+
+
+def test_a_kernel_that_is_launched_whole_does_not_wait(compiled):
+    assert not compiled["whole"].waits
+
+
+def test_every_kernel_that_may_be_launched_early_was_compiled_here():
+    """A wait in a branch, or behind a first read, would be the fault that no test of results shows."""
+    launched, waiting = 0, set()
+    for path in Path(kernels.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        launched += sum(ast.unparse(node) == "launch_way()" for node in ast.walk(tree))
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef) and "WAITS" in map(str, _parameters(function)):
+                waiting.add(function.name)
+    assert waiting == {*EARLY, "wait_first"}
+    assert launched == len(EARLY)
+
+
+def _parameters(function: ast.FunctionDef) -> Iterator[str]:
+    yield from (each.arg for each in function.args.args)
+
+
+class Stopwatch(InterpretedGpu):
+    """Runs what is timed, and tells first the time of whole launches, then that of early ones."""
+
+    def __init__(self, *seconds: float | None) -> None:
+        super().__init__(WorkerConfig(model_path=""))
+        self._told = list(seconds)
+
+    def seconds_of(self, work: Callable[[], None]) -> float | None:
+        work()
+        return self._told.pop(0)
+
+
+class Step:
+    """A norm, of which the result is a step's."""
+
+    def __init__(self, change: Callable[[Tensor], None] = lambda result: None) -> None:
+        self.rows_TH, self.result_TH = torch.empty(2, 8), torch.empty(2, 8)
+        self.ways: list[bool] = []
+        self._change = change
+
+    def fill(self, content: int) -> None:
+        self.rows_TH.copy_(torch.arange(16.0).view(2, 8) + content)
+
+    def launch(self) -> None:
+        self.ways.append(launch_way()["WAITS"])
+        self.result_TH.copy_(norm(self.rows_TH, RmsNorm(torch.ones(8), 1e-5)))
+        if self.ways[-1]:
+            self._change(self.result_TH)
+
+    def gains(self, device: InterpretedGpu) -> bool:
+        return gains_by_early_launches([StepOnTrial(self.fill, self.launch, self.result_TH)], device)
+
+
+def test_early_launches_are_taken_where_they_are_right_and_faster(caplog):
+    caplog.set_level("INFO")
+    step = Step()
+    assert step.gains(Stopwatch(2.0, 1.0))
+    assert "a step of 2 rows with kernels launched early: 1000000.0 us for 2000000.0 us: taken" in caplog.text
+    assert set(step.ways) == {False, True}
+    assert launch_way() == {"WAITS": False}, "as before"
+
+
+def test_early_launches_are_left_where_they_are_no_faster(caplog):
+    caplog.set_level("INFO")
+    assert not Step().gains(Stopwatch(1.0, 1.0))
+    assert ": left" in caplog.text
+
+
+def test_early_launches_that_compute_otherwise_by_one_bit_are_left(caplog):
+    def change_one_bit(result: Tensor) -> None:
+        result.view(torch.int32)[1, 3] ^= 1
+
+    assert not Step(change_one_bit).gains(Stopwatch(2.0, 1.0))
+    assert "compute otherwise for 2 rows" in caplog.text
+
+
+def test_what_is_left_of_another_step_is_noticed(caplog):
+    """A kernel that reads too early finds the numbers of the step before, which may be right elsewhere."""
+    step = Step()
+    before = torch.zeros(2, 8)
+
+    def read_too_early(result: Tensor) -> None:
+        now = result.clone()
+        result.copy_(before)
+        before.copy_(now)
+
+    step._change = read_too_early
+    assert not step.gains(Stopwatch(2.0, 1.0))
+    assert "compute otherwise" in caplog.text
+
+
+def test_nothing_is_tried_where_time_tells_nothing():
+    step = Step()
+    assert not step.gains(Stopwatch(None))
+    assert step.ways == [False]
+
+
+def test_a_device_without_early_launches_goes_on_without_them(caplog):
+    caplog.set_level("INFO")
+
+    def refuse(result: Tensor) -> None:
+        raise RuntimeError("griddepcontrol requires sm_90")
+
+    assert not Step(refuse).gains(Stopwatch(2.0, 1.0))
+    assert "kernels are not launched early: griddepcontrol requires sm_90" in caplog.text
+
+
+def test_the_way_ends_with_the_block_even_by_an_error():
+    def fail() -> None:
+        assert launch_way() == {"WAITS": True, "launch_pdl": True}
+        raise ValueError("within")
+
+    with pytest.raises(ValueError, match="within"), dependent_launches():
+        fail()
+    assert launch_way() == {"WAITS": False}

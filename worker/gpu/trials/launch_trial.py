@@ -1,0 +1,76 @@
+"""Trial of launches that begin early: right bit for bit, and faster, or not made.
+
+Owns: the comparison of steps launched both ways, and their times.
+Never: launches a kernel of its own, or knows a step (gpu_runner.py).
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import TritonError
+
+from worker.devices.device import Device
+from worker.gpu.kernels.dependent_launch import dependent_launches
+
+log = logging.getLogger(__name__)
+
+_LEAST_GAIN = 1.01
+_NUM_CONTENTS = 3
+"""Steps of different content, one after the other: what was read too early is another step's."""
+_NUM_REPLAYS = 30
+
+
+class StepOnTrial(NamedTuple):
+    """One step, which can be launched again and again."""
+
+    fill: Callable[[int], None]
+    """Give the step one of several contents."""
+    launch: Callable[[], None]
+    result: Tensor
+    """Memory in which each launch leaves its result."""
+
+
+def gains_by_early_launches(steps: Iterable[StepOnTrial], device: Device) -> bool:
+    """Whether all steps are right and faster in graphs of such launches; waits for the device."""
+    try:
+        return all(_gains(step, device) for step in steps)
+    except (TritonError, RuntimeError) as error:  # older devices have no such launches
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        log.info("kernels are not launched early: %s", reason)
+        return False
+
+
+def _gains(step: StepOnTrial, device: Device) -> bool:
+    step.fill(0)
+    seconds_whole = device.seconds_of(step.launch)
+    if seconds_whole is None:
+        return False  # nothing is gained where time tells nothing
+    expected = [_result_of(step, content, step.launch) for content in range(_NUM_CONTENTS)]
+    with dependent_launches():
+        replay = device.capture(step.launch).replay
+    found = [_result_of(step, turn % _NUM_CONTENTS, replay) for turn in range(_NUM_REPLAYS)]
+    rows = len(step.result)
+    if not all(torch.equal(each, expected[turn % _NUM_CONTENTS]) for turn, each in enumerate(found)):
+        log.warning("kernels that are launched early compute otherwise for %d rows: they are not", rows)
+        return False
+    with dependent_launches():
+        seconds = device.seconds_of(step.launch)
+    is_faster = seconds is not None and seconds * _LEAST_GAIN < seconds_whole
+    log.info(
+        "a step of %d rows with kernels launched early: %.1f us for %.1f us: %s",
+        rows,
+        (seconds or 0.0) * 1e6,
+        seconds_whole * 1e6,
+        "taken" if is_faster else "left",
+    )
+    return is_faster
+
+
+def _result_of(step: StepOnTrial, content: int, launch: Callable[[], None]) -> Tensor:
+    """Return a copy that is made in the order of the device's work: the next step is launched behind it."""
+    step.fill(content)
+    launch()
+    return step.result.clone()
