@@ -1,5 +1,6 @@
 """The scheduler in virtual time: what is reported is what arithmetic says, and nothing is left to chance."""
 
+import gc
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -303,3 +304,13 @@ def test_variants_may_have_other_drafts() -> None:
     other = variant(base, "draft_rates=0.9:0.8:0.7+draft_pass_ms=3")
     assert other.drafts.rates == (0.9, 0.8, 0.7)
     assert (other.config.max_drafts, other.config.draft_supply) == (3, "asked")
+
+
+def test_requests_leave_no_cycles_so_that_nobody_need_look_for_them() -> None:
+    def num_in_cycles(num_requests: int) -> int:
+        gc.collect()
+        simulate(workload(num_requests=num_requests), one_replica())
+        assert gc.isenabled()
+        return gc.collect()
+
+    assert num_in_cycles(200) <= num_in_cycles(10) + 5
