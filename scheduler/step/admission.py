@@ -207,15 +207,14 @@ class Admission:
             if reason in (WaitReason.TOKENS, WaitReason.PREEMPTION):
                 return reason
             demand = self._kv.demand(seq)
-            status = self._allocation_status(demand)
-            if status is AllocationStatus.NEVER:
+            if self._allocation_status(demand) is AllocationStatus.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
                 self._finish(seq, FinishReason.LENGTH, "")
                 continue
             if self._is_too_late(seq, demand, plan.now_s):
                 self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
                 continue
-            reason = reason or self._shortage(seq, demand, status)
+            reason = reason or self._shortage(seq, demand)
             if reason is not None:
                 bypassing = self._find_passing(seq, budget, reason)
                 if bypassing is None:
@@ -275,9 +274,9 @@ class Admission:
         """Whether this step has the time to compile its grammar, where steps do that."""
         return not self._queues.compilations.is_on and budget.has_room_for_grammar(seq.compile_s)
 
-    def _shortage(self, seq: Sequence, demand: BlockDemand, status: AllocationStatus) -> WaitReason | None:
+    def _shortage(self, seq: Sequence, demand: BlockDemand) -> WaitReason | None:
         """Kind of memory of which there is too little for it."""
-        if status is not AllocationStatus.OK:
+        if self._allocation_status(demand) is not AllocationStatus.OK:
             return WaitReason.BLOCKS
         return WaitReason.ENCODER if self._lacks_encoder(seq, demand) else None
 
@@ -341,7 +340,7 @@ class Admission:
         for seq in self._candidates(head):
             if not self._leaves_to_compile(seq) and self._obstacle(seq, budget) is None:
                 demand = self._kv.demand(seq)
-                if self._shortage(seq, demand, self._allocation_status(demand)) is None:
+                if self._shortage(seq, demand) is None:
                     return seq, demand
         return None
 
@@ -359,8 +358,7 @@ class Admission:
                 continue
             demand = self._kv.demand(seq)
             # Of the others the order is kept: one that lacks memory is not passed.
-            is_short = self._shortage(seq, demand, self._allocation_status(demand)) is not None
-            return None if is_short else (seq, demand)
+            return None if self._shortage(seq, demand) is not None else (seq, demand)
         return None
 
     def _candidates(self, head: Sequence) -> list[Sequence]:
