@@ -41,6 +41,7 @@ _FIXED_ROWS = 12
 """A step takes as long as so many rows before it has any: until sizes are measured."""
 _COST_LEARNING = 0.1
 _MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such
+_MAX_SURPRISE_AT_FIRST = 1.3  # a disturbance only ever adds
 _NUM_SETTLED = 10  # observations of a size, from which on it shows a trend
 _TREND_LEARNING = 0.05
 _LEAST_TREND, _MAX_TREND = 0.04, 0.1  # less is noise
@@ -92,14 +93,13 @@ class StepCosts:
             self._means[size] = seconds
             self._sizes = sorted(self._means)
             return
-        surprise = min(seconds / mean, _MAX_SURPRISE) - 1.0
+        surprise = min(seconds / mean, _MAX_SURPRISE if num >= _NUM_SETTLED else _MAX_SURPRISE_AT_FIRST) - 1.0
         if num >= _NUM_SETTLED:
             self._trend += _TREND_LEARNING * (surprise - self._trend)
             if abs(self._trend) > _LEAST_TREND:
                 self._shift(_COST_LEARNING * max(-_MAX_TREND, min(self._trend, _MAX_TREND)) * mean)
-        # A disturbance only ever adds: less than the first times is believed at once.
-        learning = max(_COST_LEARNING, 1.0 / num) if surprise < 0.0 else _COST_LEARNING
-        self._means[size] = mean * (1.0 + learning * surprise)
+        # A size that was seen seldom must not look cheaper than one that is seen always: both are means.
+        self._means[size] = mean * (1.0 + max(_COST_LEARNING, 1.0 / num) * surprise)
 
     def _shift(self, seconds: float) -> None:
         """Add so much to the time of all sizes; they keep most of it if that is less than nothing."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from statistics import mean
 
 import pytest
 
@@ -95,6 +96,18 @@ def test_costs_between_measured_sizes_lie_between_and_one_hiccup_counts_little()
     assert costs.seconds(9) == pytest.approx(0.026)
     costs.observe(5, 9.0)
     assert costs.seconds(5) < 0.021
+
+
+def test_a_size_that_was_seen_a_few_times_looks_no_cheaper_than_one_that_is_always_seen() -> None:
+    random, ratios = Random(2), []
+    for _ in range(60):
+        costs = StepCosts()
+        for _ in range(100):
+            costs.observe(8, 0.02 * random.choice([1.0, 1.0, 1.0, 1.2]))
+        for _ in range(6):
+            costs.observe(24, 0.02 * random.choice([1.0, 1.0, 1.0, 1.2]))
+        ratios.append(costs.seconds(24) / costs.seconds(8))
+    assert mean(ratios) == pytest.approx(1.0, abs=0.01)
 
 
 def test_sizes_that_are_not_seen_follow_a_growing_context_and_no_noise() -> None:
