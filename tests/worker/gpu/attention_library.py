@@ -4,6 +4,7 @@ Owns: attention of one sequence in torch, a device that says how long each way t
 Never: a library's own interface (test_flash_attention.py, test_flashinfer.py).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.worker.gpu.test_attention_kernels import LAYER, Step, assert_close
 from worker.devices.device import CpuDevice
+from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.trials.attention_trial import LibraryAttention
 from worker.worker_config import WorkerConfig
 
@@ -40,6 +42,16 @@ class Stopwatch(CpuDevice):
     def seconds_of(self, work: Any) -> float | None:
         work()
         return self._told.pop(0)
+
+
+class Changed:
+    """A backend that is given other batches."""
+
+    def __init__(self, backend: LibraryAttention, change: Callable[[AttentionBatch], AttentionBatch]) -> None:
+        self._change, self._begin, self.attend = change, backend.begin_batch, backend.attend
+
+    def begin_batch(self, batch: AttentionBatch) -> None:
+        self._begin(self._change(batch))
 
 
 def tried(step: Step, library: type[LibraryAttention], device: CpuDevice) -> LibraryAttention:

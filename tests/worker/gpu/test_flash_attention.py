@@ -4,14 +4,13 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.worker.gpu import attention_library
-from tests.worker.gpu.attention_library import Stopwatch, attend_causally
+from tests.worker.gpu.attention_library import Changed, Stopwatch, attend_causally
 from tests.worker.gpu.test_attention_kernels import Case, Step, assert_close
 from worker.gpu.gpu_attention import choose_attention
 from worker.gpu.trials import flash_attention
@@ -91,14 +90,11 @@ def test_steps_that_passed_the_trial_are_the_librarys_and_padding_gets_zeros(lib
 
 def test_lines_of_the_tables_are_found_by_the_workers_rows(library):
     step, backend = tried(DECODES, Stopwatch(2.0, 1.0))
-    step.triton = backend
-    begin = backend.begin_batch
-
-    def begin_by_rows(batch: Any) -> None:
-        order = torch.tensor([1, 0], dtype=torch.int32)
-        begin(batch._replace(block_tables_CB=batch.block_tables_CB[order.long()], table_rows_R=order))
-
-    backend.begin_batch = begin_by_rows  # type: ignore[method-assign]
+    order = torch.tensor([1, 0], dtype=torch.int32)
+    step.triton = Changed(
+        backend,
+        lambda batch: batch._replace(block_tables_CB=batch.block_tables_CB[order.long()], table_rows_R=order),
+    )
     before = library.num_calls
     assert_close(step.attend_padded(num_decodes=2, num_sequences=2, num_tokens=2), step.expected())
     assert library.num_calls == before + 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.gpu import attention_library
-from tests.worker.gpu.attention_library import Stopwatch, attend_causally
+from tests.worker.gpu.attention_library import Changed, Stopwatch, attend_causally
 from tests.worker.gpu.test_attention_kernels import LAYER, Case, Heads, Step, assert_close
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.gpu import gpu_kernel_choice
@@ -177,15 +177,20 @@ def test_steps_that_passed_the_trial_are_the_librarys_and_padding_gets_zeros(lib
 
 def test_lines_of_the_tables_are_found_by_the_workers_rows(library):
     step, backend = tried(DECODES, Stopwatch(2.0, 1.0))
-    step.triton = backend
-    begin = backend.begin_batch
-
-    def begin_by_rows(batch: Any) -> None:
-        order = torch.tensor([1, 0], dtype=torch.int32)
-        begin(batch._replace(block_tables_CB=batch.block_tables_CB[order.long()], table_rows_R=order))
-
-    backend.begin_batch = begin_by_rows  # type: ignore[method-assign]
+    order = torch.tensor([1, 0], dtype=torch.int32)
+    step.triton = Changed(
+        backend,
+        lambda batch: batch._replace(block_tables_CB=batch.block_tables_CB[order.long()], table_rows_R=order),
+    )
     assert_close(step.attend_padded(num_decodes=2, num_sequences=2, num_tokens=2), step.expected())
+
+
+def test_no_more_queries_than_keys_are_foreseen(library):
+    """A graph for many tokens has that bound for a sequence, however short sequences are."""
+    step, backend = tried(PROMPTS, Stopwatch(2.0, 1.0))
+    step.triton = Changed(backend, lambda batch: batch._replace(max_query_len=2048))
+    step.attend_padded(num_decodes=0, num_sequences=3, num_tokens=7)
+    assert library.given[-1]["max_q_len"] == library.given[-1]["max_kv_len"]
 
 
 @STEPS

@@ -52,6 +52,7 @@ inline void quantize_runs(const T* input, const PackedWeight<T>& weight, const P
 
 // Four inputs of each column are four bytes of a lane, and inputs are bytes that `quantize_runs` made.
 struct ByteColumns {
+  static constexpr bool kIsDecoded = false;
   using Input = uint8_t;
   using Sum = Ints;
   using Vector = Words;
@@ -119,6 +120,7 @@ struct ByteBytes : ByteColumns {
 };
 
 struct DecodedBytes : ByteColumns {
+  static constexpr bool kIsDecoded = true;
   static constexpr int64_t kBytesPerInput = kColumns;
 
   void read(const uint8_t* data, Words (*columns)[kParts]) const {

@@ -17,6 +17,7 @@ constexpr int64_t kSmallGroup = 256;
 // Inputs as they are: a run's sum begins at 0, and is what it is.
 template <typename T>
 struct PlainInputs {
+  static constexpr bool kIsDecoded = false;
   using Input = T;
   using Sum = Floats;
   static const T* rows(const Product<T>& product) { return product.input; }
@@ -107,6 +108,7 @@ struct FloatBytes : FloatColumns<T> {
 
 template <typename T>
 struct DecodedFloats : FloatColumns<T> {
+  static constexpr bool kIsDecoded = true;
   static constexpr int64_t kBytesPerInput = kColumns * sizeof(float);
 
   void read(const uint8_t* data, Floats (*columns)[kParts]) const {
@@ -167,6 +169,7 @@ struct PairBytes : PairColumns {
 };
 
 struct DecodedPairs : PairColumns {
+  static constexpr bool kIsDecoded = true;
   static constexpr int64_t kBytesPerInput = kColumns * sizeof(Bf16);
 
   void read(const uint8_t* data, Vector (*columns)[kParts]) const {
@@ -175,87 +178,13 @@ struct DecodedPairs : PairColumns {
 };
 #endif
 
-// Where a run is, and the scales and offsets of its columns in the first of some blocks.
-struct Run {
-  int64_t index;
-  int64_t first;  // of K
-  int64_t size;
-  int64_t place;       // of its scales
-  int64_t unit_place;  // of their units
-};
+#include "grouped_runs_impl.h"
 
-inline Floats load_numbers(const GroupNumbers& numbers, int64_t place, int64_t unit_place) {
-  if (numbers.form == NumberForm::kHalf) return load_half(static_cast<const uint16_t*>(numbers.data) + place);
-  switch (numbers.form) {
-    case NumberForm::kFloat: return load(static_cast<const float*>(numbers.data) + place);
-    case NumberForm::kBf16: return load(static_cast<const Bf16*>(numbers.data) + place);
-    case NumberForm::kBytes:
-      return load_bytes(static_cast<const int8_t*>(numbers.data) + place) * load_half(numbers.units + unit_place);
-    case NumberForm::kHalf:
-    case NumberForm::kTimesScale: break;
-  }
-  return load_bytes(static_cast<const int8_t*>(numbers.data) + place);
-}
-
-template <typename T, class Work>
-inline void for_each_run(const PackedWeight<T>& weight, int64_t block, const Work& work) {
-  const GroupedCodes& grouped = weight.grouped;
-  const int64_t num_groups = weight.num_inputs / grouped.group_size;
-  const int64_t num_units = weight.num_inputs / kUnitInputs;
-  int64_t index = 0;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t place = (block * num_groups + group) * kColumns;
-    const int64_t unit_place = (block * num_units + group * grouped.group_size / kUnitInputs) * kColumns;
-    for (int64_t first = 0; first < grouped.group_size; first += kRunInputs, ++index) {
-      const int64_t left = grouped.group_size - first;
-      work(Run{index, group * grouped.group_size + first, left < kRunInputs ? left : kRunInputs, place, unit_place});
-    }
-  }
-}
-
-// Scale and offset of the columns of one part, `column` of block `block` after the run's first.
-template <typename T>
-inline void load_scale(const PackedWeight<T>& weight, const Run& run, int64_t block, int64_t column, Floats& scale,
-                       Floats& offset) {
-  const GroupedCodes& grouped = weight.grouped;
-  const int64_t place = run.place + block * (weight.num_inputs / grouped.group_size * kColumns) + column;
-  const int64_t unit = run.unit_place + block * (weight.num_inputs / kUnitInputs * kColumns) + column;
-  scale = load_numbers(grouped.scales, place, unit);
-  if (grouped.offsets.data == nullptr) return;
-  offset = load_numbers(grouped.offsets, place, unit);
-  if (grouped.offsets.form == NumberForm::kTimesScale) offset *= scale;
-}
-
-// Consecutive runs of B blocks with their scales and offsets: as many as columns are decoded at once.
-template <int B>
-struct KeptRuns {
-  static constexpr int kMost = kSharedInputs / 16;
-  Run runs[kMost];
-  Floats scales[kMost][B * kParts];
-  Floats offsets[kMost][B * kParts];
-  int64_t size = 0;  // inputs
-  int count = 0;
-};
-
-// Does `work` for all runs, some at a time, in their order.
-template <int B, typename T, class Work>
-inline void for_some_runs(const PackedWeight<T>& weight, int64_t block, const Work& work) {
-  KeptRuns<B> kept;
-  for_each_run(weight, block, [&](const Run& run) {
-    if (kept.size + run.size > kSharedInputs) {
-      work(kept);
-      kept.size = kept.count = 0;
-    }
-    kept.runs[kept.count] = run;
-    for (int part = 0; part < B * kParts; ++part) {
-      Floats offset = {};
-      load_scale(weight, run, part / kParts, part % kParts * kV, kept.scales[kept.count][part], offset);
-      kept.offsets[kept.count][part] = offset;
-    }
-    kept.size += run.size;
-    ++kept.count;
-  });
-  work(kept);
+// Bytes that come later are on their way: they cross pages, and pages stop a processor that reads ahead by itself.
+template <int kBytes>
+inline void fetch(const uint8_t* from) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 // The next run of M rows, of which `data` has the codes of B blocks, `stride` bytes apart; moves `data` on.
@@ -265,8 +194,12 @@ inline void sum_run(const Codes& codes, const uint8_t*& data, int64_t stride, co
   for (int64_t k = 0; k < size; k += Codes::kInputs, data += Codes::kInputs * Codes::kBytesPerInput) {
 #pragma GCC unroll 4
     for (int b = 0; b < B; ++b) {
+      const uint8_t* from = data + b * stride;
+      if constexpr (!Codes::kIsDecoded) {
+        fetch<Codes::kInputs * Codes::kBytesPerInput>(from + kSharedInputs * Codes::kBytesPerInput);
+      }
       typename Codes::Vector columns[Codes::kSteps][kParts];
-      codes.read(data + b * stride, columns);
+      codes.read(from, columns);
 #pragma GCC unroll 4
       for (int step = 0; step < Codes::kSteps; ++step) {
 #pragma GCC unroll 12
@@ -283,9 +216,9 @@ inline void sum_run(const Codes& codes, const uint8_t*& data, int64_t stride, co
 
 // Adds runs to the totals of M rows from `row` on. A function of its own, in which few enough totals have registers;
 // its loops must be unrolled for that.
-template <int M, int B, class Codes, typename T>
+template <int M, int B, class Codes, class Runs, typename T>
 [[gnu::noinline]] void add_runs(const Product<T>& product, const Codes& codes, const uint8_t* data, int64_t stride,
-                                const KeptRuns<B>& kept, int64_t row, Floats (*totals)[B * kParts]) {
+                                const Runs& runs, int64_t row, Floats (*totals)[B * kParts]) {
   constexpr int kAll = B * kParts;
   constexpr bool kInRegisters = M * kAll <= kScaledTileRows * kParts;
   const int64_t num_inputs = product.weight.num_inputs, num_runs = product.weight.num_runs();
@@ -298,8 +231,7 @@ template <int M, int B, class Codes, typename T>
       for (int part = 0; part < kAll; ++part) here[m][part] = totals[m][part];
     }
   }
-  for (int i = 0; i < kept.count; ++i) {
-    const Run run = kept.runs[i];
+  runs.for_each([&](const Run& run, const Floats* scales, const Floats* offsets) {
     const int64_t first = row * num_runs + run.index;
     typename Codes::Sum sums[M][kAll];
 #pragma GCC unroll 12
@@ -315,20 +247,20 @@ template <int M, int B, class Codes, typename T>
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) {
         Floats& total = kInRegisters ? here[m][part] : totals[m][part];
-        total = fused(kept.scales[i][part], Codes::end(sums[m][part], zero), total);
+        total = fused(scales[part], Codes::end(sums[m][part], zero), total);
       }
     }
-    if (!has_offsets) continue;
+    if (!has_offsets) return;
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const Floats inputs = splat(product.run_sums[first + m * num_runs]);
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) {
         Floats& total = kInRegisters ? here[m][part] : totals[m][part];
-        total = fused(-kept.offsets[i][part], inputs, total);
+        total = fused(-offsets[part], inputs, total);
       }
     }
-  }
+  });
   if (kInRegisters) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
@@ -344,10 +276,14 @@ inline void multiply_grouped_blocks(const Product<T>& product, const Codes& code
   const int64_t stride = weight.num_inputs * Codes::kBytesPerInput;
   Floats totals[M][B * kParts] = {};
   fetch_updates<M, B>(product, row, block);
-  for_some_runs<B>(weight, block, [&](const KeptRuns<B>& kept) {
-    const uint8_t* data = weight.grouped.data + block * stride + kept.runs[0].first * Codes::kBytesPerInput;
-    add_runs<M, B>(product, codes, data, stride, kept, row, totals);
-  });
+  const uint8_t* data = weight.grouped.data + block * stride;
+  if constexpr (M <= 2) {
+    add_runs<M, B>(product, codes, data, stride, AllRuns<B, T>{weight, block}, row, totals);
+  } else {
+    for_some_runs<B>(weight, block, [&](const KeptRuns<B>& kept) {
+      add_runs<M, B>(product, codes, data + kept.runs[0].first * Codes::kBytesPerInput, stride, kept, row, totals);
+    });
+  }
   for (int m = 0; m < M; ++m) {
     for (int b = 0; b < B; ++b) {
       Codes::finish(product, row + m, totals[m] + b * kParts);

@@ -14,7 +14,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -72,22 +72,42 @@ class Kind(NamedTuple):
         return f"{named} of {self.shape.num_heads} KV heads of {self.shape.key_dim}"
 
 
-@dataclass(slots=True)
 class PreparedStep:
-    """One step, in the form that libraries take; made when its first layer asks."""
+    """One step, in the forms that libraries take; each is made once, when the first layer asks."""
 
-    batch: AttentionBatch
-    num_blocks: int
-    tables_RB: Tensor = field(init=False)
-    is_padding_T11: Tensor = field(init=False)
+    def __init__(self, batch: AttentionBatch, num_blocks: int) -> None:
+        self.batch = batch
+        self._num_blocks = num_blocks
+        self._tables_of_pages: dict[int, Tensor] = {}
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def tables_RB(self) -> Tensor:
+        """Return the blocks of each sequence, line by line."""
+        tables_CB, rows_R = self.batch.block_tables_CB[:, : self._num_blocks], self.batch.table_rows_R
+        return tables_CB if rows_R is None else tables_CB.index_select(0, rows_R)
+
+    def tables_in_pages(self, pages_per_block: int) -> Tensor:
+        """Return the first page of each block, where a pool has so many for each."""
+        if pages_per_block not in self._tables_of_pages:
+            self._tables_of_pages[pages_per_block] = self.tables_RB * pages_per_block
+        return self._tables_of_pages[pages_per_block]
+
+    @cached_property
+    def lens_of_one_or_more_R(self) -> Tensor:
+        """Return the lengths of sequences; those of padding are 1."""
+        return self.batch.seq_lens_R.clamp(min=1)
+
+    @cached_property
+    def key_starts_R(self) -> Tensor:
+        """Return [R + 1]: the sums of the lengths before each sequence, and of all."""
+        return torch.nn.functional.pad(self.batch.seq_lens_R.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @cached_property
+    def is_padding_T11(self) -> Tensor:
+        """Return the tokens of no sequence."""
         batch = self.batch
-        tables_CB = batch.block_tables_CB[:, : self.num_blocks]
-        rows_R = batch.table_rows_R
-        self.tables_RB = tables_CB if rows_R is None else tables_CB.index_select(0, rows_R)
         tokens_T = torch.arange(batch.num_tokens, device=batch.slots_T.device)
-        self.is_padding_T11 = (tokens_T >= batch.query_starts_R[-1])[:, None, None]
+        return (tokens_T >= batch.query_starts_R[-1])[:, None, None]
 
 
 class LibraryAttention(TritonAttention, ABC):

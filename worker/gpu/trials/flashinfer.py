@@ -116,7 +116,7 @@ class FlashInfer(LibraryAttention):
             workspace_buffer=self._decode_memory,
             block_tables=prepared.tables_RB.contiguous(),
             # Padding has a length of 0, from which the library would take its one token off.
-            seq_lens=batch.seq_lens_R.clamp(min=1),
+            seq_lens=prepared.lens_of_one_or_more_R,
             max_seq_len=batch.max_seq_len,
             bmm1_scale=options.scaling,
             kv_layout="HND",
@@ -130,20 +130,20 @@ class FlashInfer(LibraryAttention):
     ) -> Tensor:
         batch = prepared.batch
         pages_P2HSD, pages_per_block = _as_pages(layer)
-        ends_R = batch.seq_lens_R.cumsum(0, dtype=torch.int32)
         found_THD: Tensor = self._prefill(
             qkv=(queries_THD.contiguous(), pages_P2HSD),
             input_layout="Q_PAGED_KV_HND",
             workspace_buffer=self._prefill_memory,
             seq_lens=batch.seq_lens_R,
-            max_q_len=batch.max_query_len,
+            # A graph's bound of queries may be above that of keys, which the library forbids.
+            max_q_len=min(batch.max_query_len, batch.max_seq_len),
             max_kv_len=batch.max_seq_len,
             bmm1_scale=options.scaling,
             bmm2_scale=1.0,
             batch_size=batch.num_sequences,
             cum_seq_lens_q=batch.query_starts_R,
-            cum_seq_lens_kv=torch.nn.functional.pad(ends_R, (1, 0)),
-            block_tables=prepared.tables_RB * pages_per_block,
+            cum_seq_lens_kv=prepared.key_starts_R,
+            block_tables=prepared.tables_in_pages(pages_per_block),
             mask_mode="causal",
             logits_soft_cap_scale=options.softcap,
         )
