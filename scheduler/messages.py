@@ -194,8 +194,7 @@ class TokenLogprobs(NamedTuple):
     the generated token, then each of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewSequence:
+class NewSequence(NamedTuple):
     """Sequence that the worker has no row for: admitted first, or again after a preemption."""
 
     sequence_id: SequenceId
@@ -345,8 +344,7 @@ class ModelRunnerOutput:
     """Tokens that a draft model has computed, of each sequence that it was asked about."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceStart:
+class SequenceStart(NamedTuple):
     """Facts reported once, with the first output of a sequence."""
 
     queue_s: float

@@ -6,7 +6,7 @@ Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.
 (arXiv:2309.06180).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
@@ -247,7 +247,11 @@ class Scheduler:
 
     def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""
-        return self._queues.report(page, self._planner.reason_of, now_s=now_s)
+        return [report for report in self.reports(page, now_s=now_s) if report is not None]
+
+    def reports(self, page: Page, *, now_s: float) -> Iterator[SequenceReport | None]:
+        """Yield what `report` returns when the first is asked for, and None for others before the page."""
+        return self._queues.reports(page, self._planner.reason_of, now_s=now_s)
 
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""
@@ -464,13 +468,9 @@ class Scheduler:
             self.reset_prefix_cache()
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> None:
+        start, num_preemptions = seq.take_start(), seq.num_preemptions
         output = SequenceOutput(
-            seq.sequence_id,
-            (),
-            reason,
-            start=seq.take_start(),
-            message=message,
-            num_preemptions=seq.num_preemptions,
+            seq.sequence_id, (), reason, start=start, message=message, num_preemptions=num_preemptions
         )
         self._end(seq, reason, output)
 

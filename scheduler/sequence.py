@@ -4,7 +4,7 @@ Owns: the tokens of a sequence, how many of them are computed, its state and whi
 Never: decides anything. Only the scheduler and its parts write to it.
 """
 
-from enum import Enum
+from enum import StrEnum
 from hashlib import sha256
 
 from scheduler.messages import (
@@ -22,7 +22,7 @@ from scheduler.messages import (
 from scheduler.policy import Rank
 
 
-class Status(Enum):
+class Status(StrEnum):
     """State of a sequence: waiting, without or with a copy of its KV on the host, running, or finished."""
 
     WAITING = "waiting"
@@ -67,6 +67,7 @@ class Sequence:
         "finish_reason",
         "host_block_ids",
         "is_compiled",
+        "is_indivisible",
         "max_length",
         "num_bypasses",
         "num_cached_tokens",
@@ -90,6 +91,7 @@ class Sequence:
         "running_rank",
         "sequence_id",
         "status",
+        "tail_key",
         "tenant",
         "time_limits",
         "token_ids",
@@ -109,8 +111,7 @@ class Sequence:
         self.sequence_id = sequence_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        # Tokens that are known or being sampled, as far as they will have to be computed.
-        self.num_tokens = len(prompt_token_ids)
+        self.num_tokens = len(prompt_token_ids)  # known or being sampled, as far as they will be computed
         self.max_length = 0  # set by the scheduler; a token that reaches it is not computed any more
         self.params = params
         self.pooling = inputs.pooling
@@ -118,12 +119,12 @@ class Sequence:
         self.encoder_inputs = inputs.encoder_inputs
         self.prediction = inputs.prediction
         self.prompt_computation = _prompt_computation(params, inputs)
+        self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE  # all in one step
         self.priority = terms.priority
         self.tenant = terms.tenant
         self.cache_salt = terms.cache_salt
         self.time_limits = terms.time_limits
         self.client_index = client_index
-
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.admission, self.admitted_s = 0, 0.0
@@ -146,6 +147,7 @@ class Sequence:
         self.host_block_ids: list[BlockId] = []  # while it is swapped out; 0 as above
         self.num_swapped_tokens = 0  # computed tokens whose KV is in them
         self.block_keys: list[bytes] = []  # of the full blocks, as far as they were needed
+        self.tail_key: bytes | None = None  # of the prompt's tail; empty: none that others could have
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -156,14 +158,6 @@ class Sequence:
         if self.prompt_computation is PromptComputation.REUSING:
             return True
         return self.pooling is None and self.num_reported_positions >= self.num_prompt_tokens - 1
-
-    @property
-    def is_indivisible(self) -> bool:
-        """Whether its prompt is computed in one step or not at all.
-
-        Its blocks then hold nothing for others.
-        """
-        return self.prompt_computation is PromptComputation.AT_ONCE
 
     @property
     def has_grammar(self) -> bool:

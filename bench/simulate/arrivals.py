@@ -58,6 +58,8 @@ class Waiting(NamedTuple):
     number: int
     block_keys: list[bytes]
     """Keys of its blocks, where they are known; else the scheduler computes them."""
+    tail_key: bytes | None
+    """Key of its prompt's tail, in the same way; empty: no other prompt has that tail."""
 
 
 _NUM_ARGUMENTS = {"uniform": (2, 2), "exponential": (1, 2), "lognormal": (2, 3)}
@@ -299,6 +301,15 @@ class PromptMaker:
             return keys
         shared = b"group %s " % request.prefix_group.encode()
         return [shared + place for place in self._places[:num_shared]] + keys
+
+    def tail_key(self, request: SimRequest, block_size: int) -> bytes | None:
+        """Name the tail of a made-up prompt: all but its last token may be those of its group."""
+        if request.prompt:
+            return None
+        end = request.prompt_len - 1
+        if not request.prefix_group or request.prefix_len < end or end % block_size == 0:
+            return b""
+        return b"tail %d of group %s" % (end, request.prefix_group.encode())
 
     def _prefix(self, group: str, num_tokens: int) -> tuple[int, ...]:
         known = self._groups.get(group, ())

@@ -50,6 +50,8 @@ class LinearStepTime:
     per_token_s: float
     per_decode_s: float
     per_context_token_s: float
+    computing_share: float = 1.0
+    """Part of a step in which the model computes; the scheduler learns from that alone, as in the server."""
     variation: tuple[float, ...] = ()
     """Factors by which steps took more or less than that, one after the other; none: they did not."""
     moments_s: tuple[float, ...] = ()
@@ -208,12 +210,14 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     errors = np.abs(predicted_s / measured_s[is_kept] - 1)
     variation: Floats = (measured_s[is_kept] / predicted_s)[-MOST_FACTORS:]
     base, token, decode, context = (float(each) for each in found)
+    computing_s = sum(step.execute_s for step in traced)
     return FittedStepTime(
         model=LinearStepTime(
             base_s=base,
             per_token_s=token,
             per_decode_s=decode,
             per_context_token_s=context,
+            computing_share=min(computing_s / sum(seconds for _, seconds in _with_pauses(traced)), 1.0),
             variation=tuple(variation.tolist()),
             moments_s=tuple(moments_s[is_kept][-MOST_FACTORS:].tolist()),
             arrivals_s=tuple(step.time_s for step in traced for _ in step.arrived),

@@ -21,6 +21,7 @@ from bench.simulate.simulate_run import RunResult, simulate
 from bench.simulate.tally import GapCounts
 
 _PERCENTILES = ("p50", "p99")
+_NUM_DRAWS = 9
 _MOST_LATE_S = 0.25  # of an arrival in the trace, which notes them with its next step
 _MOST_TOKENS_OFF = 2  # of a request in the trace, which may have computed one that was thrown away
 _LEAST_ALIKE = 0.9  # of the requests of a run in its own trace
@@ -50,17 +51,30 @@ class Error:
     name: str
     percentile: str
     measured: float
-    simulated: float
+    draws: tuple[float, ...]
+    """Results of simulations that differ in how steps vary, in order."""
+    again: float | None
+    """Result of another run of the same load."""
+
+    @property
+    def simulated(self) -> float:
+        """The middle one of the draws."""
+        return self.draws[len(self.draws) // 2]
 
     @property
     def share(self) -> float:
         return self.simulated / self.measured - 1
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.name} {self.percentile} {self.measured:.1f} measured, "
             f"{self.simulated:.1f} simulated ({self.share:+.1%})"
         )
+        if len(self.draws) > 1:
+            text += f", from {self.draws[0]:.1f} to {self.draws[-1]:.1f} by the draw"
+        if self.again is not None:
+            text += f"; measured again {self.again:.1f} ({self.again / self.measured - 1:+.1%})"
+        return text
 
 
 class MeasuredRun:
@@ -105,62 +119,70 @@ class MeasuredRun:
         num_alike = sum(abs(here - there) <= _MOST_TOKENS_OFF for here, there in pairs)
         return num_alike >= _LEAST_ALIKE * len(own)
 
-    def overhead(self, setup: Setup) -> Overhead:
-        """Fit the time outside of steps to the first tokens, which come sooner in a simulation without it."""
-        result = simulate(self.requests, setup)
-        first_s = {
-            number: seconds
-            for tally in result.classes
-            for number, seconds in zip(tally.first_tokens, tally.ttft_s, strict=True)
-        }
-        pairs = [
-            (each.num_prompt_tokens, each.ttft_s - first_s[number])
-            for number, each in enumerate(self._records)
-            if each.ttft_s is not None and number in first_s
-        ]
+    def is_repeated_by(self, other: "MeasuredRun") -> bool:
+        """Whether another run had the same requests at the same moments."""
+        if len(self.requests) != len(other.requests):
+            return False
+        return all(
+            abs(here.arrival_s - there.arrival_s) < _MOST_LATE_S
+            and (here.prompt_len, here.max_tokens) == (there.prompt_len, there.max_tokens)
+            for here, there in zip(self.requests, other.requests, strict=True)
+        )
+
+    def overhead(self, draws: Iterable[Setup]) -> Overhead:
+        """Fit the time outside of steps to the first tokens, which come sooner in simulations without it."""
+        pairs: list[tuple[int, float]] = []
+        for setup in draws:
+            first_s = {
+                number: seconds
+                for tally in simulate(self.requests, setup).classes
+                for number, seconds in zip(tally.first_tokens, tally.ttft_s, strict=True)
+            }
+            pairs += [
+                (each.num_prompt_tokens, each.ttft_s - first_s[number])
+                for number, each in enumerate(self._records)
+                if each.ttft_s is not None and number in first_s
+            ]
         return _line_through(pairs)
 
-    def errors(self, result: RunResult) -> list[Error]:
-        """Compare with the same requests simulated."""
-        gaps = GapCounts()
-        for tally in result.classes:
-            gaps.include(tally.gaps.items())
-        measured_ttft_s = [each.ttft_s for each in self._records if each.ttft_s is not None]
-        pairs: list[tuple[str, Distribution | None, Distribution | None]] = [
-            ("TTFT", distribution_ms(measured_ttft_s), _all_ms(each.ttft_s for each in result.classes)),
-            (
-                "ITL",
-                distribution_ms(gap for each in self._records for gap in each.chunk_gaps_s),
-                gaps.distribution_ms(),
-            ),
-            (
-                "End to end",
-                distribution_ms(each.e2e_s for each in self._records),
-                _all_ms(each.e2e_s for each in result.classes),
-            ),
-        ]
+    def latencies_ms(self) -> dict[str, Distribution | None]:
+        return {
+            "TTFT": distribution_ms(each.ttft_s for each in self._records if each.ttft_s is not None),
+            "ITL": distribution_ms(gap for each in self._records for gap in each.chunk_gaps_s),
+            "End to end": distribution_ms(each.e2e_s for each in self._records),
+        }
+
+    def errors(self, results: Iterable[RunResult], again: "MeasuredRun | None") -> list[Error]:
+        """Compare with the same requests simulated, and measured again."""
+        drawn = [_simulated_ms(result) for result in results]
+        repeated = {} if again is None else again.latencies_ms()
         return [
             Error(
                 name=name,
                 percentile=percentile,
                 measured=getattr(measured, percentile),
-                simulated=getattr(simulated, percentile),
+                draws=tuple(sorted(getattr(each[name], percentile) for each in drawn)),
+                again=getattr(repeated.get(name), percentile, None),
             )
-            for name, measured, simulated in pairs
-            if measured is not None and simulated is not None
+            for name, measured in self.latencies_ms().items()
+            if measured is not None and all(each[name] is not None for each in drawn)
             for percentile in _PERCENTILES
         ]
 
 
-def calibrated(setup: Setup, run: MeasuredRun) -> tuple[Setup, list[Error]]:
+def calibrated(setup: Setup, run: MeasuredRun, again: MeasuredRun | None = None) -> tuple[Setup, list[Error]]:
     """Return the setup with the overhead of a measured run, and how far off that run it then is.
 
     Where the steps were fitted to a trace of that very run, the error is one at the speed that the machine
-    had at each moment: how fast a machine is now and then is not what the model is about.
+    had at each moment: how fast a machine is now and then is not what the model is about. How single steps
+    vary is drawn several times: near saturation that alone moves a percentile by a fourth.
     """
     beside = replace(setup, step_time=replace(setup.step_time, origin_s=run.origin_s(setup.step_time)))
-    beside = replace(beside, overhead=run.overhead(beside))
-    return replace(setup, overhead=beside.overhead), run.errors(simulate(run.requests, beside))
+    num_draws = _NUM_DRAWS if setup.step_time.variation else 1
+    draws = [replace(beside, draw=draw) for draw in range(num_draws)]
+    overhead = run.overhead(draws)
+    results = [simulate(run.requests, replace(each, overhead=overhead)) for each in draws]
+    return replace(setup, overhead=overhead), run.errors(results, again)
 
 
 def read_measured_run(path: Path) -> MeasuredRun:
@@ -175,6 +197,17 @@ def read_measured_run(path: Path) -> MeasuredRun:
     if not usable:
         raise ArrivalsError(f"{path} holds no completed requests")
     return MeasuredRun(usable)
+
+
+def _simulated_ms(result: RunResult) -> dict[str, Distribution | None]:
+    gaps = GapCounts()
+    for tally in result.classes:
+        gaps.include(tally.gaps.items())
+    return {
+        "TTFT": _all_ms(each.ttft_s for each in result.classes),
+        "ITL": gaps.distribution_ms(),
+        "End to end": _all_ms(each.e2e_s for each in result.classes),
+    }
 
 
 def _all_ms(parts: Iterable[Iterable[float]]) -> Distribution | None:

@@ -134,7 +134,7 @@ class Replica:
         self._slo = slo
         self._live: dict[SequenceId, _Live] = {}
         self._plan: SchedulerOutput | None = None
-        self._step_s = 0.0
+        self._computing_s = 0.0
         self._sampled: dict[SequenceId, tuple[int, ...]] = {}  # of the last step that ended
         self._sampled_s = 0.0  # when it ended
         self._num_pauses = 0
@@ -164,7 +164,7 @@ class Replica:
         if terms is None:
             terms = self._terms[index] = ServiceTerms(priority=request.priority, tenant=request.tenant)
         seq = Sequence(sequence_id, waiting.token_ids, params, terms, client_index=index)
-        seq.block_keys = waiting.block_keys
+        seq.block_keys, seq.tail_key = waiting.block_keys, waiting.tail_key
         try:
             self.scheduler.add_request(seq, now_s=now_s)
         except NeverFits:
@@ -198,8 +198,8 @@ class Replica:
             return
         # A step that ends now ends after the request has come.
         num_done = bisect_left(leap.ends_s, now_s)
-        self._do_steps(leap, num_done)
-        self._begin_steady(leap.durations_s[num_done : num_done + 1])
+        self._begin_steady(leap.durations_s[: num_done + 1])
+        self._note_steady(leap.ends_s[:num_done])
         self._variation.give_back(len(leap.ends_s) - num_done - 1)
         self._leap, self._has_landed, self._max_leap = None, True, _FIRST_LEAP
         self.event_s = leap.ends_s[num_done]
@@ -210,10 +210,10 @@ class Replica:
         if plan is None:
             self._end_without_plan(now_s)
             return
-        sampled = dict.fromkeys([share[0] for share in plan.scheduled if share[3]], _TOKEN)
+        sampled = {share[0]: _TOKEN for share in plan.scheduled if share[3]}
         if self._drafts is not None:
             self._drafts.verify(plan, sampled)
-        self.scheduler.observe_step(plan, self._step_s, self._passes)
+        self.scheduler.observe_step(plan, self._computing_s, self._passes)
         followed = {} if self._drafts is None else self._drafts.followed(plan, sampled)
         outputs = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
@@ -242,7 +242,8 @@ class Replica:
     def _end_without_plan(self, now_s: float) -> None:
         """End a leap, the step of a leap that was cut short, or a pause."""
         if self._leap is not None:
-            self._do_steps(self._leap, len(self._leap.ends_s))
+            self._begin_steady(self._leap.durations_s)
+            self._note_steady(self._leap.ends_s)
             self._leap, self._max_leap = None, min(2 * self._max_leap, _LONGEST_LEAP)
         elif self._has_landed:
             self._has_landed = False
@@ -274,18 +275,16 @@ class Replica:
         self.num_running, self.num_waiting = steady.num, 0
         return ends_s[-1]
 
-    def _do_steps(self, leap: _Leap, num_steps: int) -> None:
-        """Do the first steps of a leap."""
-        self._begin_steady(leap.durations_s[:num_steps])
-        self._note_steady(leap.ends_s[:num_steps])
-
     def _begin_steady(self, durations_s: SequenceOf[float]) -> None:
         """Begin steps in which nothing is decided."""
-        num_used = self._steady.leap(durations_s)
+        share = self._step_time.computing_share
+        num_used = self._steady.leap(
+            durations_s if share == 1 else [seconds * share for seconds in durations_s]
+        )
         for seconds, num in zip(durations_s, num_used, strict=True):
             self.kv_block_s += num * seconds
             self.busy_s += seconds
-        self.max_used_blocks = max(self.max_used_blocks, max(num_used, default=0))
+        self.max_used_blocks = max(self.max_used_blocks, num_used[-1])  # none are given back meanwhile
         self.num_tokens += self._steady.num * len(durations_s)
 
     def _note_steady(self, ends_s: SequenceOf[float]) -> None:
@@ -311,7 +310,7 @@ class Replica:
         steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
-        self._plan, self._step_s = plan, seconds
+        self._plan, self._computing_s = plan, seconds * self._step_time.computing_share
         if self._drafts is not None:
             self._passes = self._drafts.passes(plan)
             seconds += sum([each for _, each in self._passes])

@@ -62,6 +62,8 @@ class Setup:
 
     overhead: Overhead = NO_OVERHEAD
     drafts: DraftSource = NO_DRAFTS
+    draw: int = 0
+    """Number of the seed by which steps vary."""
 
     def num_replicas_of(self, cell: int) -> int:
         return self.num_replicas // self.cells + (cell < self.num_replicas % self.cells)

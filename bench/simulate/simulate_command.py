@@ -184,7 +184,9 @@ def _base(
     if measured is not None:
         if any(value is not None for value in given_overhead):
             raise _Usage("--measured finds the overhead, so it cannot be given with it")
-        alone, errors = calibrated(alone, measured)
+        alone, errors = calibrated(alone, measured, _measured_again(options, measured))
+    elif options.measured_again:
+        raise _Usage("--measured-again is compared with --measured, which is not given")
     else:
         base_ms, token_us = (value or 0.0 for value in given_overhead)
         alone = replace(alone, overhead=Overhead(base_s=base_ms / 1e3, per_prompt_token_s=token_us / 1e6))
@@ -202,6 +204,15 @@ def _base(
     elif options.draft_pass_ms:
         raise _Usage("--draft-pass-ms is the time of drafts, and --draft-rates are not given")
     return base, errors
+
+
+def _measured_again(options: argparse.Namespace, measured: MeasuredRun) -> MeasuredRun | None:
+    if not options.measured_again:
+        return None
+    again = read_measured_run(options.measured_again)
+    if not measured.is_repeated_by(again):
+        raise _Usage(f"{options.measured_again} is not a run of the same load as {options.measured}")
+    return again
 
 
 def _variants(options: argparse.Namespace, base: Setup) -> list[Setup]:
@@ -366,6 +377,12 @@ def _add_overhead(group: Any) -> None:
         help="a run of `tokenyard bench serve --json`: find the overhead in it, print how far off the "
         "simulation of it is, and simulate its requests if no others are given; the other options must "
         "describe its server",
+    )
+    add(
+        "--measured-again",
+        type=Path,
+        metavar="FILE",
+        help="another run of the same load: print beside each error how far apart the two runs are",
     )
 
 

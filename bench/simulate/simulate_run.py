@@ -6,8 +6,10 @@ At one moment arrivals come first, so that a step which begins then sees them al
 their order. The same requests and the same setup give the same result, to the last bit.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -82,13 +84,13 @@ class _Run:
     def __init__(self, setup: Setup, slo: Slo, cell: int) -> None:
         self._setup = setup
         num_replicas = setup.num_replicas_of(cell)
-        first_replica = sum(map(setup.num_replicas_of, range(cell)))
+        first_seed = setup.draw * setup.num_replicas + sum(map(setup.num_replicas_of, range(cell)))
         # One line before the replicas looks at each step of theirs.
         stepping = Stepping.EACH if setup.router is RouterKind.ONE_LINE else setup.stepping
         self.tallies = Tallies()
         self.replicas = [
             Replica(setup.config, setup.step_time, self.tallies, slo, setup.drafts, Pace(stepping, seed))
-            for seed in range(first_replica, first_replica + num_replicas)
+            for seed in range(first_seed, first_seed + num_replicas)
         ]
         self.queue = QueueLine()
         self.now_s = 0.0
@@ -109,8 +111,11 @@ class _Run:
     def arrive(self, request: SimRequest, number: int, now_s: float) -> None:
         """Let a request, which was sent at its `arrival_s`, come to the replicas."""
         token_ids = self._prompts.token_ids(request, number)
-        keys = self._prompts.block_keys(request, number, self._block_size) if self._has_keys else []
-        waiting = Waiting(request, token_ids, number, keys)
+        keys, tail_key = [], None
+        if self._has_keys:
+            keys = self._prompts.block_keys(request, number, self._block_size)
+            tail_key = self._prompts.tail_key(request, self._block_size)
+        waiting = Waiting(request, token_ids, number, keys, tail_key)
         if self._one_line is None:
             self._place(self._router(request), waiting, now_s)
         else:
@@ -187,18 +192,39 @@ def simulate_cell(
     Cells have a router and a part of the replicas each, and take turns with the requests; so they know
     nothing of each other.
     """
-    run = _Run(setup, slo, cell)
+    with _without_collector():
+        run = _Run(setup, slo, cell)
+        _serve(run, workload, setup, cell, on_arrival)
+    return _result(run, setup)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the collector of cycles from looking through all replicas again and again: requests make none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _serve(
+    run: _Run, workload: Iterable[SimRequest], setup: Setup, cell: int, on_arrival: Callable[[int], None]
+) -> None:
     on_the_way: list[tuple[float, int, SimRequest]] = []
     for number, request in enumerate(workload):
         if number % setup.cells == cell:
-            sent_s = request.arrival_s / setup.load
-            come_s = sent_s + setup.overhead.seconds(request.prompt_len)
-            heappush(on_the_way, (come_s, number, request._replace(arrival_s=sent_s)))
-            _let_arrive(run, on_the_way, until_s=sent_s)
+            sent = request
+            if setup.load != 1:
+                sent = request._replace(arrival_s=request.arrival_s / setup.load)
+            come_s = sent.arrival_s + setup.overhead.seconds(sent.prompt_len)
+            heappush(on_the_way, (come_s, number, sent))
+            _let_arrive(run, on_the_way, until_s=sent.arrival_s)
             on_arrival(number + 1)
     _let_arrive(run, on_the_way, until_s=inf)
     run.advance(inf)
-    return _result(run, setup)
 
 
 def _let_arrive(run: _Run, on_the_way: list[tuple[float, int, SimRequest]], *, until_s: float) -> None:

@@ -18,6 +18,7 @@ from math import isfinite
 from typing import NamedTuple, Protocol
 
 from engine.core.adapter_desk import AdapterDesk, Adapters
+from engine.core.explanations import Explanations
 from engine.core.grammar_desk import CompilesAhead, GrammarDesk
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
@@ -28,7 +29,6 @@ from engine.process_messages import (
     Beat,
     EndSequences,
     Explain,
-    Explanation,
     ForgetAdapter,
     LoadAdapter,
     Outputs,
@@ -155,6 +155,7 @@ class EngineLoop:
         self._rank_times_s = beside.rank_times_s
         self._names = RequestNames()
         self._watch = StepWatch(scheduler, mailbox.send, self._names)
+        self._explanations = Explanations(scheduler, mailbox.send)
         self._under_way: deque[_StepUnderWay] = deque()
         self._last_result_s = float("-inf")
         self._is_stopping = False
@@ -175,6 +176,7 @@ class EngineLoop:
     def turn(self) -> None:
         """Launch one step and take in the results that are due; when idle, wait for messages."""
         self._take_messages(wait_s=self._wait_s())
+        self._explanations.go_on(now_s=self._clock())
         plan = self._plan_with_arrivals()
         self._waits_for_grammars = plan.is_empty and self._grammars.is_busy and not self._under_way
         for _ in range(self._num_results_due(plan)):
@@ -189,7 +191,8 @@ class EngineLoop:
 
     @property
     def _is_idle(self) -> bool:
-        return not self._scheduler.has_unfinished_requests and not self._under_way
+        is_busy = self._scheduler.has_unfinished_requests or self._under_way or self._explanations.are_due
+        return not is_busy
 
     def _plan_with_arrivals(self) -> SchedulerOutput:
         """Launch one step; if there is none while others are computed, one for what arrives meanwhile.
@@ -216,7 +219,7 @@ class EngineLoop:
                 case EndSequences():
                     self._end(message)
                 case Explain():
-                    self._explain(message)
+                    self._explanations.ask(message)
                 case Watch():
                     self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
                 case LoadAdapter():
@@ -234,11 +237,6 @@ class EngineLoop:
         self._watch.note_ends(message.sequence_ids)
         if self._trace is not None:
             self._trace.note_ends(message.sequence_ids)
-
-    def _explain(self, asked: Explain) -> None:
-        num_live = sum(self._scheduler.get_request_counts())
-        reports = self._scheduler.report(asked.page, now_s=self._clock())
-        self._mailbox.send(Explanation(question=asked.question, num_live=num_live, reports=reports))
 
     def _add(self, request: AddRequest) -> None:
         now_s = self._clock()

@@ -457,7 +457,7 @@ class ActiveRequests:
     def _note_start(self, active: AnyActive, start: SequenceStart, now_s: float) -> None:
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
         if self._chooses:
-            start = replace(start, queue_s=start.queue_s + active.sent_s - active.arrived_s)
+            start = start._replace(queue_s=start.queue_s + active.sent_s - active.arrived_s)
         self._dispatcher.note_start(active.ticket)
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:

@@ -13,7 +13,8 @@ from engine.errors import EngineUnavailable
 from engine.process_messages import Explain, Explanation, ToEngine
 from scheduler.messages import Page, SequenceReport
 
-_MAX_ANSWER_S = 5.0
+_MAX_ANSWER_S = 30.0
+"""A far page is found in parts, one with each step; steps may be long."""
 
 
 class InLine(Protocol):

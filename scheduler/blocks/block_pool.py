@@ -73,15 +73,21 @@ class BlockPool:
         It becomes the next to be reused, or the last if it is in `kept`: its content may be asked for again.
         """
         after, before, references = self._after, self._before, self._references
+        num_freed = 0
         for block in blocks:
-            assert references[block] > 0, f"block {block} is free already"
-            references[block] -= 1
-            if references[block]:
+            num_left = references[block] - 1
+            assert num_left >= 0, f"block {block} is free already"
+            references[block] = num_left
+            if num_left:
                 continue
-            left, right = (before[_SENTINEL], _SENTINEL) if block in kept else (_SENTINEL, after[_SENTINEL])
+            if block in kept:
+                left, right = before[_SENTINEL], _SENTINEL
+            else:
+                left, right = _SENTINEL, after[_SENTINEL]
             before[block], after[block] = left, right
             after[left] = before[right] = block
-            self.num_free += 1
+            num_freed += 1
+        self.num_free += num_freed
 
     def free_blocks(self) -> list[BlockId]:
         """Free blocks in the order in which they would be reused. O(free); for tests and invariants."""

@@ -11,7 +11,6 @@ in the plan that copies it out, but not in the plan that copies from it: sources
 are held until the plan is complete.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -40,8 +39,7 @@ class AllocationStatus(Enum):
     NEVER = "never"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockDemand:
+class BlockDemand(NamedTuple):
     """Blocks that admitting a sequence would take out of the pool. Good until another is admitted."""
 
     hit: PrefixHit
@@ -199,10 +197,11 @@ class KVCacheManager:
         seq.num_slots = len(seq.block_ids) * self.block_size
         return fresh
 
-    def append_block(self, seq: Sequence) -> None:
-        """Give one block; the caller makes sure that one is missing, and that one is free."""
-        seq.block_ids += self._take(1)
-        seq.num_slots += self.block_size
+    def append_blocks(self, seqs: list[Sequence]) -> None:
+        """Give one block to each in turn; the caller makes sure that all are missing, and so many free."""
+        for seq, block in zip(seqs, self._take(len(seqs)), strict=True):
+            seq.block_ids.append(block)
+            seq.num_slots += self.block_size
 
     def pass_blocks(self, seq: Sequence) -> None:
         """Give up blocks that the window has passed, now that the next share of `seq` is planned.
@@ -251,8 +250,9 @@ class KVCacheManager:
 
     def drop_copy(self, seq: Sequence) -> None:
         """Give up the copy on the host: the sequence is back or has ended, or its copy cannot be trusted."""
-        self.swap_space.give_back(block for block in reversed(seq.host_block_ids) if block != _PASSED)
-        seq.host_block_ids = []
+        if seq.host_block_ids:
+            self.swap_space.give_back(block for block in reversed(seq.host_block_ids) if block != _PASSED)
+            seq.host_block_ids = []
         seq.num_swapped_tokens = 0
 
     def complete_plan(self) -> list[BlockCopy]:

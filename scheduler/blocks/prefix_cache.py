@@ -6,7 +6,7 @@ Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the 
 """
 
 from collections.abc import KeysView
-from itertools import takewhile
+from itertools import repeat, takewhile
 
 from scheduler.messages import BlockId
 from scheduler.prefix_keys import PrefixJournal
@@ -51,11 +51,13 @@ class PrefixCache:
 
     def publish_all(self, keys: list[bytes], blocks: list[BlockId]) -> None:
         """Publish each block under its key."""
-        for key, block in zip(keys, blocks, strict=True):
-            if key not in self._block_by_key:
-                self._block_by_key[key] = block
-                self._key_by_block[block] = key
-                self.num_changes += 1
+        if not self._block_by_key.keys().isdisjoint(keys):
+            known = self._block_by_key
+            pairs = [pair for pair in zip(keys, blocks, strict=True) if pair[0] not in known]
+            keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
+        self._block_by_key.update(zip(keys, blocks, strict=True))
+        self._key_by_block.update(zip(blocks, keys, strict=True))
+        self.num_changes += len(keys)
 
     def replace(self, key: bytes, block: BlockId) -> None:
         """Publish; a block that had the key before is not found any more."""
@@ -68,19 +70,19 @@ class PrefixCache:
 
         Returns its key, if it had one.
         """
-        key = self._key_by_block.pop(block, None)
-        if key is not None:
-            del self._block_by_key[key]
-            self.num_changes += 1
-            if self.journal is not None:
-                self.journal.note_forgotten(key)
-        return key
+        found = self.forget_all([block])
+        return found[0][0] if found else None
 
     def forget_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
         """Remove those of the blocks that can be found; returns them, with their keys."""
-        found = [(self._key_by_block[block], block) for block in blocks if block in self._key_by_block]
-        for _, block in found:
-            self.forget(block)
+        keys = map(self._key_by_block.pop, blocks, repeat(b""))
+        found = [pair for pair in zip(keys, blocks, strict=True) if pair[0]]
+        for key, _ in found:
+            del self._block_by_key[key]
+        self.num_changes += len(found)
+        if self.journal is not None:
+            for key, _ in found:
+                self.journal.note_forgotten(key)
         return found
 
     def forget_key(self, key: bytes) -> None:

@@ -77,12 +77,12 @@ class PrefixIndex:
                     self._publish(seq, place, keys[place])
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
-            if key is not None:
+            if key:
                 self._new_tails.append((key, seq.block_ids[self._num_findable_of_prompt(seq)]))
 
     def publish_hit(self, seq: Sequence, hit: PrefixHit) -> None:
         """Let blocks that this plan copies in be found: they arrive before anything is computed."""
-        if not self._is_on:
+        if not self._is_on or not hit.host:
             return
         num_full = hit.num_tokens // self._block_size
         keys = self._keys(seq, num_full)
@@ -106,7 +106,8 @@ class PrefixIndex:
 
     def reuse_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
         """Forget blocks, as `reuse` does; returns those that were found, with their keys."""
-        self._tails.forget_all(blocks)
+        if len(self._tails):
+            self._tails.forget_all(blocks)
         return self.cache.forget_all(blocks)
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
@@ -152,8 +153,10 @@ class PrefixIndex:
         keys = self._keys(seq, num_findable)
         # Most often that is all: one call, because a long prompt that does not fit is looked up in each step.
         device = dict(enumerate(self.cache.leading_blocks(keys[:num_findable])))
-        host: dict[int, BlockId] = {}
         end, unbroken_from = len(device), 0
+        if not self.keeps_on_host and not self._attended.is_limited:
+            return PrefixHit(num_tokens=end * self._block_size, device=device)
+        host: dict[int, BlockId] = {}
         for place in range(end, num_findable):
             if (block := self.cache.get(keys[place])) is not None:
                 device[place] = block
@@ -166,8 +169,6 @@ class PrefixIndex:
                 break
             if unbroken_from <= self._attended.first_block((place + 1) * self._block_size):
                 end = place + 1
-        if not host and not self._attended.is_limited:
-            return PrefixHit(num_tokens=end * self._block_size, device=device)
         first = self._attended.first_block(end * self._block_size)
         return PrefixHit(
             num_tokens=end * self._block_size,
@@ -191,17 +192,18 @@ class PrefixIndex:
     def _find_tail(self, seq: Sequence) -> BlockId | None:
         if not self._is_on or not seq.reads_prefix_cache or seq.num_tokens > seq.num_prompt_tokens:
             return None
-        key = self._tail_key(seq) if len(self._tails) else None
-        return None if key is None else self._tails.get(key)
+        return self._tails.get(self._tail_key(seq)) if len(self._tails) else None
 
-    def _tail_key(self, seq: Sequence) -> bytes | None:
-        """Key of a prompt's tail; None if it has none."""
-        place, end = self._num_findable_of_prompt(seq), seq.num_prompt_tokens - 1
-        start = place * self._block_size
-        if start == end:
-            return None
-        parent = self._parent_key(seq, place)
-        return block_key(parent, seq.token_ids[start:end], seq.inputs_within(start, end))
+    def _tail_key(self, seq: Sequence) -> bytes:
+        """Key of a prompt's tail; empty if it has none."""
+        if seq.tail_key is None:
+            place, end = self._num_findable_of_prompt(seq), seq.num_prompt_tokens - 1
+            start = place * self._block_size
+            seq.tail_key = b""
+            if start < end:
+                parent = self._parent_key(seq, place)
+                seq.tail_key = block_key(parent, seq.token_ids[start:end], seq.inputs_within(start, end))
+        return seq.tail_key
 
     def _num_findable(self, seq: Sequence) -> int:
         """Full blocks of all known tokens but the last, which is computed in any case."""

@@ -45,6 +45,8 @@ class Deadlines:
 
     def add(self, seq: Sequence) -> None:
         """Note the limits of a sequence, once, when it is added."""
+        if isinf(seq.time_limits.nearest_s):
+            return
         for limit, seconds in _limits_of(seq):
             if not isinf(seconds):
                 # Three entries of one sequence may fall on one moment: the place in the heap decides then.

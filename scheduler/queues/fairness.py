@@ -11,11 +11,12 @@ rank decides.
 """
 
 from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush, heapreplace, merge
+from heapq import heappop, heappush, heapreplace
 from math import inf
 from operator import attrgetter
 
 from scheduler.policy import OrderOfService, Rank
+from scheduler.queues.lazy_heap import Entry, walk
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence
 from scheduler.tenant_ledger import TenantLedger
@@ -107,8 +108,12 @@ class FairWaitingQueue:
 
     def in_order(self) -> Iterator[Sequence]:
         """Iterate by rank, whatever service the tenants had."""
-        queues = [queue.in_order() for level in self._levels.values() for queue in level.queues()]
-        return merge(*queues, key=_rank_of)
+        return filter(None, walk(self.heaps()))
+
+    def heaps(self) -> Iterable[list[Entry]]:
+        """Entries, as heaps that `walk` reads."""
+        queues = [queue for level in self._levels.values() for queue in level.queues()]
+        return [heap for queue in queues for heap in queue.heaps()]
 
     def push(self, seq: Sequence) -> None:
         key = self._order.level(seq.priority)

@@ -5,13 +5,13 @@ there are more of them than living ones. So no single call pays for a mass of ab
 Never: decides that a sequence waits; `Sequence.turn` says so, and changes whenever one begins or ceases to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from scheduler.policy import Rank
 from scheduler.sequence import Sequence
 
-_Entry = tuple[Rank, int, Sequence]
+Entry = tuple[Rank, int, Sequence]
 
 _SWEEP_ABOVE = 64
 _SWEPT_AT_ONCE = 4
@@ -21,8 +21,8 @@ class LazyHeap:
     """Sequences by a key that is fixed while they wait. Adding costs O(log n), removing O(log n) at worst."""
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._unswept: list[_Entry] = []
+        self._heap: list[Entry] = []
+        self._unswept: list[Entry] = []
         """A heap too: entries are taken from its end, and the living ones of them go to the other."""
         self._num_live = 0
 
@@ -56,27 +56,18 @@ class LazyHeap:
 
     def first(self, num: int) -> list[Sequence]:
         """At most `num` sequences, in order. O(num * log n)."""
-        entries: list[_Entry] = []
+        entries: list[Entry] = []
         while len(entries) < num and (heap := self._best()):
             entries.append(heappop(heap))
         for entry in entries:
             heappush(self._heap, entry)
         return [seq for _, _, seq in entries]
 
-    def in_order(self) -> Iterator[Sequence]:
-        """Iterate in order, without changing anything: the first k of n cost O(k log k)."""
-        roots = [(heap[0], 0, heap) for heap in (self._heap, self._unswept) if heap]
-        frontier = [(entry, id(heap), place, heap) for entry, place, heap in roots]
-        heapify(frontier)
-        while frontier:
-            (_, turn, seq), _, place, heap = heappop(frontier)
-            for child in (2 * place + 1, 2 * place + 2):
-                if child < len(heap):
-                    heappush(frontier, (heap[child], id(heap), child, heap))
-            if turn == seq.turn:
-                yield seq
+    def heaps(self) -> tuple[list[Entry], ...]:
+        """Entries, as heaps that `walk` reads."""
+        return self._heap, self._unswept
 
-    def _best(self) -> list[_Entry]:
+    def _best(self) -> list[Entry]:
         """Heap whose first entry lives and is the best of both; an empty one if there is none."""
         heap = _with_living_first(self._heap)
         if not self._unswept:
@@ -94,7 +85,23 @@ class LazyHeap:
             self._heap, self._unswept = [], self._heap
 
 
-def _with_living_first(heap: list[_Entry]) -> list[_Entry]:
+def walk(heaps: Iterable[list[Entry]]) -> Iterator[Sequence | None]:
+    """Iterate over the entries of several heaps in order, and change none: the first k cost O(k log k).
+
+    None stands for a dead entry.
+    """
+    frontier = [(heap[0][0], number, 0, heap) for number, heap in enumerate(heaps) if heap]
+    heapify(frontier)
+    while frontier:
+        _, number, place, heap = heappop(frontier)
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(heap):
+                heappush(frontier, (heap[child][0], number, child, heap))
+        _, turn, seq = heap[place]
+        yield seq if turn == seq.turn else None
+
+
+def _with_living_first(heap: list[Entry]) -> list[Entry]:
     while heap and heap[0][1] != heap[0][2].turn:
         heappop(heap)
     return heap

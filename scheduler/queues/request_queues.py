@@ -5,8 +5,8 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import attrgetter
 
 from scheduler.config import Fairness, SchedulerConfig
@@ -14,7 +14,7 @@ from scheduler.messages import Page, RequestCounts, SequenceId, SequenceReport, 
 from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
-from scheduler.queues.lazy_heap import LazyHeap
+from scheduler.queues.lazy_heap import LazyHeap, walk
 from scheduler.queues.need_index import NeedIndex
 from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import WaitingQueue
@@ -165,27 +165,29 @@ class RequestQueues:
         ]
         return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
-    def report(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> list[SequenceReport]:
-        """A page of the running queue and, behind it, those whose grammar is compiled and the waiting queue.
+    def reports(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> Iterator[SequenceReport | None]:
+        """Yield a page of the running queue, those whose grammar is compiled, and the waiting queue by rank.
 
-        Built on request only; O(end of the page).
+        None stands for a sequence before the page, or that has left meanwhile. The first costs a copy of the
+        waiting queue, each O(log(waiting)). The queues may change between two of them.
         """
         num_running = len(self.running)
-        expected_s = self.forecast.expected_s
-        shown = islice(enumerate(self.running), page.first, page.first + page.most)
-        running = [_report(seq, place, "", None, now_s) for place, seq in shown]
         begin = max(page.first - num_running, 0)
         end = max(page.first + page.most - num_running, 0)
-        num_compiling = len(self.compilations)
-        in_order = chain(self.compilations, self.waiting.in_order())
-        waiting = zip(range(begin, end), islice(in_order, begin, end), strict=False)
-        return running + [
-            _report(
-                *(seq, place, reason_of(seq, place - num_compiling).value),
-                *(expected_s(place, now_s=now_s), now_s),
-            )
-            for place, seq in waiting
-        ]
+        compiling = list(self.compilations)
+        heaps = [heap.copy() for heap in self.waiting.heaps()] if begin < end else []
+        for place, seq in enumerate(self.running[page.first : page.first + page.most], page.first):
+            yield _report(seq, place, "", None, now_s) if seq.status is Status.RUNNING else None
+        place = 0
+        for waiting in chain(compiling, walk(heaps)):
+            if place == end:
+                return
+            if waiting is None or waiting.status is Status.FINISHED or place < begin:
+                yield None
+            else:
+                reason = reason_of(waiting, place - len(compiling)).value
+                yield _report(waiting, place, reason, self.forecast.expected_s(place, now_s=now_s), now_s)
+            place += waiting is not None
 
     def _wait(self, seq: Sequence) -> None:
         seq.turn += 1

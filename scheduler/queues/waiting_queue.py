@@ -5,7 +5,7 @@ Owns: nothing beyond a heap by rank; it has the interface of FairWaitingQueue.
 
 from collections.abc import Iterator
 
-from scheduler.queues.lazy_heap import LazyHeap
+from scheduler.queues.lazy_heap import Entry, LazyHeap, walk
 from scheduler.sequence import Sequence
 
 
@@ -24,7 +24,11 @@ class WaitingQueue:
 
     def in_order(self) -> Iterator[Sequence]:
         """Iterate by rank; the first k cost O(k log k)."""
-        return self._heap.in_order()
+        return filter(None, walk(self.heaps()))
+
+    def heaps(self) -> tuple[list[Entry], ...]:
+        """Entries, as heaps that `walk` reads."""
+        return self._heap.heaps()
 
     @property
     def num_entries(self) -> int:

@@ -179,7 +179,7 @@ def budget_for_step(
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
     return SchedulingBudget(
-        limits._replace(max_tokens=limits.max_tokens - queues.num_steady) if queues.num_steady else limits,
+        StepLimits(limits.max_tokens - queues.num_steady, limits.max_prefill_tokens),
         free_seqs=config.max_num_seqs - queues.num_running,
         max_grammar_s=config.max_grammar_s,
         num_decodes=num_decodes - queues.num_steady,

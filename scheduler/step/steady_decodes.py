@@ -12,6 +12,9 @@ a plan leaves a token and a place to each. Their own fields stand still; `_settl
     calendar   step 17: a, d      block full, or block needed: done there, in order of rank; before a plan the
                step 18: a         ones behind a prompt, or behind another that needs one, go back to the queue
     ends       step 41: d         the last token: back to the queue before a plan, else it ends with the leap
+
+Keys that are there before their tokens are names, which no other sequence has. Nobody can miss such blocks,
+so they are published when their sequence goes back.
 """
 
 from collections import Counter, defaultdict
@@ -112,12 +115,13 @@ class SteadyDecodes:
         Returns the blocks in use after the beginning of each.
         """
         counters, calendar, pool, num = self._counters, self._calendar, self._kv.pool, self.num
-        num_used = []
+        num_used, lacking = [], list[Sequence]()
         for step in range(counters.num_steps, counters.num_steps + len(durations_s)):
             if step in calendar:
-                self._pass_blocks(step)
-                self._kv.complete_plan()
-            num_used.append(pool.num_used)
+                for seq in self._events(step):
+                    self._pass_block(seq, step, lacking)
+            num_used.append(pool.num_used + len(lacking))
+        self._give_blocks(lacking)
         counters.num_steps += len(durations_s)
         counters.num_scheduled_tokens += num * len(durations_s)
         self.num_context_tokens += num * len(durations_s)
@@ -162,11 +166,17 @@ class SteadyDecodes:
         """Steps before the one that samples its last token."""
         return seq.max_length - seq.num_tokens - 1
 
-    def _steps_to_block(self, num_computed: int, num_slots: int) -> int:
+    def _is_named(self, seq: Sequence) -> bool:
+        """Whether the keys of all its blocks are there."""
+        return len(seq.block_keys) >= seq.max_length // self._block_size
+
+    def _steps_to_block(self, seq: Sequence, num_computed: int) -> int:
         """Steps before the one that needs a block, or fills one that others are to find."""
-        if num_computed >= num_slots:
+        if num_computed >= seq.num_slots:
             return 0
-        return (-num_computed - 1) % self._block_size if self._publishes else num_slots - num_computed
+        if self._publishes and not self._is_named(seq):
+            return (-num_computed - 1) % self._block_size
+        return seq.num_slots - num_computed
 
     def _all(self) -> list[Sequence]:
         return [seq for seqs in self._ends.values() for seq in seqs]
@@ -175,7 +185,7 @@ class SteadyDecodes:
         step = self._counters.num_steps
         self._queues.set_aside(seq)
         self._since[seq.sequence_id] = step
-        to_block = self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
+        to_block = self._steps_to_block(seq, seq.num_computed_tokens)
         self._calendar[step + to_block].append(seq)
         self._ends[step + self._steps_to_end(seq)].append(seq)
         self._highest_priority = max(self._highest_priority, seq.priority)
@@ -184,10 +194,12 @@ class SteadyDecodes:
         self.entered.append(seq.sequence_id)
 
     def _bring_back(self, seq: Sequence) -> None:
-        step = self._counters.num_steps
+        step, start = self._counters.num_steps, seq.num_computed_tokens
         self._settle(seq, step)
+        if self._is_named(seq):
+            self._kv.publish(seq, start, seq.num_computed_tokens)
         del self._since[seq.sequence_id]
-        to_block = self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
+        to_block = self._steps_to_block(seq, seq.num_computed_tokens)
         _take_off(self._calendar, step + to_block, seq)
         _take_off(self._ends, step + self._steps_to_end(seq), seq)
         self._queues.bring_back(seq)
@@ -205,36 +217,55 @@ class SteadyDecodes:
         seq.num_tokens += num_steps
         seq.num_computed_tokens += num_steps
 
-    def _pass_blocks(self, step: int) -> None:
-        """Do what the calendar says, as a plan would: in order of rank, and the queue after these."""
+    def _events(self, step: int) -> list[Sequence]:
+        """Take what the calendar has for a step, in order of rank."""
         events = self._calendar.pop(step, [])
         if len(events) > 1:
             events.sort(key=_running_rank_of)
+        return events
+
+    def _pass_blocks(self, step: int) -> None:
+        """Do what the calendar says, as a plan would: in order of rank, and the queue after these."""
+        events = self._events(step)
+        if not events:
+            return
         needing = (seq.running_rank for seq in self._queues.running if self._needs_blocks(seq))
-        first = next(needing, None)
+        first, lacking = next(needing, None), list[Sequence]()
         for place, seq in enumerate(events):
             if first is not None and first < seq.running_rank:
                 for later in events[place:]:
                     self._bring_back(later)
-                return
-            self._pass_block(seq, step)
+                break
+            self._pass_block(seq, step, lacking)
+        self._give_blocks(lacking)
 
     def _needs_blocks(self, seq: Sequence) -> bool:
         """Whether a plan may take blocks for a sequence of the queue, or let others find one."""
         is_decode = seq.num_tokens - seq.num_computed_tokens == 1
-        return not is_decode or not self._steps_to_block(seq.num_computed_tokens, seq.num_slots)
+        return not is_decode or not self._steps_to_block(seq, seq.num_computed_tokens)
 
-    def _pass_block(self, seq: Sequence, step: int) -> None:
-        """Give a sequence its next block, or let others find the one that this step fills."""
+    def _pass_block(self, seq: Sequence, step: int, lacking: list[Sequence]) -> None:
+        """Note that a sequence lacks a block, or let others find the one that this step fills."""
+        if not self._publishes or self._is_named(seq):
+            lacking.append(seq)
+            self._calendar[step + self._block_size].append(seq)
+            return
         start = seq.num_computed_tokens + step - self._since[seq.sequence_id]
         end = start + 1
         if end > seq.num_slots:
-            self._kv.append_block(seq)
-        if self._publishes and end % self._block_size == 0:
+            lacking.append(seq)
+        self._give_blocks(lacking)  # what they held is not found any more: first that, then what is new
+        if end % self._block_size == 0:
             if len(seq.block_keys) * self._block_size < end:  # the key is made of the tokens
                 self._settle(seq, step)
             self._kv.publish(seq, start, end)
-        self._calendar[step + 1 + self._steps_to_block(end, seq.num_slots)].append(seq)
+        self._calendar[step + 1 + self._steps_to_block(seq, end)].append(seq)
+
+    def _give_blocks(self, lacking: list[Sequence]) -> None:
+        """Give a block to each in turn."""
+        if lacking:
+            self._kv.append_blocks(lacking)
+            lacking.clear()
 
 
 def _is_possible(state: SchedulerState) -> bool:

@@ -104,6 +104,7 @@ def blocks(scheduler: Scheduler) -> tuple[Any, ...]:
 def test_leaping_and_stepping_give_the_same_history(seed: int, schedulers: list[Scheduler]) -> None:
     random = Random(seed)
     setup, workload = drawn_setup(random), drawn_workload(random)
+    setup = replace(setup, step_time=replace(setup.step_time, computing_share=[1.0, 0.9][seed % 2]))
     slo = Slo(ttft_s=0.3, itl_s=0.02)
     leapt = simulate(workload, setup, slo)
     stepped = simulate(workload, replace(setup, stepping=Stepping.EACH), slo)
@@ -122,6 +123,7 @@ def test_made_up_keys_find_the_blocks_that_keys_of_the_tokens_find(
     named = simulate(workload, setup)
     assert named.num_prefix_hits
     monkeypatch.setattr(PromptMaker, "block_keys", lambda *_: [])
+    monkeypatch.setattr(PromptMaker, "tail_key", lambda *_: None)
     assert history(named) == history(simulate(workload, setup))
 
 
@@ -159,3 +161,15 @@ def test_a_plan_holds_little_beside_the_newcomer_that_it_is_made_for(planned: li
     result = simulate(requests, roomy(max_num_seqs=32, max_num_batched_tokens=256))
     assert result.num_steps > 1000
     assert sum(planned) < 2 * len(requests)
+
+
+def test_the_scheduler_learns_from_the_part_of_a_step_in_which_the_model_computes() -> None:
+    setup = roomy(target_itl_s=0.05, max_num_batched_tokens=1024, max_num_seqs=16)
+    setup = replace(setup, config=replace(setup.config, max_prefill_tokens=0, max_chunk_tokens=0))
+    setups = [
+        replace(setup, step_time=replace(setup.step_time, computing_share=share)) for share in (1.0, 0.5)
+    ]
+    requests = [SimRequest(arrival_s=0.4 * n, prompt_len=900, max_tokens=60) for n in range(20)]
+    whole, half = (simulate(requests, each) for each in setups)
+    assert half.num_steps < 0.95 * whole.num_steps
+    assert history(half) == history(simulate(requests, replace(setups[1], stepping=Stepping.EACH)))

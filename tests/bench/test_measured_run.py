@@ -145,6 +145,47 @@ def test_a_slower_run_than_the_model_is_told_as_an_error(setup: Setup, measured:
     assert errors["ITL", "p50"] < -0.3
 
 
+def test_how_steps_vary_is_drawn_several_times_and_the_middle_counts(setup: Setup, tmp_path: Path) -> None:
+    varied = replace(setup, step_time=replace(setup.step_time, variation=(0.6, 0.9, 1.0, 1.1, 1.6)))
+    path = tmp_path / "run.json"
+    write_run(path, varied)
+    errors = calibrated(varied, read_measured_run(path))[1]
+    for error in errors:
+        assert len(error.draws) == 9
+        assert sorted(error.draws) == list(error.draws)
+        assert error.draws[0] <= error.measured <= error.draws[-1], "it is one draw of many"
+    (wide,) = [error for error in errors if (error.name, error.percentile) == ("TTFT", "p99")]
+    assert wide.draws[0] < wide.simulated < wide.draws[-1]
+    assert f"{wide.draws[0]:.1f} to {wide.draws[-1]:.1f} by the draw" in str(wide)
+
+
+def test_a_run_of_the_same_load_says_how_far_apart_two_runs_are(
+    setup: Setup, measured: Path, tmp_path: Path, capsys
+) -> None:
+    slow = tmp_path / "slow.json"
+    write_run(slow, replace(setup, step_time=replace(setup.step_time, base_s=2 * setup.step_time.base_s)))
+    words = ["--measured", str(measured), "--num-blocks", "2000", "--measured-again"]
+    assert main([*words, str(slow)]) == 0
+    assert capsys.readouterr().out.count("; measured again ") == 6
+    (itl,) = [
+        error
+        for error in calibrated(setup, read_measured_run(measured), read_measured_run(slow))[1]
+        if (error.name, error.percentile) == ("ITL", "p50")
+    ]
+    assert itl.again is not None
+    assert itl.again > 1.3 * itl.measured
+
+
+def test_a_run_of_another_load_is_refused(setup: Setup, measured: Path, tmp_path: Path, capsys) -> None:
+    other = tmp_path / "other.json"
+    records = json.loads(measured.read_text())["requests"]
+    other.write_text(json.dumps({"requests": records[1:]}))
+    assert main(["--measured", str(measured), "--measured-again", str(other)]) == 2
+    assert "not a run of the same load" in capsys.readouterr().err
+    assert main(["--measured-again", str(other)]) == 2
+    assert "--measured, which is not given" in capsys.readouterr().err
+
+
 def test_the_command_prints_the_error_above_the_numbers(measured: Path, capsys) -> None:
     assert main(["--measured", str(measured), "--num-blocks", "2000"]) == 0
     out = capsys.readouterr().out

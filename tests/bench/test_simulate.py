@@ -1,5 +1,6 @@
 """The scheduler in virtual time: what is reported is what arithmetic says, and nothing is left to chance."""
 
+import gc
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -202,7 +203,7 @@ def replicas(number: int) -> list[Replica]:
 
 
 def place(request: SimRequest, replica: Replica, number: int) -> None:
-    replica.add(Waiting(request, (number,) * request.prompt_len, number, []), 0.0)
+    replica.add(Waiting(request, (number,) * request.prompt_len, number, [], None), 0.0)
 
 
 @pytest.mark.parametrize("kind", [RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN])
@@ -303,3 +304,17 @@ def test_variants_may_have_other_drafts() -> None:
     other = variant(base, "draft_rates=0.9:0.8:0.7+draft_pass_ms=3")
     assert other.drafts.rates == (0.9, 0.8, 0.7)
     assert (other.config.max_drafts, other.config.draft_supply) == (3, "asked")
+
+
+def test_requests_leave_no_cycles_so_that_nobody_need_look_for_them() -> None:
+    def num_in_cycles(num_requests: int) -> int:
+        gc.collect()
+        gc.disable()
+        simulate(workload(num_requests=num_requests), one_replica())
+        assert not gc.isenabled()
+        gc.enable()
+        return gc.collect()
+
+    assert num_in_cycles(200) <= num_in_cycles(10) + 5
+    simulate(workload(num_requests=10), one_replica())
+    assert gc.isenabled()

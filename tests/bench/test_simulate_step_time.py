@@ -163,4 +163,6 @@ def test_what_the_engine_does_between_two_steps_belongs_to_the_first() -> None:
     for each in steps:
         timed.append(msgspec.structs.replace(each, time_s=at_s))
         at_s += each.duration_s + 0.002
-    assert fit(timed).model.base_s == pytest.approx(MODEL.base_s + 0.002, rel=0.01)
+    found = fit(timed).model
+    assert found.base_s == pytest.approx(MODEL.base_s + 0.002, rel=0.01)
+    assert found.computing_share == pytest.approx(1 - 199 * 0.002 / at_s, rel=0.01)

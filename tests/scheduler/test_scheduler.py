@@ -1,5 +1,9 @@
 """Division of a step among the sequences."""
 
+import sys
+from collections import Counter
+from types import FrameType
+
 import pytest
 
 from scheduler.config import PrefixCaching, SchedulingPolicy
@@ -327,3 +331,29 @@ def test_steps_of_decodes_alone_are_planned_in_one_loop_with_the_same_result(
     assert any(len(plan.scheduled) > 1 for plan in quick[0])
     monkeypatch.setattr(Planner, "plan_decodes", lambda _: None)
     assert history() == quick
+
+
+def num_calls_of_a_step(num_running: int) -> int:
+    """Calls of functions that a step of decodes takes; unlike its time they are the same on each machine."""
+    scheduler = Scheduler(small_config(num_blocks=999, max_num_seqs=64, max_num_batched_tokens=999))
+    for number in range(num_running):
+        scheduler.add_request(make_sequence(number, [number + 1] * 5, max_tokens=40), now_s=0.0)
+    events: Counter[str] = Counter()
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        events[event] += 1
+
+    for is_counted in (False, True):
+        sys.setprofile(count if is_counted else None)
+        plan = scheduler.schedule(now_s=0.0)
+        tokens = dict.fromkeys([share.sequence_id for share in plan.scheduled], (50,))
+        result = ModelRunnerOutput(token_ids=tokens, logprobs={}, failures={})
+        scheduler.update_from_output(plan, result)
+        sys.setprofile(None)
+    return events["call"]
+
+
+def test_a_step_of_decodes_takes_one_call_for_each_sequence_and_few_beside() -> None:
+    alone, many = num_calls_of_a_step(1), num_calls_of_a_step(64)
+    assert many - alone <= 63 + 1, "taking in its token"
+    assert alone < 30

@@ -1,6 +1,5 @@
 """Steps that keep their pace, chunks that leave room, and a scheduler that never hangs."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -105,7 +104,7 @@ def test_a_scheduler_that_finds_no_way_fails_one_request_and_serves_the_rest(
     monkeypatch.setattr(  # a fault is planted: nobody knows a real one
         world.scheduler.kv,
         "demand",
-        lambda seq: replace(honest(seq), num_free_hits=100 if seq.sequence_id == 1 else 0),
+        lambda seq: honest(seq)._replace(num_free_hits=100 if seq.sequence_id == 1 else 0),
     )
     world.run(max_steps=20)
     assert world.reason(1) is FinishReason.FAILED
@@ -211,6 +210,23 @@ def test_a_page_of_reports_looks_at_no_more_of_the_queue_than_it_shows(fairness:
     assert len(world.scheduler.report(Page(290, 50), now_s=1.0)) == 7
     in_order = world.scheduler._queues.waiting.in_order()
     assert [next(in_order).sequence_id for _ in range(3)] == [2, 3, 7]
+
+
+@pytest.mark.parametrize("fairness", Fairness)
+def test_a_far_page_is_that_of_its_beginning_whatever_changes_before_it_is_found(fairness: Fairness) -> None:
+    world = World(small_config(max_num_seqs=2, fairness=fairness))
+    world.add(*(make_sequence(i, [1], max_tokens=9, tenant=f"t{i % 3}") for i in range(60)))
+    world.step()
+    reports = world.scheduler.reports(Page(42, 4), now_s=1.0)
+    looked_at = [next(reports) for _ in range(20)]
+    assert not any(looked_at), "places before the page"
+    world.abort(0, 1, 30, 43)
+    world.add(*(make_sequence(i, [1], tenant="t0") for i in range(60, 200)))
+    world.step()
+    rest = list(reports)
+    assert [report.sequence_id for report in rest if report] == [44, 45, 46, 47]
+    assert [report.place for report in rest if report] == [40, 41, 42, 43]
+    assert len(looked_at) + len(rest) <= 46 + 2, "no more than those before it, and entries of some that left"
 
 
 @pytest.mark.parametrize(("limit_s", "is_computed"), [(2.0, False), (60.0, True)])

@@ -10,6 +10,8 @@ from engine.process_messages import (
     AddRequest,
     Beat,
     EndSequences,
+    Explain,
+    Explanation,
     Outputs,
     Shutdown,
     ToClient,
@@ -21,6 +23,7 @@ from engine.process_messages import (
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
+    Page,
     SamplingParams,
     SchedulerOutput,
     SequenceId,
@@ -221,3 +224,36 @@ def test_the_wire_form_keeps_every_field() -> None:
         terms=ServiceTerms(priority=-5, cache_salt="é", time_limits=TimeLimits(queue_s=1.5)),
     )
     assert decode_to_engine(encode(asked)) == asked
+
+
+def test_a_far_page_of_live_sequences_is_found_in_parts_while_steps_go_on() -> None:
+    desk = Desk()
+    loop = make_loop(desk)
+    desk.letters.append([request(*range(1000), max_tokens=9), Explain(question=7, page=Page(900, 3))])
+    told: list[Explanation] = []
+    num_turns = 0
+    while not told:
+        loop.turn()
+        num_turns += 1
+        told = [message for message in desk.sent if isinstance(message, Explanation)]
+    assert num_turns == 4
+    assert len(desk.news()) > num_turns
+    (answer,) = told
+    assert (answer.question, answer.num_live) == (7, 1000)
+    assert [report.sequence_id for report in answer.reports] == [900, 901, 902]
+
+
+def test_an_idle_loop_finishes_what_it_was_asked() -> None:
+    desk = Desk()
+    loop = make_loop(desk)
+    desk.letters.append([request(*range(1000))])
+    loop.turn()
+    desk.letters.append(
+        [EndSequences(sequence_ids=tuple(map(SequenceId, range(1000))), reason=FinishReason.ABORTED)]
+    )
+    desk.letters.append([Explain(question=1, page=Page(0, 9)), Explain(question=2, page=Page(0, 9))])
+    for _ in range(3):
+        loop.turn()
+    answers = [message for message in desk.sent if isinstance(message, Explanation)]
+    assert [(answer.question, answer.reports) for answer in answers] == [(1, []), (2, [])]
+    assert desk.now_s == 0, "it did not wait for messages meanwhile"

@@ -61,6 +61,8 @@ new_sequences = st.builds(
     block_ids=block_ids,
     pooling=st.sampled_from((None, PoolingParams(task=PoolingTask.EMBED, num_dimensions=8))),
     adapter=st.text(max_size=5),
+    prediction=token_ids,
+    scope=st.tuples(st.text(max_size=3), st.text(max_size=3)),
 )
 plans = st.builds(
     SchedulerOutput,

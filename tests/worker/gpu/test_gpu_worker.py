@@ -304,7 +304,7 @@ def test_a_model_that_pools_gives_the_cpus_vector(tmp_path: Path) -> None:
         assert facts.pooling is not None
         assert not facts.runs_ahead
         pooling = PoolingParams(task=facts.pooling.task, prompt=facts.pooling.prompt)
-        prompt = replace(new(1, LONG[:11], 1), pooling=pooling)
+        prompt = new(1, LONG[:11], 1)._replace(pooling=pooling)
         pooled = worker.launch(plan(prompt)).result().pooled[SequenceId(1)]
         vectors.append(np.frombuffer(pooled, dtype="<f4"))
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)

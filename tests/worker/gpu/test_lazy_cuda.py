@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,7 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_graphs_before_it(
 
 
 def _longer(sequence: Any) -> Any:
-    return replace(sequence, block_ids=(*sequence.block_ids, *range(20, 25)))
+    return sequence._replace(block_ids=(*sequence.block_ids, *range(20, 25)))
 
 
 def test_the_scheduler_preempts_and_swaps_with_tokens_in_flight(
@@ -256,7 +255,7 @@ def test_a_model_that_pools_gives_the_cpus_vector(cuda: LazyCuda, tmp_path: Path
     for worker, facts in (load_worker(folder, **whole.SETTINGS), load_lazy(folder)):
         assert facts.pooling is not None
         pooling = PoolingParams(task=facts.pooling.task, prompt=facts.pooling.prompt)
-        prompt = replace(new(1, whole.LONG[:11], 1), pooling=pooling)
+        prompt = new(1, whole.LONG[:11], 1)._replace(pooling=pooling)
         pooled = worker.launch(plan(prompt)).result().pooled[SequenceId(1)]
         vectors.append(np.frombuffer(pooled, dtype="<f4"))
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
