@@ -408,7 +408,7 @@ class EngineLoop:
         return _GRAMMAR_WAIT_S
 
     def _note_pause(self) -> None:
-        """Let the time until the next launch be no wait for a plan, unless the worker has a step meanwhile."""
+        """Let the time until the next launch be no wait for a plan, unless the worker has a step."""
         if not self._under_way:
             self._last_result_s = float("-inf")
 
