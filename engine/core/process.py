@@ -105,7 +105,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     if group is not None:
         group.lead(worker, ranks.stage)
         executor = group
-        beside = beside._replace(adapters=group.adapters_of_all(worker.adapters), rank_times_s=from_now_on(ranks.times))
+        adapters = group.adapters_of_all(worker.adapters)
+        beside = beside._replace(adapters=adapters, rank_times_s=from_now_on(ranks.times))
         if facts.num_stages > 1:
             beside = beside._replace(has_result=group.has_result)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)

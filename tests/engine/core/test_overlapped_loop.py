@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import BesideSteps, EngineLoop, WorkerBroken
-from engine.core.process import scheduler_config
+from engine.core.process import from_now_on, scheduler_config
 from engine.core.step_trace import StepTrace
 from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
@@ -171,6 +171,14 @@ def test_the_time_in_which_an_adapter_is_loaded_is_no_wait_for_a_plan() -> None:
     for _ in range(3):
         loop.turn()
     assert waits == [0.0, 0.0, 0.0, 0.25]
+
+
+def test_the_times_of_ranks_begin_when_they_have_loaded() -> None:
+    so_far = [3.0, 40.0]
+    times = from_now_on(lambda: (so_far[0], so_far[1]))
+    assert times() == (0.0, 0.0)
+    so_far[:] = 3.5, 42.0
+    assert times() == (0.5, 2.0)
 
 
 def test_the_loop_does_not_wait_for_messages_while_a_step_is_under_way() -> None:
