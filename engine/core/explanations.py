@@ -13,11 +13,15 @@ from scheduler.messages import SequenceReport
 from scheduler.scheduler import Scheduler
 
 _MOST_AT_ONCE = 256
-"""Sequences that a turn looks at: 2 ms, in which no step is planned."""
+"""Sequences that a turn looks at, for all questions: 2 ms, in which no step is planned."""
+_LOOKS_TO_BEGIN = 16
+"""Looks that a question counts as by itself: the waiting queue is copied for it."""
+_MOST_ASKED = 128
+"""Questions under way: more than clients may await (engine/reports/questions.py); others gave up."""
 
 
 class Explanations:
-    """Each question is answered once; there are as many at a time as clients that ask."""
+    """Each question is answered once, or given up as its client did."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Explanation], None]) -> None:
         self._scheduler = scheduler
@@ -31,20 +35,29 @@ class Explanations:
         return bool(self._asked)
 
     def ask(self, asked: Explain) -> None:
-        """Take in a question."""
+        """Take in a question; one too many takes the place of the oldest."""
+        if len(self._asked) == _MOST_ASKED:
+            self._leave_first()
         self._asked.append(asked)
 
     def go_on(self, *, now_s: float) -> None:
-        """Look at the next part of the sequences, and answer the first question if that was the last part."""
-        if not self._asked:
-            return
-        if self._ahead is None:
-            self._ahead = self._scheduler.reports(self._asked[0].page, now_s=now_s)
-        part = list(islice(self._ahead, _MOST_AT_ONCE))
-        self._found += [report for report in part if report is not None]
-        if len(part) == _MOST_AT_ONCE:
-            return
+        """Look at the next part of the sequences, and answer the questions for which that was the last."""
+        num_left = _MOST_AT_ONCE
+        while self._asked and num_left > 0:
+            if self._ahead is None:
+                self._ahead = self._scheduler.reports(self._asked[0].page, now_s=now_s)
+            part = list(islice(self._ahead, num_left))
+            self._found += [report for report in part if report is not None]
+            if len(part) == num_left:
+                return
+            num_left -= len(part) + _LOOKS_TO_BEGIN
+            self._answer_first()
+
+    def _answer_first(self) -> None:
         num_live = sum(self._scheduler.get_request_counts())
-        question = self._asked.popleft().question
-        found, self._found, self._ahead = self._found, [], None
-        self._send(Explanation(question=question, num_live=num_live, reports=found))
+        self._send(Explanation(question=self._asked[0].question, num_live=num_live, reports=self._found))
+        self._leave_first()
+
+    def _leave_first(self) -> None:
+        self._asked.popleft()
+        self._found, self._ahead = [], None

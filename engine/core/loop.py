@@ -224,6 +224,7 @@ class EngineLoop:
                     self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
                 case LoadAdapter():
                     self._mailbox.send(self._adapters.load(message))
+                    self._note_pause()
                 case ForgetAdapter():
                     self._adapters.forget(message)
                 case ResetPrefixCache():
@@ -401,11 +402,19 @@ class EngineLoop:
         """Return the time to wait for messages before the next plan."""
         if self._is_idle:
             return self._idle_wait_s()
-        return _GRAMMAR_WAIT_S if self._waits_for_grammars else 0.0
+        if not self._waits_for_grammars:
+            return 0.0
+        self._note_pause()
+        return _GRAMMAR_WAIT_S
+
+    def _note_pause(self) -> None:
+        """Let the time until the next launch be no wait for a plan, unless the worker has a step."""
+        if not self._under_way:
+            self._last_result_s = float("-inf")
 
     def _idle_wait_s(self) -> float:
         """Return the time until the next beat or view is due; flush the trace, since the loop is idle."""
-        self._last_result_s = float("-inf")  # from now on the worker waits for requests, and for no plan
+        self._note_pause()
         if self._trace is not None:
             self._trace.flush()
         now_s = self._clock()

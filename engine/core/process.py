@@ -7,6 +7,7 @@ Never: reads the server's command line; its configuration is in DIRECTORY/config
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,8 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     if group is not None:
         group.lead(worker, ranks.stage)
         executor = group
-        beside = beside._replace(adapters=group.adapters_of_all(worker.adapters), rank_times_s=ranks.times)
+        adapters = group.adapters_of_all(worker.adapters)
+        beside = beside._replace(adapters=adapters, rank_times_s=from_now_on(ranks.times))
         if facts.num_stages > 1:
             beside = beside._replace(has_result=group.has_result)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
@@ -174,6 +176,17 @@ def _open_trace(path: str | None) -> StepTrace | None:
     except OSError as error:
         log.error("no trace of the steps: %s: %s", path, error.strerror)
         return None
+
+
+def from_now_on(times: Callable[[], tuple[float, float]]) -> Callable[[], tuple[float, float]]:
+    """Leave out of times what has passed already: the ranks wait for each other while they load."""
+    exchanged_s, waited_s = times()
+
+    def since() -> tuple[float, float]:
+        exchange_s, wait_s = times()
+        return exchange_s - exchanged_s, wait_s - waited_s
+
+    return since
 
 
 def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerConfig:

@@ -9,8 +9,10 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _ANSWERS_WITHIN_S = 120.0
 """Time for Ray's own start in the process, beside that for processors."""
+_MAX_TURN_S = 10
+"""Time to ask for one number of nodes, where others are possible too."""
 _PLACED_FILE = "placed.msgpack"
 
 
@@ -73,6 +77,22 @@ def possible_nodes(config: EngineConfig, num_here: int, others: list[int]) -> li
         return num_here >= least and sum(each >= least for each in others) >= count - 1
 
     return [count for count in possible if are_enough(count)] or possible[-1:]
+
+
+def turns(possible: list[int], timeout_s: float, clock: Callable[[], float]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of nodes to ask for, until the time is over, each with the time to wait for it.
+
+    Ray waits for whole seconds only, and not at all for a part of one. Each number has its turn if there
+    are as many seconds.
+    """
+    until_s = clock() + timeout_s
+    turn_s = timeout_s
+    if len(possible) > 1:
+        turn_s = max(1, min(_MAX_TURN_S, int(timeout_s / len(possible))))
+    for num_nodes in cycle(possible):
+        yield num_nodes, max(1, ceil(min(turn_s, until_s - clock())))
+        if clock() >= until_s:
+            return
 
 
 def divided(config: EngineConfig, placed: Placed) -> EngineConfig:

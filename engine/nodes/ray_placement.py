@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, Share, divided, possible_nodes, say_placed, share_of
+from engine.nodes.ray_nodes import Placed, Share, divided, possible_nodes, say_placed, share_of, turns
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -45,8 +44,6 @@ log = logging.getLogger("engine.nodes.ray_placement")
 
 _RAY_STARTS_WITHIN_S = 60.0
 """Time for a Ray that is started beside the server."""
-_TURN_S = 10.0
-"""Time to ask for one number of nodes, where others are possible too."""
 _CPU = "CPU"
 _NODE_ID_LABEL = "ray.io/node-id"
 
@@ -126,25 +123,23 @@ def _find(config: EngineConfig, here: str, possible: list[int], given: str) -> t
     """Ask for one number of nodes after another: the processors of the fewest may be taken."""
     assert config.ray is not None
     timeout_s = config.ray.timeout_s
-    until_s = time.monotonic() + timeout_s
-    turn_s = timeout_s if len(possible) == 1 else _TURN_S
-    for num_nodes in cycle(possible):
+    asked: dict[str, None] = {}
+    for num_nodes, wait_s in turns(possible, timeout_s, time.monotonic):
         share = share_of(config, num_nodes)
         needed = _count(num_nodes, share)
+        asked[needed] = None
         log.info("asking Ray for %s; %s", needed, given)
         group = placement_group(
             [{_CPU: share.num_processors}] * num_nodes,
             strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD",
             bundle_label_selector=[{_NODE_ID_LABEL: here}, *[{}] * (num_nodes - 1)],
         )
-        if group.wait(max(0.0, min(turn_s, until_s - time.monotonic()))):
+        if group.wait(wait_s):
             return group, num_nodes
         remove_placement_group(group)
-        if time.monotonic() >= until_s:
-            break
     free = int(ray.available_resources().get(_CPU, 0))
     raise StartupError(
-        f"Ray has not found {needed} within {timeout_s:.0f} s; {given}, {free} of all free",
+        f"Ray has not found {', or '.join(asked)} within {timeout_s:.0f} s; {given}, {free} of all free",
         fix="add nodes, end what uses them, or lower --num-threads or the number of ranks",
     )
 

@@ -15,6 +15,8 @@ from scheduler.messages import Page, SequenceReport
 
 _MAX_ANSWER_S = 30.0
 """A far page is found in parts, one with each step; steps may be long."""
+_MOST_AWAITED = 64
+"""Questions that are awaited at a time."""
 
 
 class InLine(Protocol):
@@ -46,6 +48,8 @@ class Questions:
 
         Raises EngineUnavailable.
         """
+        if len(self._answers) >= _MOST_AWAITED * len(engines):
+            raise EngineUnavailable(f"{_MOST_AWAITED} questions for live sequences are awaited already")
         self._num_asked += 1
         question = self._num_asked
         whole = page if len(engines) == 1 else Page(0, page.first + page.most)

@@ -40,7 +40,7 @@ _MOST_RATE = 0.99
 _FIXED_ROWS = 12
 """A step takes as long as so many rows before it has any: until sizes are measured."""
 _COST_LEARNING = 0.1
-_MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such
+_MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such; a wait, too
 _MAX_SURPRISE_AT_FIRST = 1.3  # a disturbance only ever adds
 _NUM_SETTLED = 10  # observations of a size, from which on it shows a trend
 _TREND_LEARNING = 0.05
@@ -141,17 +141,24 @@ class _Waits:
     """Time that the worker stands still for one step with drafts, where plans are made ahead.
 
     Such a step waits until the last token is known and its plan is made, and so does the step behind it.
+    Other steps count as time that passes: the next wait then counts for more.
     """
 
     def __init__(self) -> None:
         self._all_s = self._num_drafted = 0.0
+        self._is_behind = False
 
-    def observe(self, seconds: float, *, has_drafts: bool) -> None:
-        """Take in how long the worker waited for a step."""
-        if has_drafts:
-            self._all_s *= _WAIT_MEMORY
-            self._num_drafted = self._num_drafted * _WAIT_MEMORY + 1.0
-        self._all_s += seconds
+    def observe(self, seconds: float, step_s: float, *, has_drafts: bool) -> None:
+        """Take in how long the worker waited for a step.
+
+        A wait far beyond the usual, and beyond the time of a step, has causes that no draft brings.
+        """
+        most_s = max(step_s, _MAX_SURPRISE * self.seconds)
+        self._all_s *= _WAIT_MEMORY
+        self._num_drafted = self._num_drafted * _WAIT_MEMORY + has_drafts
+        if has_drafts or self._is_behind:
+            self._all_s += min(seconds, most_s)
+        self._is_behind = has_drafts
 
     @property
     def seconds(self) -> float:
@@ -258,7 +265,7 @@ class DraftRule:
 
     def observe_wait(self, seconds: float, *, has_drafts: bool) -> None:
         """Learn how long the worker waited for a step, where steps without drafts are planned ahead."""
-        self._waits.observe(seconds, has_drafts=has_drafts)
+        self._waits.observe(seconds, self.costs.seconds(1), has_drafts=has_drafts)
 
     def note_offer(
         self, sequence_id: SequenceId, known: Sequence[int], offer: tuple[int, ...], source: DraftSource

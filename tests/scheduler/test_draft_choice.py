@@ -256,6 +256,51 @@ def test_drafts_win_back_the_time_for_which_the_worker_waits_for_their_plans(
     assert why.expected_s == pytest.approx(0.0105 + 2 * wait_s if pays else 0.0100, rel=0.01)
 
 
+def steps_until_drafts_are_back(*, long_wait_s: float, after: int) -> int:
+    """Count steps after a long wait until 20 of 25 have drafts. All are right, and bring a wait of 0.5 ms."""
+    rule, known, sequence_id = DraftRule(4), [0], SequenceId(1)
+    have_drafts = []
+    for step in range(after + 1000):
+        rule.note_offer(sequence_id, known, (1,) * 4, DraftSource.TEXT)
+        chosen, _ = rule.choose({sequence_id: 4}, num_decodes=1, has_prefill=False)
+        num_drafts = chosen.get(sequence_id, 0)
+        rule.observe(1 + num_drafts, 0.010 + 0.0001 * num_drafts)
+        usual_s = 0.0005 if num_drafts else 0.0
+        rule.observe_wait(long_wait_s if step == after else usual_s, has_drafts=bool(num_drafts))
+        known += [1] * (1 + num_drafts)
+        have_drafts.append(num_drafts > 0)
+    return next(num for num in range(1000) if sum(have_drafts[after + 1 + num :][:25]) >= 20)
+
+
+@pytest.mark.parametrize("after", [5, 200])
+def test_one_long_wait_of_the_worker_does_not_keep_drafts_away(after: int) -> None:
+    assert steps_until_drafts_are_back(long_wait_s=1.0, after=after) <= 64
+
+
+def test_waits_of_steps_that_were_planned_ahead_are_none_of_drafts() -> None:
+    rule = DraftRule(4)
+    rule.observe(1, 0.010)
+    for _ in range(1000):
+        rule.observe_wait(0.002, has_drafts=False)
+    rule.observe_wait(0.0005, has_drafts=True)
+    rule.note_offer(SequenceId(1), [5], (6, 7, 8, 9), DraftSource.TEXT)
+    rule.observe(5, 0.0105)
+    _, why = rule.choose({SequenceId(1): 4}, num_decodes=1, has_prefill=False)
+    assert why.expected_s == pytest.approx(0.0110)
+
+
+def test_waits_for_plans_that_became_shorter_are_soon_believed() -> None:
+    rule = DraftRule(4)
+    for wait_s in [0.02] * 20 + [0.0] * 100:  # the latter planned ahead, since drafts do not pay
+        rule.observe(1, 0.0100)
+        rule.observe(5, 0.0105)
+        rule.observe_wait(wait_s, has_drafts=wait_s > 0)
+    rule.observe_wait(0.0001, has_drafts=True)  # a probe
+    rule.note_offer(SequenceId(1), [5], (6, 7, 8, 9), DraftSource.TEXT)
+    chosen, _ = rule.choose({SequenceId(1): 4}, num_decodes=1, has_prefill=False)
+    assert chosen == {SequenceId(1): 4}
+
+
 def test_of_a_long_prompt_a_draft_model_is_believed_to_have_computed_what_it_has() -> None:
     changes = {"draft_admission": DraftAdmission.PAYING, "draft_supply": DraftSupply.ASKED, "max_drafts": 4}
     scheduler = Scheduler(small_config(num_blocks=200, max_model_len=500, **changes))

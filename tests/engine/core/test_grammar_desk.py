@@ -91,6 +91,22 @@ def test_with_nothing_else_to_do_the_loop_waits_instead_of_spinning(compiler: Co
     compiler.turn_until_ended(1)
 
 
+def test_the_time_of_a_compilation_is_no_wait_of_the_worker_for_a_plan(compiler: Compiler) -> None:
+    waits: list[float] = []
+
+    def observe(plan: object, seconds: float, passes: object, *, waited_s: float) -> None:
+        waits.append(waited_s)
+
+    compiler.loop._scheduler.observe_step = observe  # type: ignore[method-assign, assignment]
+    compiler.turn(asking(1), request(2))
+    compiler.turn_until_ended(2)
+    for _ in range(10):
+        compiler.loop.turn()
+    compiler.may_go_on.set()
+    compiler.turn_until_ended(1)
+    assert waits == [0.0] * 6
+
+
 def test_one_that_leaves_meanwhile_ends_once_and_nothing_of_it_is_kept(compiler: Compiler) -> None:
     compiler.turn(asking(1))
     compiler.turn(EndSequences(sequence_ids=(SequenceId(1),), reason=FinishReason.ABORTED))

@@ -243,6 +243,26 @@ def test_a_far_page_of_live_sequences_is_found_in_parts_while_steps_go_on() -> N
     assert [report.sequence_id for report in answer.reports] == [900, 901, 902]
 
 
+def test_many_short_questions_are_answered_in_one_turn_and_a_far_page_is_shared_out() -> None:
+    desk = Desk()
+    loop = make_loop(desk)
+    near = [Explain(question=number, page=Page(0, 3)) for number in range(8)]
+    desk.letters.append([request(*range(1000), max_tokens=9), *near, Explain(question=8, page=Page(900, 3))])
+    loop.turn()
+    answers = [message for message in desk.sent if isinstance(message, Explanation)]
+    assert [(answer.question, len(answer.reports)) for answer in answers] == [(num, 3) for num in range(8)]
+
+
+def test_of_too_many_questions_the_oldest_are_left() -> None:
+    desk = Desk()
+    loop = make_loop(desk)
+    desk.letters.append([Explain(question=number, page=Page(0, 9)) for number in range(1000)])
+    while not desk.sent or loop._explanations.are_due:
+        loop.turn()
+    answers = [message.question for message in desk.sent if isinstance(message, Explanation)]
+    assert answers == list(range(872, 1000))
+
+
 def test_an_idle_loop_finishes_what_it_was_asked() -> None:
     desk = Desk()
     loop = make_loop(desk)
@@ -251,9 +271,12 @@ def test_an_idle_loop_finishes_what_it_was_asked() -> None:
     desk.letters.append(
         [EndSequences(sequence_ids=tuple(map(SequenceId, range(1000))), reason=FinishReason.ABORTED)]
     )
-    desk.letters.append([Explain(question=1, page=Page(0, 9)), Explain(question=2, page=Page(0, 9))])
-    for _ in range(3):
+    desk.letters.append([Explain(question=number, page=Page(0, 9)) for number in range(30)])
+    for _ in range(2):
+        loop.turn()
+    assert loop._explanations.are_due
+    while loop._explanations.are_due:
         loop.turn()
     answers = [message for message in desk.sent if isinstance(message, Explanation)]
-    assert [(answer.question, answer.reports) for answer in answers] == [(1, []), (2, [])]
+    assert [(answer.question, answer.reports) for answer in answers] == [(number, []) for number in range(30)]
     assert desk.now_s == 0, "it did not wait for messages meanwhile"

@@ -8,11 +8,11 @@ import pytest
 
 from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import BesideSteps, EngineLoop, WorkerBroken
-from engine.core.process import scheduler_config
+from engine.core.process import from_now_on, scheduler_config
 from engine.core.step_trace import StepTrace
 from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
-from engine.process_messages import AddRequest, EndSequences, Shutdown
+from engine.process_messages import AdapterAnswer, AddRequest, EndSequences, LoadAdapter, Shutdown
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.engine.core.test_loop import PROMPT, Desk, request
@@ -148,6 +148,37 @@ def test_the_time_for_which_the_worker_waits_for_a_plan_is_told_apart_from_the_s
     desk.letters.append([request(2)])
     loop.turn()
     assert seen[3:] == [(1.0, 0.0)], "before it the worker waited for a request"
+
+
+def test_the_time_in_which_an_adapter_is_loaded_is_no_wait_for_a_plan() -> None:
+    desk = Desk()
+    desk.letters.append([request(1, max_tokens=9)])
+    loop, _ = overlapped(desk, max_plans_in_flight=1)
+    waits: list[float] = []
+
+    def load(asked: LoadAdapter) -> AdapterAnswer:
+        desk.now_s += 5.0
+        return AdapterAnswer(question=asked.question, refusal="too large")
+
+    def observe(plan: object, seconds: float, passes: object, *, waited_s: float) -> None:
+        waits.append(waited_s)
+        desk.now_s += 0.25
+
+    loop._adapters.load = load  # type: ignore[method-assign]
+    loop._scheduler.observe_step = observe  # type: ignore[method-assign, assignment]
+    loop.turn()
+    desk.letters += [[LoadAdapter(question=1, name="a", folder="b")]] * 2  # before a step, and during it
+    for _ in range(3):
+        loop.turn()
+    assert waits == [0.0, 0.0, 0.0, 0.25]
+
+
+def test_the_times_of_ranks_begin_when_they_have_loaded() -> None:
+    so_far = [3.0, 40.0]
+    times = from_now_on(lambda: (so_far[0], so_far[1]))
+    assert times() == (0.0, 0.0)
+    so_far[:] = 3.5, 42.0
+    assert times() == (0.5, 2.0)
 
 
 def test_the_loop_does_not_wait_for_messages_while_a_step_is_under_way() -> None:

@@ -1,12 +1,13 @@
 """The number of nodes that Ray is asked for, the part of each, and what another node is given."""
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
 from engine.nodes.node_agent import ClusterConfig
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, divided, possible_nodes
+from engine.nodes.ray_nodes import Placed, divided, possible_nodes, turns
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.engine_split import RayConfig
 from engine.options.option_sources import read_options
@@ -38,6 +39,34 @@ def test_nodes_that_are_large_enough_are_asked_for_the_fewest_first(
 ) -> None:
     assert possible_nodes(asking(), num_here, others) == possible
     assert possible_nodes(asking(num_nodes=2), num_here, others) == [2]
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "possible", "asked"),
+    [
+        (300.0, [1], [(1, 300)]),
+        (0.5, [1], [(1, 1)]),
+        (30.0, [1, 2], [(1, 10), (2, 10), (1, 10)]),
+        (10.0, [1, 2], [(1, 5), (2, 5)]),
+        (3.0, [1, 2], [(1, 1), (2, 1), (1, 1)]),
+        (11.0, [1, 2, 4], [(1, 3), (2, 3), (4, 3), (1, 2)]),
+        (2.0, [1, 2, 4], [(1, 1), (2, 1)]),
+    ],
+)
+def test_each_number_of_nodes_has_a_turn_of_whole_seconds(
+    timeout_s: float, possible: list[int], asked: list[tuple[int, int]]
+) -> None:
+    found: list[tuple[int, int]] = []
+    for turn in islice(turns(possible, timeout_s, lambda: sum(wait_s for _, wait_s in found)), 9):
+        found.append(turn)
+    assert found == asked
+
+
+def test_a_number_of_nodes_is_not_asked_for_again_and_again_in_the_last_second() -> None:
+    waits: list[float] = []
+    for _, wait_s in islice(turns([1, 2], 2.5, lambda: sum(waits)), 9):
+        waits.append(int(wait_s) + 0.001)  # as Ray waits
+    assert len(waits) == 3
 
 
 def test_the_engine_and_other_nodes_have_as_many_threads_as_were_placed() -> None:
