@@ -30,6 +30,9 @@ def main() -> None:
     parser.add_argument("--quantize-head", default="none")
     parser.add_argument("--activations", default="none")
     options = parser.parse_args()
+    file_bytes = _file_bytes(options.model)
+    if not file_bytes:
+        parser.error(f"{options.model} has no *.safetensors; of a GGUF model, expected the file itself")
     if options.after is not None:
         _load(options.after, options)[0].close()
         return_freed_memory()
@@ -37,7 +40,6 @@ def main() -> None:
     worker, facts = _load(options.model, options)
     return_freed_memory()
     after = _memory()
-    file_bytes = _file_bytes(options.model)
     print(f"file {_mib(file_bytes)}, weights {_mib(facts.weight_bytes)}, KV {_mib(facts.kv_cache_bytes)}")
     for name in _FIELDS:
         more = after[name] - before[name]

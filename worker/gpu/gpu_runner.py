@@ -31,6 +31,8 @@ from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
 
+_TRIED_CONTEXT = 1024
+
 
 class StepSampler(Protocol):
     """The sampler, as a step calls it."""
@@ -138,7 +140,10 @@ class GpuSteps:
         return logits_NV
 
     def _on_trial(self, sizes: BatchSizes) -> StepOnTrial:
-        """Make a step of decodes at their first token, which all keep in block 0: it is no sequence's."""
+        """Make a step of decodes whose contexts are block 0 again and again, which is no sequence's.
+
+        All write their token to its first place. Attention has parts to add up, as in service.
+        """
         batch = self._buffers.view(sizes)
 
         @torch.inference_mode()
@@ -147,7 +152,7 @@ class GpuSteps:
             attention = batch.attention
             starts_R = attention.query_starts_R
             starts_R.copy_(torch.arange(len(starts_R), device=starts_R.device))
-            attention.seq_lens_R.fill_(1)
+            attention.seq_lens_R.fill_(min(_TRIED_CONTEXT, sizes.max_seq_len))
             attention.slots_T.zero_()
             batch.input_ids_1T.fill_(token_id)
 

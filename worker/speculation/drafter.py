@@ -14,7 +14,7 @@ from worker.worker_config import DraftMethod, SpeculationConfig
 _RING_TOKENS = 1 << 16
 """Kept of each scope, and searched for each token that is sampled: some 20 µs."""
 _REACH_OF_ALL = 1 << 19
-"""Tokens of its own text, and of replies, that all rows of a step may search together. A row with a long
+"""Tokens of all texts, predictions among them, that all rows of a step may search together. A row with a long
 context beside many others looks at the last part of it: on a GPU the next step waits for these searches."""
 _MAX_SCOPES = 64
 """16 MiB of tokens."""
@@ -62,8 +62,9 @@ class Drafter:
 
     def propose(self, row: int, tokens: TokenIds, *, num_rows: int) -> tuple[int, ...]:
         """Guess the tokens after those of a row, one of so many; none where nothing is known of the kind."""
-        for proposer in self._proposers.get(row, ()):
-            found = proposer.propose(tokens, self._most, reach=_REACH_OF_ALL // num_rows)
+        proposers = self._proposers.get(row, ())
+        for proposer in proposers:
+            found = proposer.propose(tokens, self._most, reach=_REACH_OF_ALL // (num_rows * len(proposers)))
             if len(found):
                 return tuple(found.tolist())
         return ()

@@ -7,7 +7,7 @@ Source: prompt lookup (n-grams of the row's own text); OpenAI's predicted output
 earlier replies, arXiv:2411.04975, here without trees: the longest match of a few tokens decides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +27,8 @@ class Proposer(Protocol):
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """Guess the tokens that follow `tokens`, the row's prompt and output; as many as wanted at most.
 
-        Of a text that grows, the last `reach` tokens are searched.
+        So many tokens are searched: the last `reach` of a text that grows, and of another those about the
+        place where it was left.
         """
 
 
@@ -51,8 +52,8 @@ class OwnText:
 class Prediction:
     """The text that the client expects, followed from place to place.
 
-    After a token that is not the expected one, the place is looked up by the last tokens; if they are nowhere
-    in the text, one token counts as replaced by another.
+    After a token that is not the expected one, the place is looked up by the last tokens, at most half the
+    reach before it or behind; if they are nowhere there, one token counts as replaced by another.
     """
 
     def __init__(self, expected: TokenIds, *, num_prompt_tokens: int) -> None:
@@ -60,20 +61,22 @@ class Prediction:
         self._num_seen = num_prompt_tokens
         self._place = 0
 
-    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:  # noqa: ARG002
-        """See Proposer. It is searched where it was left, and then whole: it does not grow."""
+    def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
+        """See Proposer. The next tokens are compared first, and searched for only where they differ."""
         fresh = tokens[self._num_seen :]
         self._num_seen = len(tokens)
         ahead = self._expected[self._place : self._place + len(fresh)]
         if len(ahead) == len(fresh) and bool((ahead == fresh).all()):
             self._place += len(fresh)
         else:
-            self._place = self._find(tokens, self._place + len(fresh))
+            self._place = self._find(tokens, self._place + len(fresh), reach)
         return self._expected[self._place : self._place + num_wanted]
 
-    def _find(self, tokens: TokenIds, after: int) -> int:
+    def _find(self, tokens: TokenIds, after: int, reach: int) -> int:
         """Look up the place; of several the one nearest to `after`, which is the answer if there is none."""
-        places = find_continuations(self._expected, tokens, least=_LEAST_RESYNC, most=_MOST_RESYNC)
+        first = max(after - reach // 2, 0)
+        near = self._expected[first : first + reach]
+        places = first + find_continuations(near, tokens, least=_LEAST_RESYNC, most=_MOST_RESYNC)
         if not len(places):
             return min(after, len(self._expected))
         return int(places[np.abs(places - after).argmin()])
@@ -101,13 +104,22 @@ class RecentReplies:
 
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """See Proposer."""
-        recent = self._ring if reach >= len(self._ring) else self._ring[max(self._end - reach, 0) : self._end]
-        places = find_continuations(recent, tokens, least=self._least, most=self._most)
-        if not len(places):
-            return _NO_TOKENS
-        found = recent[int(places[-1]) :][:num_wanted]
-        borders = np.flatnonzero(found == self._BORDER)
-        return found[: borders[0]] if len(borders) else found
+        for recent in self._within(reach):
+            places = find_continuations(recent, tokens, least=self._least, most=self._most)
+            if len(places):
+                found = recent[int(places[-1]) :][:num_wanted]
+                borders = np.flatnonzero(found == self._BORDER)
+                return found[: borders[0]] if len(borders) else found
+        return _NO_TOKENS
+
+    def _within(self, reach: int) -> Iterator[TokenIds]:
+        """Yield the parts of the ring that hold the last `reach` tokens, the newer part first."""
+        if reach >= len(self._ring):
+            yield self._ring
+            return
+        yield self._ring[max(self._end - reach, 0) : self._end]
+        if self._end < reach:
+            yield self._ring[self._end - reach :]
 
 
 class ScopedReplies:

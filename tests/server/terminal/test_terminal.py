@@ -57,8 +57,12 @@ class Terminal:
         async with asyncio.timeout(WAIT_S):
             while answer not in self._seen:
                 self.type("\x03")
+                for _ in range(40):
+                    if answer not in self._seen:
+                        await asyncio.sleep(0.05)
+            while answer in self._seen:  # a second signal, heard late, would drop the next line as well
+                self._seen = self._seen.rpartition(answer)[2]
                 await asyncio.sleep(0.2)
-        await self.until(answer)
 
     async def ask(self, text: str, answer: str) -> str:
         """Type a line at the prompt, and wait for something to come back."""

@@ -18,6 +18,7 @@ from worker.worker_errors import StartupError
 LENGTHS = (0, 1, 576, 100_003, PAGE_BYTES // (2 * SIZE * 4), PAGE_BYTES // 8 + 5)
 
 _LATE_S = 0.05
+_MARK_BYTES = 128
 
 Result = TypeVar("Result")
 
@@ -55,17 +56,27 @@ def test_each_rank_gets_the_parts_side_by_side(three: list[SharedRanks], num_row
 
 
 def test_the_time_of_an_exchange_is_told_from_waiting_for_a_later_rank(three: list[SharedRanks]) -> None:
-    def work(ranks: SharedRanks) -> ExchangeTimes:
-        before = ranks.times()
-        ranks.reduce(torch.ones(1 << 20))
+    def work(ranks: SharedRanks) -> tuple[ExchangeTimes, float]:
         if ranks.rank == 2:
+            until_others_sleep(ranks)
             time.sleep(_LATE_S)
-        ranks.reduce(torch.ones(1))
-        return ExchangeTimes(*(now - then for now, then in zip(ranks.times(), before, strict=True)))
+        before, started_s = ranks.times(), time.monotonic()
+        ranks.reduce(torch.ones(1000))
+        whole_s = time.monotonic() - started_s
+        return ExchangeTimes(*(now - then for now, then in zip(ranks.times(), before, strict=True))), whole_s
 
-    first, _, late = together(three, work)
-    assert first.wait_s > 0.9 * _LATE_S
-    assert 0 < late.exchange_s < first.exchange_s + first.wait_s
+    (first, first_whole_s), _, (late, _) = together(three, work)
+    assert first.wait_s >= _LATE_S, "it slept already when rank 2 began to be late"
+    assert late.wait_s < first.wait_s
+    assert late.exchange_s > 0
+    assert 0 < first.exchange_s <= first_whole_s - first.wait_s
+
+
+def until_others_sleep(ranks: SharedRanks) -> None:
+    """Wait until all others sleep until this rank comes: their number stands behind its turn in the page."""
+    place = ranks.rank * _MARK_BYTES + 4
+    while ranks._page[place] < SIZE - 1:
+        time.sleep(0)
 
 
 def test_many_exchanges_of_different_kinds_stay_in_step(three: list[SharedRanks]) -> None:

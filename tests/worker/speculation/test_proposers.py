@@ -54,6 +54,14 @@ def test_a_prediction_is_followed_past_tokens_that_differ() -> None:
     assert proposer.propose(ids(*text), 2, reach=100).tolist() == []
 
 
+def test_a_prediction_is_looked_up_about_its_place_and_no_farther_than_half_the_reach() -> None:
+    expected = ids(*range(10, 60))
+    text = [1, 10, 11, 12, 13, 99, 30, 31]
+    for reach, place in ((48, 32), (20, 17)):
+        proposer = Prediction(expected, num_prompt_tokens=1)
+        assert proposer.propose(ids(*text), 1, reach=reach).tolist() == [place]
+
+
 def test_replies_are_found_again_until_the_ring_has_overwritten_them() -> None:
     replies = RecentReplies(capacity_tokens=16, least=2, most=4)
     replies.add(ids(1, 2, 3, 4))
@@ -79,6 +87,16 @@ def test_a_search_reaches_as_far_back_as_it_may_and_no_farther() -> None:
     assert replies.propose(ids(5, 6), 1, reach=7).tolist() == [7]
 
 
+def test_replies_within_reach_are_found_across_the_end_of_the_ring() -> None:
+    replies = RecentReplies(capacity_tokens=1 << 16, least=2, most=4)
+    for number in range(66):
+        replies.add(np.arange(number * 1000, number * 1000 + 1000, dtype=np.int32))
+    reach = (1 << 19) // 9
+    assert replies.propose(ids(65_100, 65_101), 2, reach=reach).tolist() == [65_102, 65_103]
+    assert replies.propose(ids(64_100, 64_101), 2, reach=reach).tolist() == [64_102, 64_103]
+    assert replies.propose(ids(1_100, 1_101), 2, reach=reach).tolist() == []
+
+
 def test_rows_of_a_step_share_what_may_be_searched() -> None:
     drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=1))
     new = NewSequence(
@@ -92,6 +110,14 @@ def test_rows_of_a_step_share_what_may_be_searched() -> None:
     text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
     assert drafter.propose(0, text, num_rows=8) == (3,)
     assert drafter.propose(0, text, num_rows=16) == ()
+
+
+def test_two_sources_of_a_row_share_what_it_may_search() -> None:
+    drafter = Drafter(SpeculationConfig(method=DraftMethod.SUFFIX, num_speculative_tokens=1))
+    drafter.add(0, Sequence(SequenceId(1), (1, 2), SamplingParams()).as_new())
+    text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
+    assert drafter.propose(0, text, num_rows=4) == (3,)
+    assert drafter.propose(0, text, num_rows=8) == ()
 
 
 def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
