@@ -270,7 +270,7 @@ class Scheduler:
 
     def waiting_sequences(self) -> list[Sequence]:
         """Waiting sequences, swapped ones and those whose grammar is compiled too; in no particular order."""
-        return [*self._queues.waiting, *self._queues.compilations]
+        return self._queues.all_waiting()
 
     def plans_in_flight(self) -> list[SchedulerOutput]:
         """Plans without a result, oldest first."""

@@ -16,6 +16,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raise AssertionError that says what broke. O(sequences + blocks)."""
     running, waiting = scheduler.running_sequences(), scheduler.waiting_sequences()
     _check_queues(scheduler, running, waiting)
+    _check_compilations(scheduler, waiting)
     _check_in_flight(scheduler, running + waiting)
     _check_shared_room(scheduler, running)
     _check_blocks(scheduler, running)
@@ -71,6 +72,15 @@ def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[S
     for seq in running:
         assert 0 < seq.num_computed_tokens <= seq.num_tokens
         assert seq.num_slots == len(seq.block_ids) * scheduler.config.block_size >= seq.num_computed_tokens
+
+
+def _check_compilations(scheduler: Scheduler, waiting: list[Sequence]) -> None:
+    compilations, queues = scheduler.compilations, scheduler._queues
+    compiled = compilations.compiled()
+    assert {id(seq) for seq in compiled} == {id(seq) for seq in waiting if seq.is_compiled}, "a row is lost"
+    assert len(compiled) + compilations.num_under_way <= scheduler.config.max_num_seqs, "rows pile up"
+    assert not any(queues.lacks_grammar(seq) for seq in queues.waiting), "it holds up others"
+    assert all(queues.lacks_grammar(seq) for seq in queues.uncompiled), "it could run"
 
 
 def _check_in_flight(scheduler: Scheduler, sequences: list[Sequence]) -> None:

@@ -1,26 +1,33 @@
-"""Compilations of grammars beside the steps: their sequences wait here, and not in the waiting queue.
+"""Compilations of grammars beside the steps: sequences of those under way, and rows that are compiled.
 
-Owns: which these are, the time that they may take together, and what the worker has not heard of yet.
+Owns: which these are, the time and the rows that they may take together, and what the worker has not heard of
+yet.
 Never: compiles, or decides whose turn it is (admission.py).
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from scheduler.messages import SequenceId
 from scheduler.sequence import Sequence
+
+_rank_of = attrgetter("rank")
 
 
 class Compilations:
     """At most `max_s` of processor time under way; the first may take more. 0: steps compile themselves.
 
     A compilation that has begun counts until the worker reports it, although its sequence may have ended: so
-    clients that come and go have no more of them than those that stay.
+    clients that come and go have no more of them than those that stay. A row counts among `max_rows` from
+    then on until its sequence is admitted or ends.
     """
 
-    def __init__(self, max_s: float) -> None:
+    def __init__(self, max_s: float, max_rows: int) -> None:
         self._max_s = max_s
+        self._max_rows = max_rows
         self._sequences: dict[SequenceId, Sequence] = {}
         self._costs_s: dict[SequenceId, float] = {}
+        self._compiled: dict[SequenceId, Sequence] = {}
         self._begun: list[Sequence] = []
         self._unused: list[Sequence] = []
 
@@ -43,8 +50,17 @@ class Compilations:
     def __contains__(self, seq: Sequence) -> bool:
         return seq.sequence_id in self._sequences
 
-    def has_room(self, seq: Sequence) -> bool:
+    @property
+    def has_row(self) -> bool:
+        """Whether one more row may be compiled."""
+        return len(self._compiled) + len(self._costs_s) < self._max_rows
+
+    def has_time(self, seq: Sequence) -> bool:
         return not self._costs_s or sum(self._costs_s.values()) + seq.compile_s <= self._max_s
+
+    def compiled(self) -> list[Sequence]:
+        """Sequences that wait with a compiled row, in order of rank."""
+        return sorted(self._compiled.values(), key=_rank_of)
 
     def begin(self, seq: Sequence) -> None:
         self._sequences[seq.sequence_id] = seq
@@ -54,14 +70,22 @@ class Compilations:
     def report(self, sequence_id: SequenceId) -> Sequence | None:
         """Note that the worker is done; return the sequence, or None if it has ended meanwhile."""
         del self._costs_s[sequence_id]
-        return self._sequences.pop(sequence_id, None)
+        seq = self._sequences.pop(sequence_id, None)
+        if seq is not None:
+            self._compiled[sequence_id] = seq
+        return seq
 
     def leave(self, seq: Sequence) -> None:
         """Note that a sequence has ended which waits here."""
         del self._sequences[seq.sequence_id]
 
+    def note_used(self, seq: Sequence) -> None:
+        """Note that a sequence is admitted with its row."""
+        del self._compiled[seq.sequence_id]
+
     def note_unused(self, seq: Sequence) -> None:
-        """Note that a sequence has ended between its compilation and its admission."""
+        """Note that a sequence has no more use for its row."""
+        del self._compiled[seq.sequence_id]
         self._unused.append(seq)
 
     def take_begun(self) -> list[Sequence]:

@@ -12,11 +12,12 @@ rank decides.
 
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
+from itertools import chain
 from math import inf
 from operator import attrgetter
 
 from scheduler.policy import OrderOfService, Rank
-from scheduler.queues.lazy_heap import Entry, walk
+from scheduler.queues.lazy_heap import Entry
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence
 from scheduler.tenant_ledger import TenantLedger
@@ -83,6 +84,12 @@ class _PriorityLevel:
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for queue in self._queues.values() for seq in queue)
 
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate in the order of service, as it is now: tenant by tenant, the least served first."""
+        waiting = (tenant for tenant, queue in self._queues.items() if len(queue))
+        for tenant in sorted(waiting, key=self._ledger.service):
+            yield from self._queues[tenant].in_order()
+
     def queues(self) -> Iterable[WaitingQueue]:
         """Queue of each tenant."""
         return self._queues.values()
@@ -107,8 +114,9 @@ class FairWaitingQueue:
         return (seq for level in self._levels.values() for seq in level)
 
     def in_order(self) -> Iterator[Sequence]:
-        """Iterate by rank, whatever service the tenants had."""
-        return filter(None, walk(self.heaps()))
+        """Iterate in the order of service, as it is now. O(tenants * log(tenants)) and O(log n) for each."""
+        levels = sorted(self._levels.values(), key=lambda level: level.peek().rank)
+        return chain.from_iterable(level.in_order() for level in levels)
 
     def heaps(self) -> Iterable[list[Entry]]:
         """Entries, as heaps that `walk` reads."""

@@ -1,4 +1,4 @@
-"""Unfinished sequences: the running queue and the waiting queue.
+"""Unfinished sequences: the running queue, the waiting queue, and those that wait for a grammar.
 
 Owns: in which queue a sequence is and at which place, and the tenants' counters, which follow from it.
 Never: decides that a sequence moves; planner.py, admission.py and scheduler.py do.
@@ -14,10 +14,10 @@ from scheduler.messages import Page, RequestCounts, SequenceId, SequenceReport, 
 from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
-from scheduler.queues.lazy_heap import LazyHeap, walk
+from scheduler.queues.lazy_heap import walk
 from scheduler.queues.need_index import NeedIndex
 from scheduler.queues.start_forecast import StartForecast
-from scheduler.queues.waiting_queue import WaitingQueue
+from scheduler.queues.waiting_queue import AgingWaitingQueue, WaitingQueue
 from scheduler.sequence import Sequence, Status
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 
@@ -27,7 +27,9 @@ _running_rank_of = attrgetter("running_rank")
 _LEAST_LEAD = 64 * GENERATED_TOKEN_COST
 
 _ReasonOf = Callable[[Sequence, int], WaitReason]
-"""Reason of a waiting sequence at a place of the waiting queue; below 0 it is not in it."""
+"""Reason of a waiting sequence, with so many ahead of it in the waiting queue."""
+
+_Queue = WaitingQueue | FairWaitingQueue
 
 
 class RequestQueues:
@@ -36,7 +38,6 @@ class RequestQueues:
     def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
         self._order = order
         self.running: list[Sequence] = []
-        self.waiting: WaitingQueue | FairWaitingQueue = WaitingQueue()
         self._ledger: TenantLedger | None = None
         self._num_swapped = 0
         self.num_steady = 0
@@ -44,22 +45,38 @@ class RequestQueues:
         self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
             self._ledger = TenantLedger(dict(config.tenant_weights))
-            self.waiting = FairWaitingQueue(order, self._ledger)
-        self._by_urgency = LazyHeap() if order.ages and self._ledger is None else None
-        """The same sequences by urgency, where an older one may stand before a more urgent one."""
+        self.waiting = self._new_queue()
+        """Sequences that may be admitted as soon as there is room."""
+        self.uncompiled = self._new_queue()
+        """Sequences with a grammar that is not compiled yet, beside `waiting`; empty where steps compile."""
+        self.num_arrivals = 0
+        """Times that a sequence joined `waiting`."""
         self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
-        self.compilations = Compilations(config.max_compiling_s)
+        self.compilations = Compilations(config.max_compiling_s, config.max_num_seqs)
 
     def counts(self) -> RequestCounts:
         return RequestCounts(
             running=self.num_running,
-            waiting=len(self.waiting) + len(self.compilations) - self._num_swapped,
+            waiting=len(self.waiting) + self.num_without_grammar - self._num_swapped,
             swapped=self._num_swapped,
         )
 
     @property
     def num_running(self) -> int:
         return len(self.running) + self.num_steady
+
+    @property
+    def num_without_grammar(self) -> int:
+        """Waiting sequences whose grammar is not compiled."""
+        return len(self.uncompiled) + len(self.compilations)
+
+    def lacks_grammar(self, seq: Sequence) -> bool:
+        """Whether it waits for its grammar, where that is compiled beside the steps."""
+        return self.compilations.is_on and seq.has_grammar and not seq.is_compiled
+
+    def all_waiting(self) -> list[Sequence]:
+        """Sequences that do not run, in no particular order."""
+        return [*self.waiting, *self.uncompiled, *self.compilations]
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -72,16 +89,25 @@ class RequestQueues:
         self._wait_no_more(seq)
         self._num_swapped -= seq.status is Status.SWAPPED
         seq.become(Status.RUNNING)
-        seq.is_compiled = False
+        if seq.is_compiled:
+            self.compilations.note_used(seq)
+            seq.is_compiled = False
         insort(self.running, seq, key=_running_rank_of)
 
     def compile(self, seq: Sequence) -> None:
-        """Take a sequence out of the waiting queue until its grammar is compiled."""
+        """Have the grammar of a sequence compiled."""
         self._wait_no_more(seq)
         self.compilations.begin(seq)
 
+    def give_up_row(self, seq: Sequence) -> None:
+        """Let a waiting sequence wait for its grammar once more: its row is given up for another's."""
+        self._wait_no_more(seq)
+        self.compilations.note_unused(seq)
+        seq.is_compiled = False
+        self._wait(seq)
+
     def note_compiled(self, sequence_id: SequenceId) -> bool:
-        """Put a sequence back into the waiting queue; False if it has ended meanwhile."""
+        """Put a sequence into the waiting queue at its place; False if it has ended meanwhile."""
         seq = self.compilations.report(sequence_id)
         if seq is not None:
             seq.is_compiled = True
@@ -123,12 +149,8 @@ class RequestQueues:
         self.num_steady -= 1
 
     def most_urgent(self) -> Sequence:
-        """First waiting sequence, whatever the age of others. There must be one."""
-        if self._by_urgency is None:
-            return self.waiting.most_urgent()
-        first = self._by_urgency.peek()
-        assert first is not None, "the queue is empty"
-        return first
+        """First of the waiting queue, whatever the age of others. There must be one."""
+        return self.waiting.most_urgent()
 
     def candidates(self, num_free: int) -> list[Sequence]:
         """Waiting sequences that may fit into `num_free` blocks, wherever they stand; a few, by rank."""
@@ -166,42 +188,52 @@ class RequestQueues:
         return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
     def reports(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> Iterator[SequenceReport | None]:
-        """Yield a page of the running queue, those whose grammar is compiled, and the waiting queue by rank.
+        """Yield a page of the running queue, those whose grammar is being compiled, and the others by rank.
 
         None stands for a sequence before the page, or that has left meanwhile. The first costs a copy of the
-        waiting queue, each O(log(waiting)). The queues may change between two of them.
+        waiting queues, each O(log(waiting)). The queues may change between two of them.
         """
         num_running = len(self.running)
         begin = max(page.first - num_running, 0)
         end = max(page.first + page.most - num_running, 0)
         compiling = list(self.compilations)
-        heaps = [heap.copy() for heap in self.waiting.heaps()] if begin < end else []
+        queues = (self.waiting, self.uncompiled) if begin < end else ()
+        heaps = [heap.copy() for queue in queues for heap in queue.heaps()]
         for place, seq in enumerate(self.running[page.first : page.first + page.most], page.first):
             yield _report(seq, place, "", None, now_s) if seq.status is Status.RUNNING else None
-        place = 0
+        place = num_ahead = 0
         for waiting in chain(compiling, walk(heaps)):
             if place == end:
                 return
             if waiting is None or waiting.status is Status.FINISHED or place < begin:
                 yield None
             else:
-                reason = reason_of(waiting, place - len(compiling)).value
+                reason = reason_of(waiting, num_ahead).value
                 yield _report(waiting, place, reason, self.forecast.expected_s(place, now_s=now_s), now_s)
             place += waiting is not None
+            num_ahead += waiting is not None and not self.lacks_grammar(waiting)
+
+    def _new_queue(self) -> _Queue:
+        if self._ledger is not None:
+            return FairWaitingQueue(self._order, self._ledger)
+        return AgingWaitingQueue() if self._order.ages else WaitingQueue()
 
     def _wait(self, seq: Sequence) -> None:
         seq.turn += 1
+        if self.lacks_grammar(seq):
+            self.uncompiled.push(seq)
+            return
+        self.num_arrivals += 1
         self.waiting.push(seq)
-        if self._by_urgency is not None:
-            self._by_urgency.push(seq.running_rank, seq)
         if self._by_need is not None:
             self._by_need.push(seq)
 
     def _wait_no_more(self, seq: Sequence) -> None:
         seq.turn += 1
+        if self.lacks_grammar(seq):
+            self.uncompiled.remove(seq)
+            return
         self.waiting.remove(seq)
-        if self._by_urgency is not None:
-            self._by_urgency.note_removal()
         if self._by_need is not None:
             self._by_need.remove(seq)
 

@@ -1,6 +1,6 @@
 """Waiting queue, best rank first: new sequences and preempted ones.
 
-Owns: nothing beyond a heap by rank; it has the interface of FairWaitingQueue.
+Owns: nothing beyond heaps by rank and by urgency; they have the interface of FairWaitingQueue.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class WaitingQueue:
         return first
 
     def most_urgent(self) -> Sequence:
-        """First in the queue: the rank says all there is to urgency, unless requests age."""
+        """First in the queue: the rank says all there is to urgency."""
         return self.peek()
 
     def after_first(self, num: int) -> list[Sequence]:
@@ -55,3 +55,25 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:  # noqa: ARG002 - FairWaitingQueue needs it
         """Remove a sequence whose turn to wait has ended."""
         self._heap.note_removal()
+
+
+class AgingWaitingQueue(WaitingQueue):
+    """Waiting queue in which an older sequence may stand before a more urgent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_urgency = LazyHeap()
+
+    def push(self, seq: Sequence) -> None:
+        super().push(seq)
+        self._by_urgency.push(seq.running_rank, seq)
+
+    def most_urgent(self) -> Sequence:
+        """First sequence, whatever the age of others. There must be one."""
+        first = self._by_urgency.peek()
+        assert first is not None, "the queue is empty"
+        return first
+
+    def remove(self, seq: Sequence) -> None:
+        super().remove(seq)
+        self._by_urgency.note_removal()

@@ -165,22 +165,25 @@ class Admission:
 
     def skip_step(self) -> None:
         """Admit no sequence to this step; the waiting ones are looked at in the next."""
-        self.wait_reason = WaitReason.GRAMMAR if len(self._queues.compilations) else WaitReason.STEP
+        self.wait_reason = WaitReason.STEP
 
     def compile_ahead(self) -> None:
         """Have the grammars of those who come next compiled, beside the steps."""
-        waiting = self._queues.waiting
-        while self._queues.compilations.is_on and len(waiting):
-            if not any(map(self._leaves_to_compile, (waiting.peek(), self._queues.most_urgent()))):
+        uncompiled = self._queues.uncompiled
+        while len(uncompiled):
+            if not any(map(self._begins_to_compile, (uncompiled.peek(), uncompiled.most_urgent()))):
                 return
 
-    def _leaves_to_compile(self, seq: Sequence) -> bool:
-        """Take it out of the waiting queue until its grammar is compiled, if that is due and may begin."""
+    def _begins_to_compile(self, seq: Sequence) -> bool:
+        """Have its grammar compiled, if that may begin."""
         compilations = self._queues.compilations
-        if not (compilations.is_on and seq.has_grammar) or seq.is_compiled or seq in compilations:
+        if self._awaits_token(seq) or not compilations.has_time(seq):
             return False
-        if self._awaits_token(seq) or not compilations.has_room(seq):
-            return False
+        if not compilations.has_row:
+            giving_way = next(self._order.giving_way(seq, compilations.compiled()), None)
+            if giving_way is None:
+                return False
+            self._queues.give_up_row(giving_way)
         self._queues.compile(seq)
         return True
 
@@ -226,8 +229,8 @@ class Admission:
         return WaitReason.STEP
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
-        """Reason why the sequence at this place of the waiting queue waits, as far as it is cheap to say."""
-        if place < 0:
+        """Reason why a sequence with `place` ahead of it in the line waits, as far as it is cheap to say."""
+        if self._queues.lacks_grammar(seq):
             return WaitReason.GRAMMAR
         if place == 0 or self.wait_reason not in _REASONS_OF_HEAD:
             return self.wait_reason
@@ -262,17 +265,13 @@ class Admission:
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if seq.has_grammar and not (seq.is_compiled or self._compiles_within(seq, budget)):
+        if seq.has_grammar and not seq.is_compiled and not budget.has_room_for_grammar(seq.compile_s):
             return WaitReason.GRAMMAR
         return None
 
     def _awaits_token(self, seq: Sequence) -> bool:
         """Whether a token of before its preemption is being sampled: the worker must be given all of them."""
         return bool(seq.num_preemptions) and self._state.in_flight.samples_for(seq.sequence_id)
-
-    def _compiles_within(self, seq: Sequence, budget: SchedulingBudget) -> bool:
-        """Whether this step has the time to compile its grammar, where steps do that."""
-        return not self._queues.compilations.is_on and budget.has_room_for_grammar(seq.compile_s)
 
     def _shortage(self, seq: Sequence, demand: BlockDemand) -> WaitReason | None:
         """Kind of memory of which there is too little for it."""
@@ -307,7 +306,7 @@ class Admission:
             self._kv.num_changes,
             self._queues.num_running,
             len(waiting),
-            self._state.counters.num_added,  # one may have left and another come
+            self._queues.num_arrivals,  # one may have left and another come
             head,
         )
 
@@ -315,21 +314,11 @@ class Admission:
         self, head: Sequence, budget: SchedulingBudget, reason: WaitReason
     ) -> tuple[Sequence, BlockDemand] | None:
         """A sequence that passes the head, which waits for a reason of its own; None if there is none."""
-        if reason is WaitReason.GRAMMAR and self._queues.compilations.is_on:
-            return self._find_beside_compilation(budget)
         is_for_adapter = reason is WaitReason.ADAPTER
         passing = (self._find_beside_adapter if is_for_adapter else self._find_bypassing)(head, budget)
         if passing is not None and (not is_for_adapter or passing[0].adapter):
             head.num_bypasses += 1
         return passing
-
-    def _find_beside_compilation(self, budget: SchedulingBudget) -> tuple[Sequence, BlockDemand] | None:
-        """The first that could run behind a head whose grammar is not compiled: it takes nothing from it."""
-        for seq in islice(self._queues.waiting.in_order(), _MOST_LOOKED_AT):
-            if self._obstacle(seq, budget) is None:
-                demand = self._kv.demand(seq)
-                return None if self._shortage(seq, demand) is not None else (seq, demand)
-        return None
 
     def _find_bypassing(
         self, head: Sequence, budget: SchedulingBudget
@@ -338,7 +327,7 @@ class Admission:
         if head.num_bypasses >= self._config.max_bypasses:
             return None
         for seq in self._candidates(head):
-            if not self._leaves_to_compile(seq) and self._obstacle(seq, budget) is None:
+            if self._obstacle(seq, budget) is None:
                 demand = self._kv.demand(seq)
                 if self._shortage(seq, demand) is None:
                     return seq, demand

@@ -70,7 +70,10 @@ class Planner:
     @property
     def wait_reason(self) -> WaitReason:
         """Reason why the waiting queue waited in the last step."""
-        return self._admission.wait_reason
+        reason = self._admission.wait_reason
+        if reason is WaitReason.STEP and self._queues.num_without_grammar:
+            return WaitReason.GRAMMAR
+        return reason
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
         """Reason why the sequence at this place of the waiting queue waits."""
@@ -82,6 +85,7 @@ class Planner:
         None if there may be: then `plan` decides. Most steps are like that, and with few sequences deciding
         nothing takes longer than all the rest.
         """
+        self._admission.compile_ahead()  # in every step, whichever of the two plans it
         running = self._queues.running
         if len(self._queues.waiting) or self._decides_always or self._shares.has_extras:
             return None
@@ -106,7 +110,6 @@ class Planner:
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
         self._shares.choose_drafts(plan)
-        self._admission.compile_ahead()
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._may_give_turns:
@@ -123,7 +126,7 @@ class Planner:
 
     def _num_admissible(self, budget: SchedulingBudget) -> int:
         """Waiting sequences that may be admitted, judging by the last step."""
-        if self.wait_reason not in (WaitReason.STEP, WaitReason.TOKENS):
+        if self._admission.wait_reason not in (WaitReason.STEP, WaitReason.TOKENS):
             return 0
         return min(len(self._queues.waiting), budget.remaining_seqs)
 
@@ -169,7 +172,7 @@ class Planner:
         """Prefill alone if there is any to do and it is due, else decodes alone."""
         num_decodes, plan.budget.num_decodes_ahead = plan.budget.num_decodes_ahead, 0
         self._serve_prefills(plan)
-        if num_decodes and not plan.chunks and self.wait_reason is WaitReason.GRAMMAR:
+        if num_decodes and not plan.chunks and self._admission.wait_reason is WaitReason.GRAMMAR:
             # Admissions of grammars, a few in each step, alternate with steps of decodes.
             self._admission.skip_step()
         elif self._prefill_is_due(plan.now_s):

@@ -1,10 +1,16 @@
 """Sequences whose grammar is compiled beside the steps: they wait for it, and for them nobody does."""
 
 from dataclasses import replace
+from operator import itemgetter
 
-from scheduler.config import Fairness, SchedulingPolicy
+import pytest
+
+from scheduler.config import Batching, Displacement, Fairness, SchedulingPolicy
 from scheduler.messages import FinishReason, Page, PreemptionCause, SequenceId, TimeLimits, WaitReason
-from tests.fakes import continuation
+from scheduler.sequence import Sequence
+from scheduler.step.admission import Admission
+from scheduler.step.budget import SchedulingBudget
+from tests.fakes import continuation, make_sequence
 from tests.scheduler.test_grammars import DEAR, GRAMMAR, admitted, bound, free, prompt
 from tests.world import World, shares, small_config
 
@@ -159,4 +165,92 @@ def test_what_is_compiled_need_not_fit_into_the_time_of_a_step() -> None:
     for _ in range(3):
         world.step()
     assert admitted(world.step()) == [*range(1, 9)]
+    world.run()
+
+
+def test_tenants_are_served_as_fairly_while_others_wait_for_their_grammars() -> None:
+    def place_of_newcomer(*others: Sequence) -> int:
+        world = roomy(60, fairness=Fairness.TENANT, max_num_seqs=4, displacement=Displacement.OFF)
+        world.add(*(free(i, tenant="crowd", max_tokens=6) for i in range(1, 30)))
+        for _ in range(12):
+            world.step()
+        world.add(free(100, tenant="newcomer", max_tokens=6), *others)
+        world.run()
+        return sorted(admission_steps(world).items(), key=itemgetter(1)).index(
+            (100, admission_steps(world)[100])
+        )
+
+    dear = [bound(200 + i, tenant=f"bound {i}", grammar=DEAR) for i in range(2)]
+    assert place_of_newcomer(*dear) == place_of_newcomer() < 12
+
+
+def test_one_that_needs_no_grammar_passes_more_than_would_be_looked_at() -> None:
+    world = roomy(10**6)
+    world.add(*(bound(i) for i in range(1, 1100)), free(2000))
+    assert admitted(world.step()) == [2000]
+
+
+def test_a_step_looks_at_none_of_those_that_wait_for_their_grammars() -> None:
+    world = roomy(10**6)
+    for i in range(1, 1000):
+        world.scheduler.add_request(bound(i), now_s=0.0)
+    world.add(free(2000))
+    looked_at: set[int] = set()
+    obstacle = Admission._obstacle
+
+    def counting(self: Admission, seq: Sequence, budget: SchedulingBudget) -> WaitReason | None:
+        looked_at.add(seq.sequence_id)
+        return obstacle(self, seq, budget)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Admission, "_obstacle", counting)
+        world.step()
+    assert looked_at == {2000}
+
+
+def test_an_urgent_one_without_a_grammar_waits_for_nobody_that_waits_for_one() -> None:
+    world = roomy(50, max_num_seqs=2, policy=SchedulingPolicy.PRIORITY)
+    world.add(*(free(i, priority=5, max_tokens=60) for i in (1, 2)))
+    world.step()
+    world.add(*(bound(i, priority=0, grammar=DEAR) for i in (3, 4)))
+    world.step()
+    world.add(free(5, priority=0))
+    assert admitted(world.step()) == [5]
+    world.run()
+
+
+def test_separate_batches_admit_others_while_a_grammar_is_compiled() -> None:
+    world = roomy(50, batching=Batching.SEPARATE)
+    world.add(free(1, max_tokens=60))
+    world.step()
+    world.add(bound(2))
+    for _ in range(2):
+        world.step()
+    world.add(free(3))
+    assert admitted(world.step()) == [3]
+    world.run()
+
+
+def test_an_ever_more_urgent_head_takes_the_row_of_the_least_urgent_and_no_further_one() -> None:
+    world = roomy(1, max_num_seqs=3, policy=SchedulingPolicy.PRIORITY)
+    world.add(*(free(i, max_tokens=60, priority=-9) for i in (1, 2, 3)))
+    world.step()
+    for i in range(10, 20):
+        world.add(bound(i, priority=1000 - i))
+        world.step()
+    assert [seq.sequence_id for seq in world.scheduler.compilations.compiled()] == [19, 18, 17]
+    world.run()
+    assert all(world.ended[SequenceId(i)].finish_reason is FinishReason.LENGTH for i in range(10, 20))
+
+
+def test_one_that_is_compiled_is_looked_at_although_as_many_wait_as_before() -> None:
+    world = roomy(3, num_blocks=4, block_size=16, max_bypasses=5)
+    world.add(make_sequence(1, prompt(33, 1), max_tokens=15))
+    world.step()
+    world.add(make_sequence(2, prompt(40, 2)), bound(3, max_tokens=2), make_sequence(4, prompt(33, 4)))
+    waiting = world.scheduler._queues.waiting
+    while len(waiting) < 3:
+        world.step()
+    world.abort(4)
+    assert admitted(world.step()) == [3]
     world.run()

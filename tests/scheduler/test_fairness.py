@@ -208,3 +208,14 @@ def test_without_displacement_tenants_wait_for_a_place() -> None:
     world.add(make_sequence(2, [2], max_tokens=1, tenant="quiet"))
     world.run()
     assert list(world.ended) == [1, 2]
+
+
+def test_those_who_pass_one_that_waits_for_an_adapter_come_in_the_order_of_service() -> None:
+    world = World(small_config(fairness=Fairness.TENANT, max_adapters=1, max_num_seqs=2, num_blocks=99))
+    world.add(make_sequence(1, [1], max_tokens=30, tenant="a", adapter="x"))
+    world.add(make_sequence(2, [2], tenant="b", adapter="y"))
+    world.step()
+    world.add(*(make_sequence(i, [i], max_tokens=2, tenant="a") for i in (3, 4, 5)))
+    world.add(make_sequence(6, [6], tenant="b"))
+    assert [new.sequence_id for new in world.step().new_sequences] == [6]
+    world.run()

@@ -20,6 +20,10 @@ from worker.sampling.grammar_rows import RowGrammar
 _NICENESS = 10
 """Steps come first where cores are short."""
 
+_MAX_ROWS = 512
+"""Rows that are kept; then the oldest go. One is left over if the admission of its sequence fails. A sequence
+whose row has gone is compiled for in its step."""
+
 _Text = tuple[Grammar, tuple[int, ...]]
 """Grammar and the generated tokens that it is followed to: rows of the same are as good as each other."""
 
@@ -32,6 +36,7 @@ class CompileAhead:
         self._thread: ThreadPoolExecutor | None = None
         self._finished: deque[tuple[SequenceId, _Text, RowGrammar]] = deque()
         self._rows: defaultdict[_Text, list[RowGrammar]] = defaultdict(list)
+        self._num_rows = 0
 
     def begin(self, sequence_id: SequenceId, grammar: Grammar, generated: Sequence[int]) -> None:
         """Have a row compiled. `take_finished` returns the sequence once it is, whatever becomes of it."""
@@ -43,7 +48,10 @@ class CompileAhead:
         while self._finished:
             sequence_id, text, row = self._finished.popleft()
             self._rows[text].append(row)
+            self._num_rows += 1
             found.append(sequence_id)
+            if self._num_rows > _MAX_ROWS:
+                self.discard(*next(iter(self._rows)))
         return found
 
     def take_row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar | None:
@@ -53,6 +61,7 @@ class CompileAhead:
         if not rows:
             return None
         row = rows.pop()
+        self._num_rows -= 1
         if not rows:
             del self._rows[text]
         return row

@@ -8,7 +8,15 @@ import pytest
 
 from engine.core.loop import BesideSteps, EngineLoop
 from engine.process_messages import EndSequences, ToEngine
-from scheduler.messages import FinishReason, Grammar, GrammarKind, SamplingParams, SequenceId
+from scheduler.messages import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+    SequenceId,
+)
 from scheduler.scheduler import Scheduler
 from tests.engine.core.test_loop import Desk, request
 from tests.fakes import FakeWorker
@@ -18,6 +26,21 @@ from worker.sampling.grammar_rows import RowGrammar
 
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+")
 TURNS = 500
+
+
+class SamplingWorker(FakeWorker):
+    """It takes the compiled row of each sequence that is admitted, and fails one whose row failed."""
+
+    ahead: CompileAhead
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for new in plan.new_sequences:
+            if new.params.grammar is not None:
+                row = self.ahead.take_row(new.params.grammar, new.token_ids[new.num_prompt_tokens :])
+                assert row is not None, "admitted before its grammar was compiled"
+                if row.failure:
+                    self.poisoned.add(new.sequence_id)
+        return super().execute(plan)
 
 
 class Compiler:
@@ -30,7 +53,9 @@ class Compiler:
         self.desk = Desk()
         scheduler = Scheduler(small_config(max_compiling_s=0.01))
         beside = BesideSteps(grammars=self.ahead)
-        self.loop = EngineLoop(scheduler, FakeWorker(4), self.desk, lambda: self.desk.now_s, None, beside)  # type: ignore[arg-type]
+        worker = SamplingWorker(4)
+        worker.ahead = self.ahead
+        self.loop = EngineLoop(scheduler, worker, self.desk, lambda: self.desk.now_s, None, beside)  # type: ignore[arg-type]
 
     def compile(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:
         self.begun.append((grammar, tuple(generated)))
@@ -120,14 +145,11 @@ def test_one_that_leaves_meanwhile_ends_once_and_nothing_of_it_is_kept(compiler:
 
 def test_a_compiler_that_breaks_fails_its_own_sequence_alone(compiler: Compiler) -> None:
     broken = Grammar(kind=GrammarKind.REGEX, text="broken")
-    compiler.ahead.begin(SequenceId(9), broken, ())
     compiler.may_go_on.set()
-    while not (finished := compiler.ahead.take_finished()):
-        threading.Event().wait(0.001)
-    row = compiler.ahead.take_row(broken, ())
-    assert finished == [9]
-    assert row is not None
-    assert row.failure == "the grammar failed: ValueError"
+    compiler.turn(asking(1, grammar=broken), asking(2))
+    compiler.turn_until_ended(1, 2)
+    assert compiler.ends() == {1: FinishReason.FAILED, 2: FinishReason.LENGTH}
+    assert (compiler.num_tokens(1), compiler.num_tokens(2)) == (0, 3)
 
 
 def test_choices_of_one_request_have_a_row_each(compiler: Compiler) -> None:

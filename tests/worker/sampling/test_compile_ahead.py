@@ -7,13 +7,18 @@ import pytest
 
 from scheduler.messages import Grammar, GrammarKind, SequenceId
 from tests.worker.sampling.test_grammar import PERSON, World, regex, schema
+from worker.sampling import compile_ahead
 from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars, RowGrammar
 
 
 def compile_one(ahead: CompileAhead, grammar: Grammar, generated: list[int]) -> None:
     ahead.begin(SequenceId(1), grammar, generated)
-    while not (finished := ahead.take_finished()):
+    finished: list[SequenceId] = []
+    for _ in range(60_000):
+        finished = finished or ahead.take_finished()
+        if finished:
+            break
         threading.Event().wait(0.001)
     assert finished == [1]
 
@@ -81,3 +86,13 @@ def test_a_compiler_that_panics_fails_its_own_row_and_the_next_one_is_compiled()
     row = ahead.take_row(regex("a"), [])
     assert row is not None
     assert row.failure == "the grammar failed: Panic"
+
+
+def test_rows_that_nobody_takes_go_once_there_are_many_the_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compile_ahead, "_MAX_ROWS", 2)
+    ahead = CompileAhead(lambda *_: RowGrammar(None, None))
+    for text in "abc":
+        compile_one(ahead, regex(text), [])
+    assert [ahead.take_row(regex(text), []) is not None for text in "abc"] == [False, True, True]
