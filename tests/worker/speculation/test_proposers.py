@@ -11,6 +11,10 @@ from worker.speculation.proposers import OwnText, Prediction, RecentReplies, Sco
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 
+def new_sequence() -> NewSequence:
+    return Sequence(SequenceId(1), (1, 2), SamplingParams()).as_new()
+
+
 def ids(*token_ids: int) -> np.ndarray:
     return np.array(token_ids, np.int32)
 
@@ -99,14 +103,7 @@ def test_replies_within_reach_are_found_across_the_end_of_the_ring() -> None:
 
 def test_rows_of_a_step_share_what_may_be_searched() -> None:
     drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=1))
-    new = NewSequence(
-        sequence_id=SequenceId(1),
-        token_ids=(1, 2),
-        num_prompt_tokens=2,
-        params=SamplingParams(),
-        block_ids=(),
-    )
-    drafter.add(0, new)
+    drafter.add(0, new_sequence())
     text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
     assert drafter.propose(0, text, num_rows=8) == (3,)
     assert drafter.propose(0, text, num_rows=16) == ()
@@ -114,7 +111,7 @@ def test_rows_of_a_step_share_what_may_be_searched() -> None:
 
 def test_two_sources_of_a_row_share_what_it_may_search() -> None:
     drafter = Drafter(SpeculationConfig(method=DraftMethod.SUFFIX, num_speculative_tokens=1))
-    drafter.add(0, Sequence(SequenceId(1), (1, 2), SamplingParams()).as_new())
+    drafter.add(0, new_sequence())
     text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
     assert drafter.propose(0, text, num_rows=4) == (3,)
     assert drafter.propose(0, text, num_rows=8) == ()
@@ -122,17 +119,10 @@ def test_two_sources_of_a_row_share_what_it_may_search() -> None:
 
 def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
     drafter = Drafter(SpeculationConfig())
-    new = NewSequence(
-        sequence_id=SequenceId(1),
-        token_ids=(1, 2),
-        num_prompt_tokens=2,
-        params=SamplingParams(),
-        block_ids=(),
-    )
-    drafter.add(0, new)
+    drafter.add(0, new_sequence())
     assert drafter.is_idle
     drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=2))
-    drafter.add(0, new)
+    drafter.add(0, new_sequence())
     assert drafter.propose(0, ids(1, 2, 3, 1, 2), num_rows=1) == (3, 1)
     drafter.remove(0, ids(1, 2, 3, 1, 2))
     assert drafter.is_idle
