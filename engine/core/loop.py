@@ -30,6 +30,7 @@ from engine.process_messages import (
     EndSequences,
     Explain,
     ForgetAdapter,
+    ForgetQuestion,
     LoadAdapter,
     Outputs,
     PrefixChanges,
@@ -218,8 +219,8 @@ class EngineLoop:
                     self._add(message)
                 case EndSequences():
                     self._end(message)
-                case Explain():
-                    self._explanations.ask(message)
+                case Explain() | ForgetQuestion():
+                    self._explanations.take(message)
                 case Watch():
                     self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
                 case LoadAdapter():
