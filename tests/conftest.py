@@ -1,6 +1,7 @@
 """Fixtures that tests of several folders share."""
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("TOKENYARD_TEST_DEVICE", 
 # The engine process sets this for itself, for the same reason: threads of torch that spin while they wait
 # hold the cores that the servers under test need. libgomp reads it when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Servers and tools under test are started some hundred times. Where Python may keep no bytecode, each start
+# compiles all modules anew, and each process of pytest rewrites all asserts.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).resolve().parent
 CORE = ("engine", "scheduler", "server", "deploy/test_docs.py", "test_architecture.py")
