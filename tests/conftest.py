@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx._transports.default as httpx_transports
 import pytest
 
@@ -59,6 +60,8 @@ def is_core(path: Path) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "core: the tests of a minute; tests/conftest.py lists their files")
     _read_certificates_once()
+    # Five seconds are httpx's patience, of which a busy machine may need more for an answer.
+    httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(60.0)  # type: ignore[misc] # the one that all calls share
 
 
 def _read_certificates_once() -> None:
