@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
+from campaigns.servers.free_ports import free_port
 from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
@@ -24,7 +25,7 @@ from engine.options.option_sources import read_options
 from engine.processes import engine_processes as lives
 from engine.types import GenerationRequest, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.engine.nodes.test_switchboard import KEY, free_port
+from tests.engine.nodes.test_switchboard import KEY
 from tests.faults.relay import Relay, relaying
 from tests.worker.plan_driver import PlanDriver
 from worker.worker import Worker

@@ -1,6 +1,5 @@
 """The first node takes in nodes that have the key, and passes on what ranks send each other."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import pytest
 import torch
 import zmq
 
+from campaigns.servers.free_ports import free_port
 from engine.nodes import switchboard as switchboards
 from engine.nodes.link_address import LinkAddress, write_link
 from engine.nodes.links import Links
@@ -51,11 +51,6 @@ def config_of(node: int, port: int, num_nodes: int, **more: str) -> EngineConfig
     }
     given |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
     return resolve(read_options(given, {}), environment={})[0]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class First:
