@@ -8,6 +8,7 @@ from typing import Any
 import httpx._transports.default as httpx_transports
 import pytest
 
+from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
@@ -78,6 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if TESTS in item.path.parents and is_core(item.path):
             item.add_marker("core")
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """In place of pytest-asyncio's, which is a port that anyone may get in the meantime."""
+    return free_port()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import ROOT, wait_for
 
 FOLDER = ROOT / "deploy" / "proxies"
@@ -57,7 +58,7 @@ def installed() -> tuple[str, ...]:
 def running_proxy(name: str, folder: Path, replicas: Sequence[str]) -> Iterator[RealProxy]:
     """Accepts connections when this yields. `replicas` are two addresses with ports."""
     folder.mkdir()
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     addresses = dict(zip((*_REPLICAS, _LISTENS), (*replicas, address), strict=True))
     command = [program(name) or name, *_arguments(name, folder, addresses)]
     log = folder / "log"
@@ -70,13 +71,6 @@ def running_proxy(name: str, folder: Path, replicas: Sequence[str]) -> Iterator[
     finally:
         process.terminate()  # at once, for both
         process.wait(10)
-
-
-def free_address() -> str:
-    """A port that nobody has now. What takes it is started at once, or after somebody who must leave it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _arguments(name: str, folder: Path, addresses: dict[str, str]) -> list[str]:

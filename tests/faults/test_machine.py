@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import httpx
 
-from campaigns.servers.running import free_port
+from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import ROOT, RunningServer, wait_for
 
 READY_WITHIN_S = 60

@@ -210,6 +210,24 @@ def test_without_displacement_tenants_wait_for_a_place() -> None:
     assert list(world.ended) == [1, 2]
 
 
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+@pytest.mark.parametrize("fairness", Fairness)
+def test_those_found_by_their_adapter_come_in_the_order_in_which_all_are_served(
+    policy: SchedulingPolicy, fairness: Fairness
+) -> None:
+    world = World(small_config(policy=policy, fairness=fairness, max_adapters=9, max_num_seqs=1))
+    random = Random(7)
+    for i in range(60):
+        terms = {"tenant": random.choice("abc"), "priority": random.choice((0, 5))}
+        world.add(make_sequence(i, [i], adapter=random.choice("xyz"), **terms))
+    queues = world.scheduler._queues
+    for _ in range(150):
+        world.step()
+        if len(queues.waiting):
+            assert queues.first_with("xyz") is queues.waiting.peek()
+    assert queues.first_with("w") is None
+
+
 def test_those_who_pass_one_that_waits_for_an_adapter_come_in_the_order_of_service() -> None:
     world = World(small_config(fairness=Fairness.TENANT, max_adapters=1, max_num_seqs=2, num_blocks=99))
     world.add(make_sequence(1, [1], max_tokens=30, tenant="a", adapter="x"))
