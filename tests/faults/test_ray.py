@@ -35,7 +35,7 @@ class Served(NamedTuple):
 
 def config_of(model: Path, **more: str) -> EngineConfig:
     given = GIVEN | {"model": str(model), "distributed_executor": "ray", "master_addr": "127.0.0.1"}
-    given |= {"cluster_port": str(free_port()), **more}
+    given |= {"pipeline_parallel_size": "2", "cluster_port": str(free_port()), **more}
     return resolve(read_options(given, {}), environment={})[0]
 
 

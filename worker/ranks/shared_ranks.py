@@ -7,7 +7,6 @@ Shapes: T tokens, P numbers of one rank.
 """
 
 import ctypes
-import hashlib
 import mmap
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from worker.ranks.gathering_ranks import GatheringRanks
+from worker.ranks.linked_ranks import LinkedRanks, Peers
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
@@ -27,10 +28,9 @@ from worker.ranks.stage import (
     SharedSender,
     Stage,
 )
-from worker.worker_errors import StartupError
 
 
-class SharedRanks:
+class SharedRanks(GatheringRanks):
     """See Ranks. Not for several threads at once."""
 
     def __init__(
@@ -85,26 +85,6 @@ class SharedRanks:
         assert sums.is_contiguous()
         self._library.tokenyard_ranks_reduce(self._ranks, sums.data_ptr(), sums.numel())
 
-    def gather(self, part_TP: Tensor) -> Tensor:
-        """See Ranks."""
-        num_rows, num_own = part_TP.shape
-        whole = part_TP.new_empty((num_rows, self.size * num_own))
-        self._gather(part_TP.contiguous(), whole)
-        return whole
-
-    def broadcast(self, numbers: list[int]) -> list[int]:
-        """See Ranks."""
-        return [int(number) for number in self.of_all(numbers)[0]]
-
-    def agree_min(self, number: int) -> int:
-        """See Ranks."""
-        return int(self._world.of_all([number]).min())
-
-    def all_have(self, text: str) -> bool:
-        """See Ranks."""
-        numbers_S = self._digests(text)
-        return bool((numbers_S == numbers_S[0]).all())
-
     def times(self) -> ExchangeTimes:
         """See Ranks."""
         if self._ranks is None:
@@ -112,27 +92,6 @@ class SharedRanks:
         seconds = (c_double * 2)()
         self._library.tokenyard_ranks_times(self._ranks, seconds)
         return ExchangeTimes(exchange_s=seconds[0] - seconds[1], wait_s=seconds[1])
-
-    def check_same(self, what: str, text: str) -> None:
-        """See Ranks."""
-        numbers_S = self._digests(text)
-        others = [rank for rank in range(len(numbers_S)) if numbers_S[rank] != numbers_S[0]]
-        if others:
-            raise StartupError(
-                f"ranks 0 and {others[0]} differ in {what}; on rank {self._world.rank} it is: {text}",
-                fix="start again, with nothing changed meanwhile: all ranks must have the same",
-            )
-
-    def _digests(self, text: str) -> Tensor:
-        digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
-        return self._world.of_all([int.from_bytes(digest, "big")]).reshape(-1)
-
-    def of_all(self, numbers: list[int]) -> Tensor:
-        """See World."""
-        own = torch.tensor([numbers], dtype=torch.int64)
-        found = own.new_empty((self.size, own.numel()))
-        self._gather(own, found)
-        return found
 
     def _gather(self, own: Tensor, whole: Tensor) -> None:
         """Exchange rows; those of all ranks come to `whole`."""
@@ -147,22 +106,28 @@ class Links(Protocol):
 
     def world(self) -> World: ...
 
+    def peers(self) -> Peers: ...
+
     def inlet(self) -> HiddenReceiver: ...
 
     def outlet(self) -> HiddenSender: ...
 
 
-def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks:
+def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks | LinkedRanks:
     """Open what a process has inherited for its place, and `links` for what it has not."""
-    return SharedRanks(
+    world = _world_of(place, links)
+    here = SharedRanks(
         place.page,
-        rank=place.shard,
-        size=place.num_shards,
+        rank=place.shard % place.num_here,
+        size=place.num_here,
         stage=Stage(
             place.stage, place.num_stages, inlet=_inlet_of(place, links), outlet=_outlet_of(place, links)
         ),
-        world=_world_of(place, links),
+        world=world,
     )
+    if links is None or world is None or not place.needs_peers:
+        return here
+    return LinkedRanks(here, links.peers(), world, rank=place.shard, size=place.num_shards)
 
 
 def _inlet_of(place: RankPlace, links: Links | None) -> HiddenReceiver | None:
