@@ -7,7 +7,6 @@ Shapes: T tokens, P numbers of one rank.
 """
 
 import ctypes
-import hashlib
 import mmap
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from worker.ranks.agreement import Agreement
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
@@ -27,10 +27,9 @@ from worker.ranks.stage import (
     SharedSender,
     Stage,
 )
-from worker.worker_errors import StartupError
 
 
-class SharedRanks:
+class SharedRanks(Agreement):
     """See Ranks. Not for several threads at once."""
 
     def __init__(
@@ -52,8 +51,9 @@ class SharedRanks:
         self._library: Any = None
         self._ranks: int | None = None
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """See Ranks. Later calls do nothing: turns are counted from the first."""
+        assert library is not None
         if self._ranks is not None:
             return
         if self._world is not self:
@@ -92,18 +92,9 @@ class SharedRanks:
         self._gather(part_TP.contiguous(), whole)
         return whole
 
-    def broadcast(self, numbers: list[int]) -> list[int]:
+    def share(self, numbers: Tensor) -> None:
         """See Ranks."""
-        return [int(number) for number in self.of_all(numbers)[0]]
-
-    def agree_min(self, number: int) -> int:
-        """See Ranks."""
-        return int(self._world.of_all([number]).min())
-
-    def all_have(self, text: str) -> bool:
-        """See Ranks."""
-        numbers_S = self._digests(text)
-        return bool((numbers_S == numbers_S[0]).all())
+        numbers.copy_(self.of_all(numbers.tolist())[0])
 
     def times(self) -> ExchangeTimes:
         """See Ranks."""
@@ -112,20 +103,6 @@ class SharedRanks:
         seconds = (c_double * 2)()
         self._library.tokenyard_ranks_times(self._ranks, seconds)
         return ExchangeTimes(exchange_s=seconds[0] - seconds[1], wait_s=seconds[1])
-
-    def check_same(self, what: str, text: str) -> None:
-        """See Ranks."""
-        numbers_S = self._digests(text)
-        others = [rank for rank in range(len(numbers_S)) if numbers_S[rank] != numbers_S[0]]
-        if others:
-            raise StartupError(
-                f"ranks 0 and {others[0]} differ in {what}; on rank {self._world.rank} it is: {text}",
-                fix="start again, with nothing changed meanwhile: all ranks must have the same",
-            )
-
-    def _digests(self, text: str) -> Tensor:
-        digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
-        return self._world.of_all([int.from_bytes(digest, "big")]).reshape(-1)
 
     def of_all(self, numbers: list[int]) -> Tensor:
         """See World."""

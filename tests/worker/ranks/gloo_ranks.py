@@ -33,7 +33,7 @@ class GlooRanks(SharedRanks):
         )
         self._function = _Reduce(self._reduce_at)
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """See Ranks."""
 
     @property
