@@ -100,10 +100,12 @@ def compute_environment(directory: Path) -> dict[str, str]:
 
 
 def _device_environment(config: EngineConfig) -> dict[str, str]:
-    """Let each of several engines see one GPU."""
+    """Let each of several engines see the GPUs of its ranks."""
     if config.num_engines == 1 or config.worker.device != "cuda":
         return {}
-    return {"CUDA_VISIBLE_DEVICES": visible_gpus()[config.engine]}
+    num_ranks = config.worker.num_ranks
+    own = visible_gpus()[config.engine * num_ranks : (config.engine + 1) * num_ranks]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _child_arguments(directory: Path) -> list[str]:

@@ -74,11 +74,11 @@ class GpuSteps:
     def capture(self, sizes: GraphSizes, logits_NV: Tensor) -> None:
         """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on.
 
-        Each graph leaves its logits in `logits_NV`. Kernels of decodes are launched early where a trial of the smallest and of the largest says so.
+        Each graph leaves its logits in `logits_NV`. Kernels of decodes are launched early where a trial of
+        the smallest and of the largest says so; beside kernels of NCCL they are not.
         """
         self._logits_NV = logits_NV
         tried = dict.fromkeys((sizes.decodes[0], sizes.decodes[-1]))
-        # Beside kernels of NCCL they are not tried.
         is_alone = self._ranks.size == 1
         is_early = is_alone and gains_by_early_launches(map(self._on_trial, tried), self._device)
 

@@ -131,8 +131,16 @@ def test_the_secret_is_in_no_text_of_the_configuration() -> None:
             {"data_parallel_size": "2", "device": "cuda:1"},
             "--device cuda:1: each engine has a GPU of its own",
         ),
-        ({"tensor_parallel_size": "2", "device": "cuda"}, "--device cuda: it divides models on CPUs only"),
-        ({"tensor_parallel_size": "2", "cpu_kernels": "off"}, "--cpu-kernels off: only layers of the CPU"),
+        ({"tensor_parallel_size": "4"}, "--tensor-parallel-size 4: each rank takes a GPU, and there are 2"),
+        (
+            {"tensor_parallel_size": "2", "data_parallel_size": "2"},
+            "--data-parallel-size 2: each engine takes 2 GPUs, and there are 2",
+        ),
+        ({"tensor_parallel_size": "2", "gpu_kernels": "off"}, "--gpu-kernels off: only layers of the GPU"),
+        (
+            {"tensor_parallel_size": "2", "cpu_kernels": "off", "device": "cpu"},
+            "--cpu-kernels off: only layers of the CPU",
+        ),
         (
             {"tensor_parallel_size": "2", "quantization": "int8"},
             "rounded numbers are not divided among ranks",
@@ -146,3 +154,15 @@ def test_a_division_that_devices_do_not_allow_is_refused_in_one_line(
     with pytest.raises(OptionError, match=refusal) as refused:
         resolve(read_options(given, {}), environment={})
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("device", "is_shared"), [("auto", False), ("cuda", False), ("cuda:1", True)])
+def test_ranks_have_a_gpu_each_unless_one_is_named(
+    device: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    given = {"tensor_parallel_size": "2", "device": device}
+    worker = resolve(read_options(given, {}), environment={})[0].worker
+    assert worker.device == ("cuda:1" if is_shared else "cuda")
+    assert worker.num_ranks_on_device == (2 if is_shared else 1)
+    assert worker.enforce_eager == is_shared, "no graph records the way through the host"

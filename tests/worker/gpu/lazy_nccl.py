@@ -1,7 +1,7 @@
 """NCCL without NCCL: exchanges that a lazy device makes when it comes to them, with that of another process.
 
-Owns: the place of an exchange in the order of the device's work, and in a graph; the comparison of what the
-ranks exchange. Tensors of the device travel by gloo, at the time at which the device carries the exchange out.
+Owns: the place of an exchange in the order of the device's work, and in a graph; the comparison of what ranks
+exchange. Tensors of the device travel by gloo, when the device carries the exchange out.
 Never: time, links between GPUs, or what NCCL itself refuses.
 
 Seen with it: a sum that is left out of a graph, or made beside it; ranks that exchange something else, or in
@@ -30,7 +30,6 @@ class LazyNccl:
         self._cuda = cuda
         self._all_reduce, self._all_gather, self._broadcast = dist.all_reduce, dist.all_gather, dist.broadcast
         self._begin = dist.init_process_group
-        self.num_exchanges = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(dist, "init_process_group", self._open)
@@ -61,7 +60,6 @@ class LazyNccl:
         def carry_out() -> None:
             self._compare(name, own)
             exchange()
-            self.num_exchanges += 1
 
         self._cuda.ask(name, carry_out)
 
