@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from worker.ranks.agreement import Agreement
 from worker.ranks.ranks import ExchangeTimes, Reducer
@@ -52,7 +51,7 @@ class DeviceRanks(Agreement):
             os.environ.setdefault(name, interface)
         dist.init_process_group(
             self._backend,
-            store=FileStore(str(self._store), self.size),
+            store=dist.FileStore(str(self._store), self.size),  # type: ignore[attr-defined]
             rank=self.rank,
             world_size=self.size,
             timeout=_TIMEOUT,

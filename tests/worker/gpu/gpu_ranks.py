@@ -1,4 +1,4 @@
-"""Two ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one of them.
+"""Two ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
 
 Owns: the stand-ins of CUDA and NCCL of each rank, and the end of their process group.
 The stand-in of CUDA has one device, the second: it is that of rank 0 too, in a process of its own.
