@@ -53,7 +53,7 @@ class EngineProcess:
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=compute_environment(directory.path) | _device_environment(config),
+                env=compute_environment(directory.path) | device_environment(config),
             )
         except BaseException:
             if side is not None:
@@ -99,7 +99,7 @@ def compute_environment(directory: Path) -> dict[str, str]:
     return child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory / "torch"))
 
 
-def _device_environment(config: EngineConfig) -> dict[str, str]:
+def device_environment(config: EngineConfig) -> dict[str, str]:
     """Let each of several engines see the GPUs of its ranks."""
     if config.num_engines == 1 or config.worker.device != "cuda":
         return {}

@@ -8,6 +8,8 @@ from engine.options.engine_config import resolve
 from engine.options.engine_split import ClusterConfig
 from engine.options.option_declaration import OptionError
 from engine.options.option_sources import read_options
+from engine.processes.engine_group import config_of
+from engine.processes.supervisor import device_environment
 
 KEY = "k" * 32
 BASE = {"pipeline_parallel_size": "2", "cluster_key": KEY}
@@ -166,3 +168,11 @@ def test_ranks_have_a_gpu_each_unless_one_is_named(
     assert worker.device == ("cuda:1" if is_shared else "cuda")
     assert worker.num_ranks_on_device == (2 if is_shared else 1)
     assert worker.enforce_eager == is_shared, "no graph records the way through the host"
+
+
+def test_engines_have_the_gpus_of_their_ranks_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,1,0")
+    given = {"tensor_parallel_size": "2", "data_parallel_size": "2"}
+    config, _ = resolve(read_options(given, {}), environment={})
+    seen = [device_environment(config_of(config, engine)) for engine in range(2)]
+    assert seen == [{"CUDA_VISIBLE_DEVICES": "4,7"}, {"CUDA_VISIBLE_DEVICES": "1,0"}]

@@ -19,6 +19,7 @@ from worker.gpu.kernels.input_fill import fill_unknown_tokens
 from worker.gpu.step_buffers import BatchSizes, Limits
 from worker.memory_sizes import cuda_budget_bytes, graph_bytes
 from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 LIMITS = Limits(num_tokens=2048, num_sequences=40, num_blocks=9, block_size=4)
 
@@ -205,6 +206,8 @@ def test_a_step_that_waits_for_the_device_is_not_captured_and_the_log_says_so(
     assert len(graphs) == 0
     assert "cannot be captured" in caplog.text
     assert size_for(graphs, step_of([1])) is None
+    with pytest.raises(StartupError, match="3 CUDA graphs are missing that all ranks need"):
+        capture_all(sizes, lambda _: lambda: wait(numbers), device, must_have_all=True)
 
 
 def test_where_memory_runs_out_smaller_steps_take_a_larger_ones_graph(
@@ -224,6 +227,8 @@ def test_where_memory_runs_out_smaller_steps_take_a_larger_ones_graph(
     assert [size_for(graphs, step_of([1] * count)) for count in (1, 4, 5, 8)] == [4, 4, 8, 8]
     assert released
     assert "memory ran out" in caplog.text
+    with pytest.raises(StartupError, match="CUDA graphs are missing that all ranks need: memory ran out"):
+        capture_all(sizes, doubling(torch.zeros(8), torch.zeros(8)), device, must_have_all=True)
 
 
 def test_the_pulse_grows_by_the_layers_of_each_replay() -> None:
