@@ -28,7 +28,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from campaigns.servers.running import ROOT, free_port
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.running import ROOT
 
 _BASE = "localhost/tokenyard-base"
 _IMAGE = "localhost/tokenyard:cpu"

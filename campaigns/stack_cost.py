@@ -24,8 +24,9 @@ from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, m
 from bench.load.load_report import summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import Shape, plan, synthetic_prompts
+from campaigns.servers.free_ports import free_port
 from campaigns.servers.processes import engine_of, processor_s
-from campaigns.servers.running import ROOT, Launch, PeerFailed, free_port, running
+from campaigns.servers.running import ROOT, Launch, PeerFailed, running
 from server.http.http_client import Target
 
 _CONCURRENCY, _INPUT_LEN, _OUTPUT_LEN = 64, 32, 24

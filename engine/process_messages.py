@@ -59,6 +59,12 @@ class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     page: Page
 
 
+class ForgetQuestion(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Give up a question: its client has left, or waits no more."""
+
+    question: int
+
+
 class Watch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Send views of steps and blocks for some time. Repeated while there are viewers."""
 
@@ -88,7 +94,15 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = (
-    AddRequest | EndSequences | Explain | Watch | LoadAdapter | ForgetAdapter | ResetPrefixCache | Shutdown
+    AddRequest
+    | EndSequences
+    | Explain
+    | ForgetQuestion
+    | Watch
+    | LoadAdapter
+    | ForgetAdapter
+    | ResetPrefixCache
+    | Shutdown
 )
 
 # To the API process.

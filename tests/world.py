@@ -91,9 +91,12 @@ class World:
         compilations = self.scheduler.compilations
         bound = {new.sequence_id for new in plan.new_sequences if new.params.grammar is not None}
         assert bound <= self._compiled, "admitted before its grammar was compiled"
+        assert bound == {*compilations.take_used()}
         self._compiled -= bound
-        self._compiled -= {seq.sequence_id for seq in compilations.take_unused()}
+        self._compiled -= {*compilations.take_unused()}
         self._compiling += [(self.num_plans, seq.sequence_id) for seq in compilations.take_begun()]
+        begun = {sequence_id for _, sequence_id in self._compiling}
+        assert begun >= {*compilations.take_left()}, "given up, and never begun"
         assert compilations.num_under_way == len(self._compiling)
         self.num_plans += 1
         while self._compiling and self._compiling[0][0] + self.compile_steps <= self.num_plans:

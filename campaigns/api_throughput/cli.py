@@ -26,7 +26,8 @@ import msgspec
 from bench.load.load_client import Endpoint
 from campaigns.api_throughput.reader import Readings
 from campaigns.api_throughput.result import HEADER, Result, Steps, summarize
-from campaigns.servers.running import ROOT, Launch, PeerFailed, free_port, running
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.running import ROOT, Launch, PeerFailed, running
 from campaigns.stack_cost import source_trees
 
 HERE = Path(__file__).resolve().parent

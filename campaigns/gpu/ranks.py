@@ -17,7 +17,8 @@ from urllib.request import Request, urlopen
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.results import Record, Table
 from campaigns.gpu.shapes import SHAPES, Shape, write_checkpoint
-from campaigns.servers.running import Launch, free_port, running
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.running import Launch, running
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,8 @@ from bench.load.load_command import main as load
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.results import Record
 from campaigns.gpu.shapes import SHAPES, checkpoint
-from campaigns.servers.running import Launch, free_port, running
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.running import Launch, running
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings

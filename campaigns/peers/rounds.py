@@ -20,7 +20,8 @@ from bench.load.workload import WordCost
 from campaigns.peers.catalogue import OURS, PEERS, Peer, Site, python_of
 from campaigns.peers.results import Failure, Measurement, Saturation, Start
 from campaigns.peers.workloads import SATURATION, Workload
-from campaigns.servers.running import Launch, PeerFailed, free_port, last_line, running
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.running import Launch, PeerFailed, last_line, running
 from server.http.http_client import Target
 
 _VERSION_OF = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"

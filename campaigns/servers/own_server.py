@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from campaigns.servers.free_ports import free_port
 from campaigns.servers.processes import engine_of
-from campaigns.servers.running import ROOT, Launch, PeerFailed, free_port, running
+from campaigns.servers.running import ROOT, Launch, PeerFailed, running
 from server.http.http_client import Target, Timeouts, exchange
 
 SERVED_NAME = "tiny"

@@ -47,12 +47,6 @@ class Running:
     """From its start until it said that it is ready."""
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @contextlib.contextmanager
 def running(
     launch: Launch, *, port: int, ready_path: str, log: Path, ready_within_s: float

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from engine.process_messages import Explain, Explanation
+from engine.process_messages import Explain, Explanation, ForgetQuestion
 from scheduler.messages import SequenceReport
 from scheduler.scheduler import Scheduler
 
@@ -17,11 +17,11 @@ _MOST_AT_ONCE = 256
 _LOOKS_TO_BEGIN = 16
 """Looks that a question counts as by itself: the waiting queue is copied for it."""
 _MOST_ASKED = 128
-"""Questions under way: more than clients may await (engine/reports/questions.py); others gave up."""
+"""Questions under way: more than clients may await (engine/reports/questions.py)."""
 
 
 class Explanations:
-    """Each question is answered once, or given up as its client did."""
+    """Each question is answered once, or dropped as soon as its client gives up."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Explanation], None]) -> None:
         self._scheduler = scheduler
@@ -34,11 +34,25 @@ class Explanations:
     def are_due(self) -> bool:
         return bool(self._asked)
 
-    def ask(self, asked: Explain) -> None:
+    def take(self, message: Explain | ForgetQuestion) -> None:
+        """Take in a question, or that a client gave one up."""
+        if isinstance(message, Explain):
+            self._ask(message)
+        else:
+            self._forget(message.question)
+
+    def _ask(self, asked: Explain) -> None:
         """Take in a question; one too many takes the place of the oldest."""
         if len(self._asked) == _MOST_ASKED:
             self._leave_first()
         self._asked.append(asked)
+
+    def _forget(self, question: int) -> None:
+        """Drop a question whose client gave up, unless it is answered."""
+        if self._asked and self._asked[0].question == question:
+            self._leave_first()
+        else:
+            self._asked = deque(each for each in self._asked if each.question != question)
 
     def go_on(self, *, now_s: float) -> None:
         """Look at the next part of the sequences, and answer the questions for which that was the last."""

@@ -30,6 +30,7 @@ from engine.process_messages import (
     EndSequences,
     Explain,
     ForgetAdapter,
+    ForgetQuestion,
     LoadAdapter,
     Outputs,
     PrefixChanges,
@@ -157,7 +158,7 @@ class EngineLoop:
         self._watch = StepWatch(scheduler, mailbox.send, self._names)
         self._explanations = Explanations(scheduler, mailbox.send)
         self._under_way: deque[_StepUnderWay] = deque()
-        self._last_result_s = float("-inf")
+        self._last_result_s = self._paused_s = float("-inf")
         self._is_stopping = False
         self._waits_for_grammars = False
         self._num_turns = 0
@@ -218,8 +219,8 @@ class EngineLoop:
                     self._add(message)
                 case EndSequences():
                     self._end(message)
-                case Explain():
-                    self._explanations.ask(message)
+                case Explain() | ForgetQuestion():
+                    self._explanations.take(message)
                 case Watch():
                     self._watch.renew(now_s=self._clock(), lease_s=message.lease_s, times=self._times())
                 case LoadAdapter():
@@ -319,13 +320,16 @@ class EngineLoop:
     def _observe(self, step: _StepUnderWay, result: ModelRunnerOutput) -> None:
         """Measure the step on the device, which begins it when the step before is done.
 
-        Drafts for the next one are made behind it, in passes of their own.
+        Drafts for the next one are made behind it, in passes of their own. Of a step during which the loop
+        paused nobody knows when it was done: nothing is learnt of it.
         """
         now_s = self._clock()
         took_s = now_s - max(step.launched_s, self._last_result_s)
         waited_s = max(step.launched_s - self._last_result_s, 0.0) if isfinite(self._last_result_s) else 0.0
         self._last_result_s = now_s
         self._execute_s += took_s
+        if step.launched_s < self._paused_s:
+            return
         took_s -= sum(seconds for _, seconds in result.draft_passes)
         self._scheduler.observe_step(step.plan, took_s, result.draft_passes, waited_s=waited_s)
 
@@ -408,7 +412,8 @@ class EngineLoop:
         return _GRAMMAR_WAIT_S
 
     def _note_pause(self) -> None:
-        """Let the time until the next launch be no wait for a plan, unless the worker has a step."""
+        """Let a pause of the loop count for no step: neither as its own time nor as a wait for its plan."""
+        self._paused_s = self._clock()
         if not self._under_way:
             self._last_result_s = float("-inf")
 

@@ -79,9 +79,9 @@ class RankGroup:
     ) -> "RankGroup":
         """Start all ranks of this node but rank 0, and those of other nodes over the switchboard."""
         plans: PlansOut | Switchboard = switchboard or PlansOut(directory, num_ranks=len(places))
-        results: ResultsIn | Switchboard | None = switchboard
-        if results is None and places[0].num_stages > 1:
-            results = ResultsIn(directory)
+        results: ResultsIn | Switchboard | None = None
+        if places[0].num_stages > 1:
+            results = switchboard or ResultsIn(directory)
         children = [start_rank(directory, place) for place in places[1:]]
         for descriptor in {each for place in places[1:] for each in place.descriptors}:
             if descriptor not in places[0].descriptors:

@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import os
 from collections import OrderedDict
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -109,7 +111,7 @@ class GrammarCompiler:
         try:
             async with self._turn:
                 # The one tried just before may have been the same.
-                verdict = self._recall(grammar) or await self._try(grammar, info, param)
+                verdict = self._recall(grammar) or await _to_its_end(self._try(grammar, info, param))
         finally:
             self._num_waiting -= 1
         self._remember(grammar, verdict)
@@ -187,6 +189,19 @@ class GrammarCompiler:
         self._verdicts[_key(grammar)] = verdict
         if len(self._verdicts) > _MAX_REMEMBERED:
             self._verdicts.popitem(last=False)
+
+
+async def _to_its_end(trial: Coroutine[Any, Any, GrammarVerdict]) -> GrammarVerdict:
+    """Wait for a trial, also if this is cancelled: the process would have to be replaced.
+
+    Others would wait for that, each time that a client comes and goes.
+    """
+    trying = asyncio.create_task(trial)
+    try:
+        return await asyncio.shield(trying)
+    except asyncio.CancelledError:
+        await asyncio.wait([trying])
+        raise
 
 
 def _key(grammar: Grammar) -> bytes:

@@ -12,7 +12,8 @@ import zmq
 from engine.nodes.cluster_keys import leader_keys, node_keys
 
 _FILE = "link.msgpack"
-PLANS, RESULTS, WORLD, INLET, OUTLET = "plans", "results", "world", "inlet", "outlet"
+PLANS, RESULTS, WORLD, PEERS = "plans", "results", "world", "peers"
+INLET, OUTLET = "inlet", "outlet"
 
 
 class LinkAddress(msgspec.Struct, frozen=True):

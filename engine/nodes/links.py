@@ -1,10 +1,10 @@
-"""The links of one rank, where some are on other nodes: plans, results, agreement, hidden states.
+"""The links of one rank, where some are on other nodes: plans, results, agreement, sums, hidden states.
 
 Owns: one connection for each of them to the switchboard of the first node, and the end of the rank when one
 is cut: what was under way is lost, and a rank that went on would compute something else.
 Never: listens. Ranks of the first node connect within its directory, the others by an address, with keys.
 
-Shapes: S ranks, N numbers.
+Shapes: S ranks, N numbers, P peers, B bytes.
 """
 
 import logging
@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.nodes.link_address import (
     INLET,
     OUTLET,
+    PEERS,
     PLANS,
     RESULTS,
     WORLD,
@@ -47,12 +48,13 @@ class Links:
     def __init__(self, directory: Path, place: RankPlace) -> None:
         """Connect. Raises zmq.Again where there is no answer."""
         self._link = read_link(directory)
-        self._rank = place.rank
+        self._rank, self._peers = place.rank, place.peers
         self._context = zmq.Context(io_threads=1)
         self._monitors: list[zmq.Socket[bytes]] = []
         names = [WORLD]
         names += [PLANS] if place.rank else []
         names += [RESULTS] if place.is_reporting else []
+        names += [PEERS] if place.needs_peers else []
         names += [INLET] if place.needs_inlet else []
         names += [OUTLET] if place.needs_outlet else []
         self._sockets = {name: self._open(name) for name in names}
@@ -63,6 +65,10 @@ class Links:
     def world(self) -> "LinkedWorld":
         """Return the agreement of all ranks."""
         return LinkedWorld(self._sockets[WORLD], self._rank)
+
+    def peers(self) -> "LinkedPeers":
+        """Return the sums of all nodes of this stage."""
+        return LinkedPeers(self._sockets[PEERS], self._peers.index(self._rank), len(self._peers))
 
     def inlet(self) -> "LinkedReceiver":
         """Return the way from the stage before."""
@@ -129,6 +135,30 @@ class LinkedWorld:
         self._socket.send(msgspec.msgpack.encode(numbers))
         numbers_SN = msgspec.msgpack.decode(self._socket.recv(), type=list[list[int]])
         return torch.tensor(numbers_SN, dtype=torch.int64)
+
+
+class LinkedPeers:
+    """See Peers."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", place: int, count: int) -> None:
+        self._socket = socket
+        self._place, self._count = place, count
+        self._others = [each for each in range(count) if each != place]
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """See Peers."""
+        whole = own.new_empty((self._count, *own.shape))
+        whole[self._place] = own
+        whole_PB = whole.flatten(1).view(torch.uint8).numpy()
+        begin = 0
+        for part in pieces_of(own, _PIECE_BYTES):
+            self._socket.send(part.numpy().data)
+            came = np.frombuffer(self._socket.recv(copy=False).buffer, dtype=np.uint8)
+            if len(came) != len(part) * len(self._others):
+                raise ValueError(f"nodes do not compute the same: {len(came)} bytes came for {len(part)}")
+            whole_PB[self._others, begin : begin + len(part)] = came.reshape(len(self._others), len(part))
+            begin += len(part)
+        return whole
 
 
 class LinkedSender:

@@ -26,6 +26,7 @@ def options_of(config: EngineConfig, node: int, log_level: int) -> dict[str, str
         "checksums": worker.checksums_file,
         "num_threads": worker.num_threads,
         "pipeline_parallel_size": worker.num_stages,
+        "tensor_parallel_size": worker.num_ranks,
         "nnodes": cluster.num_nodes,
         "node_rank": node,
         "master_addr": cluster.host,

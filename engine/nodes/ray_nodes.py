@@ -56,7 +56,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 def share_of(config: EngineConfig, num_nodes: int) -> Share:
     """Divide the ranks among nodes; without --num-threads each node is as large as this machine."""
-    num_ranks = config.worker.num_stages // num_nodes * config.worker.num_ranks
+    num_ranks = config.worker.num_stages * config.worker.num_ranks // num_nodes
     num_threads = config.worker.num_threads or max(1, usable_cores() // num_ranks)
     return Share(num_threads, num_threads * num_ranks)
 
@@ -64,7 +64,8 @@ def share_of(config: EngineConfig, num_nodes: int) -> Share:
 def possible_nodes(config: EngineConfig, num_here: int, others: list[int]) -> list[int]:
     """List the numbers of nodes that have enough processors, whether free or not, the least first.
 
-    Without any it is the largest number, for machines to come.
+    Without any it is the largest number, for machines to come. Sums of one stage go over several nodes only
+    where their number is asked for: that is much slower.
     """
     assert config.ray is not None
     num_stages = config.worker.num_stages

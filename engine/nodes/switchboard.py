@@ -2,8 +2,8 @@
 
 Owns: the two sockets, one with keys for other nodes and one for ranks of this node; the way of each message;
 the start of an engine on all nodes; and its end when a node is silent, comes anew or loses a rank.
-Never: reads plans, results or hidden states, which it passes on; or computes. It runs in a thread beside the
-engine's loop, which sleeps while nothing comes.
+Never: reads plans, results, sums or hidden states, which it passes on; or computes. It runs in a thread
+beside the engine's loop, which sleeps while nothing comes.
 """
 
 import logging
@@ -22,6 +22,7 @@ from engine.nodes.cluster_keys import leader_keys, node_keys
 from engine.nodes.link_address import (
     INLET,
     OUTLET,
+    PEERS,
     PLANS,
     RESULTS,
     WORLD,
@@ -51,6 +52,7 @@ from engine.process_messages import StartFailed
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.process_end import EXIT_WORKER_BROKEN
 from engine.processes.transport import PulseSide
+from worker.ranks.rank_places import peers_of
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Switchboard:
         self._config, self._roll = config, roll
         self._num_shards = config.worker.num_ranks
         self._num_ranks = config.worker.num_ranks * config.worker.num_stages
+        self._num_here = min(self._num_shards, self._num_ranks // config.worker.num_nodes)
         self._directory = directory
         self._context = zmq.Context(io_threads=1)
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
@@ -110,6 +113,7 @@ class Switchboard:
         self._results = self._inproc(zmq.PULL, _OUTCOMES)
         self._sockets_of: dict[bytes, zmq.Socket[bytes]] = {}
         self._numbers: dict[bytes, list[int]] = {}
+        self._parts: dict[range, dict[int, bytes]] = {}
         self._reports: PulseSide | None = None
         self._is_begun = self._is_closing = False
         self._has_all = threading.Event()
@@ -241,6 +245,8 @@ class Switchboard:
             socket.send_multipart((sender, b""))
         elif channel == OUTLET:
             self._pass_on(INLET, int(rank) + self._num_shards, payload)
+        elif channel == PEERS:
+            self._exchange(int(rank), payload)
         elif channel == RESULTS:
             self._outcomes.send(payload)
         elif channel == WORLD:
@@ -256,6 +262,17 @@ class Switchboard:
         self._numbers.clear()
         for rank in range(self._num_ranks):
             self._pass_on(WORLD, rank, together)
+
+    def _exchange(self, rank: int, part: bytes) -> None:
+        """Answer ranks with the parts of their peers on other nodes, once each has sent its own."""
+        peers = peers_of(rank, num_shards=self._num_shards, num_here=self._num_here)
+        parts = self._parts.setdefault(peers, {})
+        parts[rank] = part
+        if len(parts) < len(peers):
+            return
+        del self._parts[peers]
+        for peer in peers:
+            self._pass_on(PEERS, peer, b"".join(parts[each] for each in peers if each != peer))
 
     def _pass_on(self, channel: str, rank: int, payload: bytes) -> None:
         end = channel_id(self.life, channel, rank)

@@ -247,13 +247,21 @@ def ray_config(options: Options) -> RayConfig | None:
     )
 
 
+def fits_nodes(num_stages: int, num_shards: int, num_nodes: int) -> bool:
+    """Tell whether each node has as many whole stages, or each stage as many whole nodes."""
+    return num_stages % num_nodes == 0 or (
+        num_nodes % num_stages == 0 and num_shards % (num_nodes // num_stages) == 0
+    )
+
+
 def _check_several(options: Options, asked: str, num_nodes: int) -> None:
     """Refuse more than several machines compute."""
-    if options.pipeline_parallel_size % num_nodes:
+    num_stages, num_ranks = options.pipeline_parallel_size, options.tensor_parallel_size
+    if not fits_nodes(num_stages, num_ranks, num_nodes):
         raise OptionError(
-            f"{asked} with --pipeline-parallel-size {options.pipeline_parallel_size}",
-            "each node computes as many stages, and the ranks of a stage are on one node",
-            f"give --pipeline-parallel-size {num_nodes} or a multiple of it",
+            f"{asked} with --pipeline-parallel-size {num_stages} and --tensor-parallel-size {num_ranks}",
+            "each node computes as many stages, or as large a part of one",
+            f"give --pipeline-parallel-size {num_nodes} or a multiple of it; or one stage, and as many ranks",
         )
     if options.data_parallel_size > 1:
         raise OptionError(
@@ -261,9 +269,9 @@ def _check_several(options: Options, asked: str, num_nodes: int) -> None:
             "one engine has all nodes",
             "start a group of nodes for each, behind a router (docs/deploy.md)",
         )
-    if options.device.startswith("cuda"):
+    if (device := device_of(options)).startswith("cuda"):
         raise OptionError(
-            f"{asked} with --device {options.device}", "stages are for CPUs only", "use --device cpu"
+            f"{asked} with --device {device}", "several machines are for CPUs only", "use --device cpu"
         )
     if options.lora_modules or options.lora_directory:
         raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")

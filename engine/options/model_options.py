@@ -129,7 +129,8 @@ class ModelOptions(EdgeOptions):
         "GPUs each has one of CUDA_VISIBLE_DEVICES, in their order, of this machine; with a number in "
         "--device all share that one, slowly, for trials. On CPUs it is for machines with several memory "
         "nodes: a rank uses --num-threads threads. Ranks wait for each other twice in a layer, so that one "
-        "rank is simpler where it is as fast.",
+        "rank is simpler where it is as fast. With --nnodes and fewer stages than machines a stage's ranks "
+        "are on several, and wait longer.",
         default=1,
     )
     data_parallel_size: int = _option(
@@ -152,10 +153,11 @@ class ModelOptions(EdgeOptions):
     nnodes: int | None = _option(
         Group.MODEL,
         Count(low=1, high=64, metavar="NODES"),
-        "Machines that compute the model together, each with as many stages of --pipeline-parallel-size. The "
-        "same command runs on all of them; the first listens for requests, and the memory that options ask "
-        "for is that of each. More machines hold larger models; each stage that is elsewhere makes a token "
-        "later by the time that its numbers travel.",
+        "Machines that compute the model together, each with as many stages of --pipeline-parallel-size, or "
+        "with as many ranks of --tensor-parallel-size of one stage, which is much slower. The same command "
+        "runs on all of them; the first listens for requests, and the memory that options ask for is that of "
+        "each. More machines hold larger models; each stage that is elsewhere makes a token later by the "
+        "time that its numbers travel.",
         open_default="LWS_GROUP_SIZE, or WORLD_SIZE beside MASTER_ADDR, or 1",
         default=None,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
-from engine.process_messages import Explain, Explanation, ToEngine
+from engine.process_messages import Explain, Explanation, ForgetQuestion, ToEngine
 from scheduler.messages import Page, SequenceReport
 
 _MAX_ANSWER_S = 30.0
@@ -46,7 +46,7 @@ class Questions:
     ) -> tuple[list[dict[str, Any]], int]:
         """Return a page of reports, and how many there are: running, then waiting, then those in the line.
 
-        Raises EngineUnavailable.
+        Raises EngineUnavailable. If it is cancelled, the engines look no further.
         """
         if len(self._answers) >= _MOST_AWAITED * len(engines):
             raise EngineUnavailable(f"{_MOST_AWAITED} questions for live sequences are awaited already")
@@ -63,8 +63,10 @@ class Questions:
         except TimeoutError:
             raise EngineUnavailable("the engine did not answer in time") from None
         finally:
-            for engine in engines:
+            for engine, answer in answers.items():
                 del self._answers[question, engine]
+                if answer.cancelled() or not answer.done():
+                    self._send(engine, ForgetQuestion(question=question))
         num_live = sum(each.num_live for each in found) + len(in_line)
         reports = [
             {**report._asdict(), "engine": engine}

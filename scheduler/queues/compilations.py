@@ -29,7 +29,9 @@ class Compilations:
         self._costs_s: dict[SequenceId, float] = {}
         self._compiled: dict[SequenceId, Sequence] = {}
         self._begun: list[Sequence] = []
-        self._unused: list[Sequence] = []
+        self._left: list[SequenceId] = []
+        self._used: list[SequenceId] = []
+        self._unused: list[SequenceId] = []
 
     @property
     def is_on(self) -> bool:
@@ -78,22 +80,34 @@ class Compilations:
     def leave(self, seq: Sequence) -> None:
         """Note that a sequence has ended which waits here."""
         del self._sequences[seq.sequence_id]
+        self._left.append(seq.sequence_id)
 
     def note_used(self, seq: Sequence) -> None:
         """Note that a sequence is admitted with its row."""
         del self._compiled[seq.sequence_id]
+        self._used.append(seq.sequence_id)
 
     def note_unused(self, seq: Sequence) -> None:
         """Note that a sequence has no more use for its row."""
         del self._compiled[seq.sequence_id]
-        self._unused.append(seq)
+        self._unused.append(seq.sequence_id)
 
     def take_begun(self) -> list[Sequence]:
         """Sequences that the worker is to compile for, and was not asked to yet."""
         begun, self._begun = self._begun, []
         return begun
 
-    def take_unused(self) -> list[Sequence]:
+    def take_left(self) -> list[SequenceId]:
+        """Sequences that ended before the worker reported them."""
+        left, self._left = self._left, []
+        return left
+
+    def take_used(self) -> list[SequenceId]:
+        """Sequences that were admitted with a compiled row, which their step takes."""
+        used, self._used = self._used, []
+        return used
+
+    def take_unused(self) -> list[SequenceId]:
         """Sequences for which the worker has compiled in vain."""
         unused, self._unused = self._unused, []
         return unused

@@ -12,7 +12,6 @@ rank decides.
 
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
-from itertools import chain
 from math import inf
 from operator import attrgetter
 
@@ -84,12 +83,6 @@ class _PriorityLevel:
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for queue in self._queues.values() for seq in queue)
 
-    def in_order(self) -> Iterator[Sequence]:
-        """Iterate in the order of service, as it is now: tenant by tenant, the least served first."""
-        waiting = (tenant for tenant, queue in self._queues.items() if len(queue))
-        for tenant in sorted(waiting, key=self._ledger.service):
-            yield from self._queues[tenant].in_order()
-
     def queues(self) -> Iterable[WaitingQueue]:
         """Queue of each tenant."""
         return self._queues.values()
@@ -112,11 +105,6 @@ class FairWaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return (seq for level in self._levels.values() for seq in level)
-
-    def in_order(self) -> Iterator[Sequence]:
-        """Iterate in the order of service, as it is now. O(tenants * log(tenants)) and O(log n) for each."""
-        levels = sorted(self._levels.values(), key=lambda level: level.peek().rank)
-        return chain.from_iterable(level.in_order() for level in levels)
 
     def heaps(self) -> Iterable[list[Entry]]:
         """Entries, as heaps that `walk` reads."""
@@ -141,6 +129,10 @@ class FairWaitingQueue:
             if level.best_rank < best.rank:
                 best = min(best, level.peek(), key=_rank_of)
         return best
+
+    def choices(self) -> list[Sequence]:
+        """First of each level of priority."""
+        return [level.peek() for level in self._levels.values()]
 
     def most_urgent(self) -> Sequence:
         """Choice of the most urgent level, whatever the age of others. O(levels)."""

@@ -5,7 +5,7 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
@@ -21,6 +21,7 @@ from scheduler.queues.waiting_queue import AgingWaitingQueue, WaitingQueue
 from scheduler.sequence import Sequence, Status
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 
+_rank_of = attrgetter("rank")
 _running_rank_of = attrgetter("running_rank")
 
 # Service that a tenant must have had beyond another's before it gives up a place to it.
@@ -52,6 +53,8 @@ class RequestQueues:
         self.num_arrivals = 0
         """Times that a sequence joined `waiting`."""
         self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
+        self._by_adapter: dict[str, _Queue] | None = {} if config.max_adapters else None
+        """The waiting queue once more, by adapter, so that those that need no place for theirs are found."""
         self.compilations = Compilations(config.max_compiling_s, config.max_num_seqs)
 
     def counts(self) -> RequestCounts:
@@ -156,6 +159,20 @@ class RequestQueues:
         """Waiting sequences that may fit into `num_free` blocks, wherever they stand; a few, by rank."""
         return [] if self._by_need is None else self._by_need.candidates(num_free)
 
+    def first_with(self, adapters: Iterable[str]) -> Sequence | None:
+        """First waiting sequence with one of these adapters; None if there is none. O(adapters * levels).
+
+        It is the first that the waiting queue would have if no others were in it.
+        """
+        by_adapter = self._by_adapter or {}
+        queues = [by_adapter[name] for name in adapters if name in by_adapter]
+        choices = [choice for queue in queues for choice in queue.choices()]
+        if self._ledger is not None:
+            service, level = self._ledger.service, self._order.level
+            choices.sort(key=lambda seq: (service(seq.tenant), seq.tenant, seq.rank), reverse=True)
+            choices = [*{level(seq.priority): seq for seq in choices}.values()]  # the last of each level
+        return min(choices, key=_rank_of, default=None)
+
     def behind(self, seq: Sequence) -> list[Sequence]:
         """Running sequences that are served after `seq`."""
         return self.running[self._place(seq) + 1 :]
@@ -227,6 +244,10 @@ class RequestQueues:
         self.waiting.push(seq)
         if self._by_need is not None:
             self._by_need.push(seq)
+        if self._by_adapter is not None:
+            if seq.adapter not in self._by_adapter:
+                self._by_adapter[seq.adapter] = self._new_queue()
+            self._by_adapter[seq.adapter].push(seq)
 
     def _wait_no_more(self, seq: Sequence) -> None:
         seq.turn += 1
@@ -236,6 +257,10 @@ class RequestQueues:
         self.waiting.remove(seq)
         if self._by_need is not None:
             self._by_need.remove(seq)
+        if self._by_adapter is not None:
+            self._by_adapter[seq.adapter].remove(seq)
+            if not len(self._by_adapter[seq.adapter]):
+                del self._by_adapter[seq.adapter]
 
     def _leave_waiting(self, seq: Sequence) -> None:
         """Remove a sequence that ends before its admission."""

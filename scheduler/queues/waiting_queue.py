@@ -5,7 +5,7 @@ Owns: nothing beyond heaps by rank and by urgency; they have the interface of Fa
 
 from collections.abc import Iterator
 
-from scheduler.queues.lazy_heap import Entry, LazyHeap, walk
+from scheduler.queues.lazy_heap import Entry, LazyHeap
 from scheduler.sequence import Sequence
 
 
@@ -21,10 +21,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate in no particular order; for tests and reports."""
         return iter(self._heap)
-
-    def in_order(self) -> Iterator[Sequence]:
-        """Iterate by rank; the first k cost O(k log k)."""
-        return filter(None, walk(self.heaps()))
 
     def heaps(self) -> tuple[list[Entry], ...]:
         """Entries, as heaps that `walk` reads."""
@@ -43,6 +39,10 @@ class WaitingQueue:
         first = self._heap.peek()
         assert first is not None, "the queue is empty"
         return first
+
+    def choices(self) -> list[Sequence]:
+        """First of each level of priority; without levels, the first of all. There must be one."""
+        return [self.peek()]
 
     def most_urgent(self) -> Sequence:
         """First in the queue: the rank says all there is to urgency."""

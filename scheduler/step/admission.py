@@ -5,7 +5,7 @@ Never: serves the running queue (planner.py), or chooses victims and preempts th
 """
 
 from collections.abc import Callable
-from itertools import islice, takewhile
+from itertools import takewhile
 from math import inf
 
 from scheduler.blocks.kv_cache_manager import AllocationStatus, BlockDemand
@@ -23,9 +23,8 @@ from scheduler.tenant_ledger import PROMPT_TOKEN_COST
 # they need may be in the prefix cache.
 _BYPASS_WINDOW = 8
 
-# Sequences behind one that waits for a place for its adapter that are looked at, and the most of them with
-# adapters that are in use which pass it: else requests for those would keep it waiting for ever.
-_MOST_LOOKED_AT = 1024
+# Sequences with adapters in use that pass one which waits for a place for its own: more would keep it waiting
+# for ever.
 _ADAPTER_BYPASSES = 16
 
 # Steps between two turns of tenants: who is owed something has waited for longer.
@@ -336,19 +335,17 @@ class Admission:
     def _find_beside_adapter(
         self, head: Sequence, budget: SchedulingBudget
     ) -> tuple[Sequence, BlockDemand] | None:
-        """The first behind a head without a place for its adapter that could run; None if there is none.
+        """The first behind a head without a place for its adapter that needs none; None if it has to wait.
 
-        Sequences without an adapter take nothing that the head waits for, and pass it freely.
+        Sequences without an adapter take nothing that the head waits for, and pass it freely. Of those that
+        need no place the order is kept: the first is not passed, whatever it lacks.
         """
         may_pass = head.num_bypasses < max(self._config.max_bypasses, _ADAPTER_BYPASSES)
-        in_use = self._adapters_in_use() if may_pass else set()
-        for seq in islice(self._queues.waiting.in_order(), _MOST_LOOKED_AT):
-            if (seq.adapter and seq.adapter not in in_use) or self._obstacle(seq, budget) is not None:
-                continue
-            demand = self._kv.demand(seq)
-            # Of the others the order is kept: one that lacks memory is not passed.
-            return None if self._shortage(seq, demand) is not None else (seq, demand)
-        return None
+        seq = self._queues.first_with({"", *self._adapters_in_use()} if may_pass else {""})
+        if seq is None or self._obstacle(seq, budget) is not None:
+            return None
+        demand = self._kv.demand(seq)
+        return None if self._shortage(seq, demand) is not None else (seq, demand)
 
     def _candidates(self, head: Sequence) -> list[Sequence]:
         """Sequences behind the head that may fit: the next few, then those that need least."""

@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from engine.journal import Journal
 from engine.options.api_keys import ApiKey
@@ -26,6 +27,7 @@ from server.generate.header_fields import (
     tenant_from_headers,
 )
 from server.generate.protocol import ServiceFields
+from server.http.disconnect import stay_connected
 from server.http.edge import edge_of
 from server.http.json_body import read_request
 from server.observe.request_ids import add_reply_headers, journal_of
@@ -48,6 +50,9 @@ class Origin:
     """The record of the request, for logs and traces."""
     allowance: Allowance = field(default_factory=no_limits, compare=False)
     """Its part of the tokens and requests that the key may use a minute."""
+
+    receive: Receive = field(default=stay_connected, compare=False)
+    """The connection of the client, which may leave while its request is prepared."""
 
     def settle(self) -> None:
         """Count its output so far against the limits of its key."""
@@ -83,6 +88,7 @@ async def read_call(
         max_tenant_tokens=key.max_queued_tokens if key else None,
         journal=journal,
         allowance=allowance,
+        receive=request.receive,
     )
 
 

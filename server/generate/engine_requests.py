@@ -14,6 +14,7 @@ from server.generate.calls import Origin
 from server.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
 from server.generate.protocol import GenerationFields
 from server.generate.structured_output import WantedGrammar
+from server.http.disconnect import while_connected
 from server.http.edge import Engine
 
 MAX_PROMPT_LOGPROBS = 2**20
@@ -65,7 +66,7 @@ async def engine_requests(
     max_tokens = [_fit_max_tokens(body, prompt, wanted, info) for prompt in prompts.values()]
     _check_something_is_left(body, bad_words, info)
     # The last of the checks, since it costs the most.
-    grammar = await _compiled(engine, wanted, num_choices=len(prompts) * wanted.num_choices)
+    grammar = await _compiled(engine, wanted, origin, num_choices=len(prompts) * wanted.num_choices)
     adapter = _adapter(body.model, engine.info)  # as it is now: others may have changed it meanwhile
     origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
@@ -158,12 +159,14 @@ def _adapter(model: str | None, info: ModelInfo) -> ServedAdapter | None:
     return info.adapter_named(model)
 
 
-async def _compiled(engine: Engine, wanted: Wanted, *, num_choices: int) -> Grammar | None:
+async def _compiled(engine: Engine, wanted: Wanted, origin: Origin, *, num_choices: int) -> Grammar | None:
+    """Have the grammar tried; a client that leaves gives up its place in the line for that."""
     if wanted.grammar is None:
         return None
-    return await engine.compile_grammar(
+    tried = engine.compile_grammar(
         wanted.grammar.grammar, param=wanted.grammar.param, num_choices=num_choices
     )
+    return await while_connected(origin.receive, tried)
 
 
 def _sampling_params(

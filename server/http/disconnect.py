@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 ResultT = TypeVar("ResultT")
 
@@ -33,6 +33,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
     if left:
         raise ClientDisconnect
     return working.result()
+
+
+async def stay_connected() -> Message:
+    """Receive nothing: there is no client that could leave."""
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets the event")
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.types import Page
+from server.http.disconnect import while_connected
 from server.http.edge import edge_of
 from server.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
 
@@ -79,7 +80,8 @@ def _number(query: Mapping[str, str], name: str, *, most: int, default: int) -> 
 @router.get("/admin/requests", **documentation(LiveSequences))
 async def list_live_requests(request: Request) -> Response:
     """The running line, then the waiting line, each in the order in which it is served: a page of them."""
-    reports, total = await edge_of(request).engine.explain(_page(request.query_params))
+    asked = edge_of(request).engine.explain(_page(request.query_params))
+    reports, total = await while_connected(request.receive, asked)
     return Response(orjson.dumps({"requests": reports, "total": total}), media_type="application/json")
 
 

@@ -20,7 +20,8 @@ from campaigns.peers.cli import main
 from campaigns.peers.floor import StepBytes, UnreadableCheckpoint, step_bytes
 from campaigns.peers.results import Measurement, Results
 from campaigns.peers.workloads import WORKLOADS, word_cost
-from campaigns.servers.running import Launch, PeerFailed, free_port, running
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.running import Launch, PeerFailed, running
 from tests.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

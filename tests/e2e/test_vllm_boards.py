@@ -6,7 +6,6 @@ and its recipes for KEDA, gateways and alerts.
 """
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import running_server, wait_for
 
 PROMETHEUS = shutil.which("prometheus")
@@ -84,8 +84,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "scrape_configs:\n- job_name: vllm\n  scrape_interval: 1s\n  static_configs:\n"
             f"  - targets: ['{target}']\n"
         )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         prometheus = subprocess.Popen(
             [
                 *(str(PROMETHEUS), f"--config.file={folder / 'prometheus.yml'}"),

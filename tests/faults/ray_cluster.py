@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.engine.nodes.test_switchboard import free_port
+from campaigns.servers.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _ENDS_WITHIN_S = 60

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import ROOT, wait_for
 
 FOLDER = ROOT / "deploy" / "proxies"
@@ -57,26 +58,19 @@ def installed() -> tuple[str, ...]:
 def running_proxy(name: str, folder: Path, replicas: Sequence[str]) -> Iterator[RealProxy]:
     """Accepts connections when this yields. `replicas` are two addresses with ports."""
     folder.mkdir()
-    address = free_address()
+    address = f"127.0.0.1:{free_port()}"
     addresses = dict(zip((*_REPLICAS, _LISTENS), (*replicas, address), strict=True))
     command = [program(name) or name, *_arguments(name, folder, addresses)]
     log = folder / "log"
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
     try:
-        wait_for(lambda: process.poll() is not None or _accepts(address), 10)
+        wait_for(lambda: process.poll() is not None or _accepts(address))
         assert process.poll() is None, f"{name} did not start:\n{log.read_text()}"
         yield RealProxy(name, f"http://{address}", process)
     finally:
         process.terminate()  # at once, for both
         process.wait(10)
-
-
-def free_address() -> str:
-    """A port that nobody has now. What takes it is started at once, or after somebody who must leave it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _arguments(name: str, folder: Path, addresses: dict[str, str]) -> list[str]:

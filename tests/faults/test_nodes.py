@@ -1,4 +1,7 @@
-"""One model on two nodes, which reach each other over a cable: the same tokens, and life after each cut."""
+"""One model on two nodes, which reach each other over a cable: the same tokens, and life after each cut.
+
+Two nodes divide each layer, where a cut is worst. Three have a stage each, which their ranks divide.
+"""
 
 import asyncio
 import os
@@ -14,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
+from campaigns.servers.free_ports import free_port
 from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
@@ -21,7 +25,7 @@ from engine.options.option_sources import read_options
 from engine.processes import engine_processes as lives
 from engine.types import GenerationRequest, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.engine.nodes.test_switchboard import KEY, free_port
+from tests.engine.nodes.test_switchboard import KEY
 from tests.faults.relay import Relay, relaying
 from tests.worker.plan_driver import PlanDriver
 from worker.worker import Worker
@@ -33,7 +37,9 @@ WAIT_S = 120
 PROMPTS = [[5, 6, 7, 8 + i] * (1 + 5 * i) for i in range(4)]
 NUM_TOKENS = 24
 SEATS = 4
-GIVEN = {"pipeline_parallel_size": "2", "dtype": "float32", "num_threads": "1", "max_num_seqs": str(SEATS)}
+GIVEN = {"dtype": "float32", "num_threads": "1", "max_num_seqs": str(SEATS)}
+TWO_SHARDS = {"tensor_parallel_size": "2"}
+THREE_STAGES = {"pipeline_parallel_size": "3"}
 
 
 class Cluster(NamedTuple):
@@ -46,15 +52,22 @@ class Cluster(NamedTuple):
 
 @contextmanager
 def other_node(
-    model: Path, address: str, port: int, log: Path, *, rank: int = 1, num_nodes: int = 2
+    model: Path,
+    address: str,
+    port: int,
+    log: Path,
+    split: dict[str, str],
+    *,
+    rank: int = 1,
+    num_nodes: int = 2,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Start it as torchrun does: by variables alone."""
     given = {"MASTER_ADDR": address, "MASTER_PORT": "1", "RANK": str(rank), "WORLD_SIZE": str(num_nodes)}
     given |= {"TOKENYARD_CLUSTER_KEY": KEY, "TOKENYARD_CLUSTER_PORT": str(port), "TMPDIR": str(log.parent)}
-    words = [str(model), "--pipeline-parallel-size", str(num_nodes), "--num-threads", "1"]
+    given |= {f"TOKENYARD_{name.upper()}": value for name, value in split.items()}
     with log.open("ab") as file:
         node = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", *words],
+            [sys.executable, "-m", "server", "serve", str(model), "--num-threads", "1"],
             cwd=ROOT,
             env=os.environ | given,
             stdin=subprocess.DEVNULL,
@@ -69,11 +82,13 @@ def other_node(
 
 
 @asynccontextmanager
-async def first_node(model: Path, port: int, num_nodes: int, **more: str) -> AsyncIterator[AsyncEngine]:
+async def first_node(
+    model: Path, port: int, num_nodes: int, split: dict[str, str]
+) -> AsyncIterator[AsyncEngine]:
     """Start the engine, which waits for the others."""
-    given = GIVEN | {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0", **more}
+    given = GIVEN | {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0"}
     given |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
-    config, _ = resolve(read_options(given | {"pipeline_parallel_size": str(num_nodes)}, {}), environment={})
+    config, _ = resolve(read_options(given | split, {}), environment={})
     engine = AsyncEngine(config)
     engine.start()
     await asyncio.wait_for(engine.ready(), WAIT_S)
@@ -89,8 +104,8 @@ async def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
         async with relaying(("127.0.0.1", port)) as relay:
-            with other_node(tiny_model, relay.address, relay.port, folder / "log") as node:
-                async with first_node(tiny_model, port, 2) as engine:
+            with other_node(tiny_model, relay.address, relay.port, folder / "log", TWO_SHARDS) as node:
+                async with first_node(tiny_model, port, 2, TWO_SHARDS) as engine:
                     yield Cluster(engine, relay, folder / "log", node)
     assert not list(folder.glob("tokenyard-*")), "a folder was left behind"
 
@@ -131,8 +146,7 @@ def expected(tiny_model: Path) -> list[list[int]]:
 
 
 def tokens_of_one_process(model: Path) -> list[list[int]]:
-    given = GIVEN | {"pipeline_parallel_size": "1", "model": str(model)}
-    config, _ = resolve(read_options(given, {}), environment={})
+    config, _ = resolve(read_options(GIVEN | {"model": str(model)}, {}), environment={})
     worker = Worker(config.worker)
     driver = PlanDriver(worker, worker.load(lambda _progress: None).block_size)
     sequences = [driver.add(prompt) for prompt in PROMPTS]
@@ -144,7 +158,7 @@ def ranks_of(node: "subprocess.Popen[bytes]") -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()]
 
 
-async def test_two_nodes_sample_the_tokens_of_one_process(
+async def test_two_nodes_that_divide_each_layer_sample_the_tokens_of_one_process(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
     assert await all_tokens(cluster.engine) == expected
@@ -155,7 +169,8 @@ async def test_a_node_with_another_checkpoint_is_refused_in_one_line(
     cluster: Cluster, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=2)
-    with other_node(other, cluster.relay.address, cluster.relay.port, tmp_path / "log") as node:
+    address, port = cluster.relay.address, cluster.relay.port
+    with other_node(other, address, port, tmp_path / "log", TWO_SHARDS) as node:
         assert await asyncio.to_thread(node.wait, WAIT_S) == 78
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "refused" in line]
     assert "node 1 has a checkpoint that the first node has not" in line
@@ -211,11 +226,13 @@ async def test_three_nodes_of_two_ranks_sample_the_same_tokens_and_the_death_of_
     with ExitStack() as stack:
         others = [
             stack.enter_context(
-                other_node(tiny_model, "127.0.0.1", port, tmp_path / "log", rank=rank, num_nodes=3)
+                other_node(
+                    tiny_model, "127.0.0.1", port, tmp_path / "log", THREE_STAGES, rank=rank, num_nodes=3
+                )
             )
             for rank in (1, 2)
         ]
-        async with first_node(tiny_model, port, 3, tensor_parallel_size="2") as engine:
+        async with first_node(tiny_model, port, 3, THREE_STAGES | TWO_SHARDS) as engine:
             assert await all_tokens(engine) == expected
             assert [len(ranks_of(node)) for node in others] == [2, 2]
             kill = partial(os.kill, ranks_of(others[1])[1], signal.SIGKILL)

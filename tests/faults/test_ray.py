@@ -13,11 +13,11 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
+from campaigns.servers.free_ports import free_port
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.option_sources import read_options
 from engine.processes import engine_processes as lives
-from tests.engine.nodes.test_switchboard import free_port
 from tests.faults.ray_cluster import RayCluster, ray_cluster
 from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
 
@@ -35,7 +35,7 @@ class Served(NamedTuple):
 
 def config_of(model: Path, **more: str) -> EngineConfig:
     given = GIVEN | {"model": str(model), "distributed_executor": "ray", "master_addr": "127.0.0.1"}
-    given |= {"cluster_port": str(free_port()), **more}
+    given |= {"pipeline_parallel_size": "2", "cluster_port": str(free_port()), **more}
     return resolve(read_options(given, {}), environment={})[0]
 
 

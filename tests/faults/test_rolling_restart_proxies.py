@@ -14,9 +14,10 @@ import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
 
+from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.faults.clients import num_tokens_streamed, num_tokens_whole
-from tests.faults.real_proxies import NAMES, free_address, installed, program, running_proxy
+from tests.faults.real_proxies import NAMES, installed, program, running_proxy
 
 pytestmark = pytest.mark.skipif(not installed(), reason="neither HAProxy nor nginx is installed")
 
@@ -83,7 +84,7 @@ class RollOut:
 
     def __init__(self, stack: contextlib.ExitStack, model: Path, folder: Path) -> None:
         self._stack, self._model, self._folder = stack, model, folder
-        self._addresses = [free_address() for _ in range(2)]
+        self._addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         with ThreadPoolExecutor() as pool:
             self._first, self._second = pool.map(self._start, self._addresses, ("first", "second"))
         self.urls = {
@@ -180,7 +181,7 @@ def test_names_of_requests_and_traces_reach_the_replica(rolled_out: RolledOut, n
     url = f"{rolled_out.urls[name]}/v1/completions"
     named = httpx.post(url, json=asked(max_tokens=1), headers=headers)
     assert named.headers.get_list("x-request-id") == [f"ask-{name}"]
-    wait_for(lambda: f"ask-{name}" in rolled_out.replica.text(), 5)
+    wait_for(lambda: f"ask-{name}" in rolled_out.replica.text())
     (line,) = [line for line in rolled_out.replica.text().splitlines() if f"ask-{name}" in line]
     assert trace_id in line
     unnamed = httpx.post(url, json=asked(max_tokens=1))

@@ -78,6 +78,21 @@ def test_so_many_are_compiled_at_once_as_take_the_time_that_is_allowed() -> None
     assert [sum(step == first for step in steps.values()) for first in sorted({*steps.values()})] == [4, 4, 1]
 
 
+def test_exactly_as_many_rows_as_may_run_are_compiled_while_all_places_are_taken() -> None:
+    world = roomy(max_num_seqs=3, max_compiling_s=9.0)
+    world.add(*(free(i, max_tokens=40) for i in (1, 2, 3)))
+    world.step()
+    world.add(*(bound(i) for i in range(4, 20)))
+    compilations = world.scheduler.compilations
+    for _ in range(12):
+        world.step()
+        assert compilations.num_under_way + len(compilations.compiled()) == 3
+    world.abort(5)
+    world.step()
+    assert compilations.num_under_way + len(compilations.compiled()) == 3
+    world.run()
+
+
 def test_one_that_takes_longer_than_that_is_compiled_alone() -> None:
     world = roomy()
     world.add(bound(1, grammar=DEAR), bound(2, grammar=DEAR), bound(3))
@@ -113,7 +128,7 @@ def test_one_that_leaves_between_its_compilation_and_its_place_is_named_as_unuse
     world.add(bound(2))
     world.step()
     world.scheduler.finish_requests([SequenceId(2)], FinishReason.ABORTED)
-    assert [seq.sequence_id for seq in world.scheduler.compilations.take_unused()] == [2]
+    assert world.scheduler.compilations.take_unused() == [2]
     world.run()
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from random import Random
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -152,10 +152,10 @@ def test_a_newcomer_is_lifted_to_the_least_served_whoever_came_and_left_before()
 def test_the_least_served_is_known_without_asking_every_tenant() -> None:
     """10,000 tenants took 15 s to join when each was compared with all others."""
     ledger = TenantLedger({})
-    started_s = perf_counter()
+    started_s = process_time()
     for number in range(20_000):
         ledger.join(f"tenant {number}")
-    assert perf_counter() - started_s < 2
+    assert process_time() - started_s < 2
 
 
 def test_a_thousand_different_priorities_do_not_slow_an_admission() -> None:
@@ -164,9 +164,9 @@ def test_a_thousand_different_priorities_do_not_slow_an_admission() -> None:
     scheduler = Scheduler(replace(world.config, policy=SchedulingPolicy.PRIORITY))
     for number in range(1000):
         scheduler.add_request(make_sequence(number, prompt(number), priority=-number), now_s=0.0)
-    started_s = perf_counter()
+    started_s = process_time()
     plan = scheduler.schedule(now_s=0.0)
-    assert perf_counter() - started_s < 0.6
+    assert process_time() - started_s < 0.6
     assert sorted(shares(plan)) == list(range(744, 1000)), "the most urgent"
 
 
@@ -208,6 +208,24 @@ def test_without_displacement_tenants_wait_for_a_place() -> None:
     world.add(make_sequence(2, [2], max_tokens=1, tenant="quiet"))
     world.run()
     assert list(world.ended) == [1, 2]
+
+
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+@pytest.mark.parametrize("fairness", Fairness)
+def test_those_found_by_their_adapter_come_in_the_order_in_which_all_are_served(
+    policy: SchedulingPolicy, fairness: Fairness
+) -> None:
+    world = World(small_config(policy=policy, fairness=fairness, max_adapters=9, max_num_seqs=1))
+    random = Random(7)
+    for i in range(60):
+        terms = {"tenant": random.choice("abc"), "priority": random.choice((0, 5))}
+        world.add(make_sequence(i, [i], adapter=random.choice("xyz"), **terms))
+    queues = world.scheduler._queues
+    for _ in range(150):
+        world.step()
+        if len(queues.waiting):
+            assert queues.first_with("xyz") is queues.waiting.peek()
+    assert queues.first_with("w") is None
 
 
 def test_those_who_pass_one_that_waits_for_an_adapter_come_in_the_order_of_service() -> None:

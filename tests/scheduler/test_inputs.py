@@ -12,6 +12,9 @@ from scheduler.messages import (
     WaitReason,
 )
 from scheduler.scheduler import NeverFits
+from scheduler.sequence import Sequence
+from scheduler.step.admission import Admission
+from scheduler.step.budget import SchedulingBudget
 from tests.fakes import continuation, make_sequence, pooled
 from tests.world import World, shares, small_config
 
@@ -214,6 +217,29 @@ def test_one_whose_adapter_has_no_place_is_passed_by_16_whose_adapters_are_in_us
     world.add(*(make_sequence(i, prompt(2, i), adapter="x", max_tokens=1) for i in range(3, 30)))
     world.run()
     assert list(world.ended) == [*range(3, 19), 1, 2, *range(19, 30)]
+
+
+def test_one_that_passes_for_an_adapter_is_found_behind_any_number_and_no_other_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at: list[int] = []
+    obstacle = Admission._obstacle
+
+    def counting(self: Admission, seq: Sequence, budget: SchedulingBudget) -> WaitReason | None:
+        looked_at.append(seq.sequence_id)
+        return obstacle(self, seq, budget)
+
+    monkeypatch.setattr(Admission, "_obstacle", counting)
+    world = World(small_config(num_blocks=99, max_num_seqs=8, max_num_batched_tokens=64, max_adapters=1))
+    world.add(make_sequence(1, prompt(2, 1), adapter="x", max_tokens=20))
+    world.step()
+    for i in range(10, 1500):
+        world.scheduler.add_request(make_sequence(i, prompt(2, i), adapter="y"), now_s=0.0)
+    world.add(*(make_sequence(i, prompt(2, i), max_tokens=9) for i in (2001, 2002, 2003)))
+    world.add(make_sequence(2004, prompt(2, 4), adapter="x"), make_sequence(2005, prompt(2, 5), adapter="z"))
+    looked_at.clear()
+    assert [new.sequence_id for new in world.step().new_sequences] == [2001, 2002, 2003, 2004]
+    assert looked_at == [10, 2001, 10, 2002, 10, 2003, 10, 2004, 10]
 
 
 def test_among_those_that_pass_for_an_adapter_one_that_lacks_memory_is_not_passed() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.ranks.agreement import Agreement
+from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.ranks import ExchangeTimes, Reducer
 from worker.ranks.stage import ONLY_STAGE
 from worker.worker_config import WorkerConfig
@@ -29,7 +29,7 @@ _STORE = "ranks"
 _INTERFACES = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-class DeviceRanks(Agreement):
+class DeviceRanks(GatheringRanks):
     """See Ranks. Not for several threads at once."""
 
     stage = ONLY_STAGE

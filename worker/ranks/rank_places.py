@@ -2,7 +2,8 @@
 
 Owns: who shares what. Shards of a stage sum over a page of their own; all ranks agree over another; each rank
 sends its hidden states to the one with the same shard in the next stage. Where ranks are on several nodes, a
-node has whole stages, and ranks agree and send over links (engine/nodes) in the place of memory.
+node has whole stages or a part of one, and what is on different nodes goes over links (engine/nodes) in the
+place of memory.
 Never: needs torch, so that the ranks can be started before anything slow is imported.
 """
 
@@ -21,7 +22,7 @@ class PipeEnd(msgspec.Struct, frozen=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """One rank in the grid. `page` is that of its stage, `world` that of all ranks; file descriptors.
+    """One rank in the grid. `page` is that of its stage here, `world` that of all ranks; file descriptors.
 
     What is None although the grid has it comes over a link from another node.
     """
@@ -30,6 +31,8 @@ class RankPlace(msgspec.Struct, frozen=True):
     shard: int
     num_stages: int
     num_shards: int
+    num_here: int
+    """Shards of the stage that are on the same node."""
     page: int
     world: int | None
     inlet: PipeEnd | None
@@ -53,6 +56,16 @@ class RankPlace(msgspec.Struct, frozen=True):
         return self.outlet is None and self.stage < self.num_stages - 1
 
     @property
+    def needs_peers(self) -> bool:
+        """Whether the stage is on several nodes."""
+        return self.num_here < self.num_shards
+
+    @property
+    def peers(self) -> range:
+        """Ranks of the stage that exchange over links, this one among them: one of each node."""
+        return peers_of(self.rank, num_shards=self.num_shards, num_here=self.num_here)
+
+    @property
     def rank(self) -> int:
         """Number among all; rank 0 is in the engine process."""
         return self.stage * self.num_shards + self.shard
@@ -73,27 +86,33 @@ class RankPlace(msgspec.Struct, frozen=True):
 def make_places(num_stages: int, num_shards: int, *, node: int = 0, num_nodes: int = 1) -> list[RankPlace]:
     """Allocate everything for the ranks of one node, in the order of ranks. Raises OSError.
 
-    The number of stages is a multiple of the number of nodes.
+    Each node has as many whole stages, or an equal part of one.
     """
     world = make_page() if num_nodes == 1 else None
-    num_own = num_stages // num_nodes
+    num_own = num_stages * num_shards // num_nodes
     own = range(node * num_own, (node + 1) * num_own)
-    pages = {stage: make_page() for stage in own}
-    ways = {stage: [_make_way() for _ in range(num_shards)] for stage in own[:-1]}
+    pages = {stage: make_page() for stage in {rank // num_shards for rank in own}}
+    ways = {rank: _make_way() for rank in own if rank + num_shards in own}
     return [
         RankPlace(
-            stage=stage,
-            shard=shard,
+            stage=rank // num_shards,
+            shard=rank % num_shards,
             num_stages=num_stages,
             num_shards=num_shards,
-            page=pages[stage],
+            num_here=min(num_shards, num_own),
+            page=pages[rank // num_shards],
             world=world,
-            inlet=ways[stage - 1][shard][1] if stage - 1 in ways else None,
-            outlet=ways[stage][shard][0] if stage in ways else None,
+            inlet=ways[rank - num_shards][1] if rank - num_shards in ways else None,
+            outlet=ways[rank][0] if rank in ways else None,
         )
-        for stage in own
-        for shard in range(num_shards)
+        for rank in own
     ]
+
+
+def peers_of(rank: int, *, num_shards: int, num_here: int) -> range:
+    """Return the ranks of a stage that have the same place on each of its nodes as `rank` has on its own."""
+    shard = rank % num_shards
+    return range(rank - shard + shard % num_here, rank - shard + num_shards, num_here)
 
 
 def _make_way() -> tuple[PipeEnd, PipeEnd]:

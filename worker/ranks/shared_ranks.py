@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from worker.ranks.agreement import Agreement
+from worker.ranks.gathering_ranks import GatheringRanks
+from worker.ranks.linked_ranks import LinkedRanks, Peers
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
@@ -29,7 +30,7 @@ from worker.ranks.stage import (
 )
 
 
-class SharedRanks(Agreement):
+class SharedRanks(GatheringRanks):
     """See Ranks. Not for several threads at once."""
 
     def __init__(
@@ -85,17 +86,6 @@ class SharedRanks(Agreement):
         assert sums.is_contiguous()
         self._library.tokenyard_ranks_reduce(self._ranks, sums.data_ptr(), sums.numel())
 
-    def gather(self, part_TP: Tensor) -> Tensor:
-        """See Ranks."""
-        num_rows, num_own = part_TP.shape
-        whole = part_TP.new_empty((num_rows, self.size * num_own))
-        self._gather(part_TP.contiguous(), whole)
-        return whole
-
-    def share(self, numbers: Tensor) -> None:
-        """See Ranks."""
-        numbers.copy_(self.of_all(numbers.tolist())[0])
-
     def times(self) -> ExchangeTimes:
         """See Ranks."""
         if self._ranks is None:
@@ -103,13 +93,6 @@ class SharedRanks(Agreement):
         seconds = (c_double * 2)()
         self._library.tokenyard_ranks_times(self._ranks, seconds)
         return ExchangeTimes(exchange_s=seconds[0] - seconds[1], wait_s=seconds[1])
-
-    def of_all(self, numbers: list[int]) -> Tensor:
-        """See World."""
-        own = torch.tensor([numbers], dtype=torch.int64)
-        found = own.new_empty((self.size, own.numel()))
-        self._gather(own, found)
-        return found
 
     def _gather(self, own: Tensor, whole: Tensor) -> None:
         """Exchange rows; those of all ranks come to `whole`."""
@@ -124,22 +107,28 @@ class Links(Protocol):
 
     def world(self) -> World: ...
 
+    def peers(self) -> Peers: ...
+
     def inlet(self) -> HiddenReceiver: ...
 
     def outlet(self) -> HiddenSender: ...
 
 
-def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks:
+def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks | LinkedRanks:
     """Open what a process has inherited for its place, and `links` for what it has not."""
-    return SharedRanks(
+    world = _world_of(place, links)
+    here = SharedRanks(
         place.page,
-        rank=place.shard,
-        size=place.num_shards,
+        rank=place.shard % place.num_here,
+        size=place.num_here,
         stage=Stage(
             place.stage, place.num_stages, inlet=_inlet_of(place, links), outlet=_outlet_of(place, links)
         ),
-        world=_world_of(place, links),
+        world=world,
     )
+    if links is None or world is None or not place.needs_peers:
+        return here
+    return LinkedRanks(here, links.peers(), world, rank=place.shard, size=place.num_shards)
 
 
 def _inlet_of(place: RankPlace, links: Links | None) -> HiddenReceiver | None:

@@ -86,8 +86,8 @@ class Stage:
         return range(start, start + size + (self.index < rest))
 
     def node_of(self, num_nodes: int) -> range:
-        """Return all stages that are on the node of this one."""
-        num_own = self.count // num_nodes
+        """Return all stages of which some ranks are on the node of this one."""
+        num_own = max(1, self.count // num_nodes)
         first = self.index // num_own * num_own
         return range(first, first + num_own)
 

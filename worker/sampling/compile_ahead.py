@@ -1,7 +1,7 @@
 """Rows with grammars that are compiled beside the steps, for sequences that wait to be admitted.
 
-Owns: the thread that compiles, one grammar after the other, and the rows until a sequence takes them. It also
-frees the matchers of rows that are gone, which takes up to a millisecond each.
+Owns: the thread that compiles, one grammar after the other, and the rows until the step that admits their
+sequences takes them. It also frees the matchers of rows that are gone, which takes up to a millisecond each.
 Never: decides what is compiled and how much at once (scheduler/queues/compilations.py).
 
 The library lets go of the interpreter while it compiles and computes a mask, so that steps go on meanwhile.
@@ -10,19 +10,16 @@ The library lets go of the interpreter while it compiles and computes a mask, so
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 
 from scheduler.messages import Grammar, SequenceId
 from worker.sampling.grammar_rows import RowGrammar
 
 _NICENESS = 10
 """Steps come first where cores are short."""
-
-_MAX_ROWS = 512
-"""Rows that are kept; then the oldest go. One is left over if the admission of its sequence fails. A sequence
-whose row has gone is compiled for in its step."""
 
 _Text = tuple[Grammar, tuple[int, ...]]
 """Grammar and the generated tokens that it is followed to: rows of the same are as good as each other."""
@@ -34,41 +31,51 @@ class CompileAhead:
     def __init__(self, make_row: Callable[[Grammar, Sequence[int]], RowGrammar]) -> None:
         self._make_row = make_row
         self._thread: ThreadPoolExecutor | None = None
-        self._finished: deque[tuple[SequenceId, _Text, RowGrammar]] = deque()
-        self._rows: defaultdict[_Text, list[RowGrammar]] = defaultdict(list)
-        self._num_rows = 0
+        self._finished: deque[tuple[SequenceId, _Text, RowGrammar | None]] = deque()
+        self._given_up: set[SequenceId] = set()
+        """Sequences for which no compilation need begin; they are reported all the same."""
+        self._rows: dict[SequenceId, tuple[_Text, RowGrammar]] = {}
+        self._handed_out: defaultdict[_Text, list[RowGrammar]] = defaultdict(list)
 
     def begin(self, sequence_id: SequenceId, grammar: Grammar, generated: Sequence[int]) -> None:
         """Have a row compiled. `take_finished` returns the sequence once it is, whatever becomes of it."""
         self._in_thread(self._compile, sequence_id, (grammar, tuple(generated)))
+
+    def give_up(self, sequence_id: SequenceId) -> None:
+        """Skip the compilation for a sequence that has ended, unless it is under way."""
+        self._given_up.add(sequence_id)
 
     def take_finished(self) -> list[SequenceId]:
         """Sequences whose rows are compiled since the last call, or failed to: the row says so then."""
         found = []
         while self._finished:
             sequence_id, text, row = self._finished.popleft()
-            self._rows[text].append(row)
-            self._num_rows += 1
+            self._given_up.discard(sequence_id)
+            if row is not None:
+                self._rows[sequence_id] = text, row
             found.append(sequence_id)
-            if self._num_rows > _MAX_ROWS:
-                self.discard(*next(iter(self._rows)))
         return found
 
-    def take_row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar | None:
-        """Hand a compiled row over; None if there is none."""
-        text = grammar, tuple(generated)
-        rows = self._rows.get(text)
-        if not rows:
-            return None
-        row = rows.pop()
-        self._num_rows -= 1
-        if not rows:
-            del self._rows[text]
-        return row
+    def hand_out(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Offer the rows of sequences to the step that admits them; free those that the last step left."""
+        for left in chain.from_iterable(self._handed_out.values()):
+            self.free(left)
+        self._handed_out.clear()
+        for sequence_id in sequence_ids:
+            text, row = self._rows.pop(sequence_id)
+            self._handed_out[text].append(row)
 
-    def discard(self, grammar: Grammar, generated: Sequence[int]) -> None:
-        """Free a compiled row that no sequence takes."""
-        self.free(self.take_row(grammar, generated))
+    def take_row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar | None:
+        """Take a row that was handed out; None if there is none."""
+        if not self._handed_out:
+            return None
+        rows = self._handed_out.get((grammar, tuple(generated)))
+        return rows.pop() if rows else None
+
+    def discard(self, sequence_id: SequenceId) -> None:
+        """Free the compiled row of a sequence that has no use for it."""
+        _, row = self._rows.pop(sequence_id, (None, None))
+        self.free(row)
 
     def free(self, row: RowGrammar | None) -> None:
         """Free the matcher of a row that is gone, beside the steps; nothing happens without one."""
@@ -84,8 +91,10 @@ class CompileAhead:
         self._thread.submit(work, *args)
 
     def _compile(self, sequence_id: SequenceId, text: _Text) -> None:
+        row = None
         try:
-            row = self._make_row(*text)
+            if sequence_id not in self._given_up:
+                row = self._make_row(*text)
         except BaseException as error:  # noqa: BLE001 - the library's panics are no Exceptions
             row = RowGrammar(None, None, failure=f"the grammar failed: {type(error).__name__}")
         self._finished.append((sequence_id, text, row))

@@ -104,22 +104,26 @@ class RecentReplies:
 
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """See Proposer."""
-        for recent in self._within(reach):
+        for recent, newest_end in self._within(reach):
             places = find_continuations(recent, tokens, least=self._least, most=self._most)
             if len(places):
-                found = recent[int(places[-1]) :][:num_wanted]
+                newest = places[np.searchsorted(places, newest_end) - 1]  # none before it: the last of all
+                found = recent[int(newest) :][:num_wanted]
                 borders = np.flatnonzero(found == self._BORDER)
                 return found[: borders[0]] if len(borders) else found
         return _NO_TOKENS
 
-    def _within(self, reach: int) -> Iterator[TokenIds]:
-        """Yield the parts of the ring that hold the last `reach` tokens, the newer part first."""
+    def _within(self, reach: int) -> Iterator[tuple[TokenIds, int]]:
+        """Yield the parts of the ring that hold the last `reach` tokens, and where in each its newest ends.
+
+        The newer part comes first.
+        """
         if reach >= len(self._ring):
-            yield self._ring
+            yield self._ring, self._end
             return
-        yield self._ring[max(self._end - reach, 0) : self._end]
+        yield self._ring[max(self._end - reach, 0) : self._end], self._end
         if self._end < reach:
-            yield self._ring[self._end - reach :]
+            yield self._ring[self._end - reach :], reach - self._end
 
 
 class ScopedReplies:

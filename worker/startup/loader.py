@@ -240,10 +240,10 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     if config.num_ranks == config.num_stages == 1:
         return
     asked = describe_division(config)
-    if device.torch_device.type != "cpu" and config.num_stages > 1:
+    if device.torch_device.type != "cpu" and max(config.num_stages, config.num_nodes) > 1:
         raise StartupError(
-            f"{asked}: stages are for CPUs only so far",
-            fix="take --tensor-parallel-size, or add --device cpu",
+            f"{asked}: stages and several machines are for CPUs only so far",
+            fix="take --tensor-parallel-size on one machine, or add --device cpu",
         )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(

@@ -278,7 +278,8 @@ def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> f
     keys = list(layout.layers)
     stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
     own = {keys[place]: layout.layers[keys[place]] for each in stages for place in each.layers_of(num_layers)}
-    return replace(layout, layers=own).block_bytes / layout.block_bytes
+    nodes_of_a_stage = max(1, config.num_nodes // stage.count)
+    return replace(layout, layers=own).block_bytes / layout.block_bytes / nodes_of_a_stage
 
 
 def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:

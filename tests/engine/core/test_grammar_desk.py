@@ -19,7 +19,7 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import Scheduler
 from tests.engine.core.test_loop import Desk, request
-from tests.fakes import FakeWorker
+from tests.fakes import FakeWorker, OutOfMemory
 from tests.world import small_config
 from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import RowGrammar
@@ -157,3 +157,15 @@ def test_choices_of_one_request_have_a_row_each(compiler: Compiler) -> None:
     compiler.turn(asking(1, 2, 3))
     compiler.turn_until_ended(1, 2, 3)
     assert compiler.begun == [(GRAMMAR, ())] * 3
+
+
+def test_a_row_whose_step_failed_before_it_was_taken_is_not_kept(compiler: Compiler) -> None:
+    worker = compiler.loop._worker
+    assert isinstance(worker, SamplingWorker)
+    worker.out_of_memory = OutOfMemory.BEFORE_ANYTHING
+    compiler.may_go_on.set()
+    compiler.turn(asking(1))
+    compiler.turn_until_ended(1)
+    assert compiler.ends() == {1: FinishReason.FAILED}
+    compiler.loop.turn()
+    assert compiler.ahead.take_row(GRAMMAR, ()) is None

@@ -12,6 +12,7 @@ from engine.process_messages import (
     EndSequences,
     Explain,
     Explanation,
+    ForgetQuestion,
     Outputs,
     Shutdown,
     ToClient,
@@ -261,6 +262,21 @@ def test_of_too_many_questions_the_oldest_are_left() -> None:
         loop.turn()
     answers = [message.question for message in desk.sent if isinstance(message, Explanation)]
     assert answers == list(range(872, 1000))
+
+
+def test_a_question_whose_client_gave_up_is_dropped_wherever_it_stands() -> None:
+    desk = Desk()
+    loop = make_loop(desk)
+    far = [Explain(question=number, page=Page(900, 3)) for number in range(4)]
+    desk.letters.append([request(*range(1000), max_tokens=9), *far])
+    desk.letters.append([ForgetQuestion(question=number) for number in (0, 2, 77)])
+    num_turns = 0
+    while loop._explanations.are_due or not num_turns:
+        loop.turn()
+        num_turns += 1
+    answers = [message.question for message in desk.sent if isinstance(message, Explanation)]
+    assert answers == [1, 3]
+    assert num_turns == 1 + 2 * 4
 
 
 def test_an_idle_loop_finishes_what_it_was_asked() -> None:

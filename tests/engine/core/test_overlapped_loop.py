@@ -173,6 +173,33 @@ def test_the_time_in_which_an_adapter_is_loaded_is_no_wait_for_a_plan() -> None:
     assert waits == [0.0, 0.0, 0.0, 0.25]
 
 
+def test_of_steps_during_which_an_adapter_is_loaded_no_time_is_learnt() -> None:
+    desk = Desk()
+    desk.letters.append([request(1, max_tokens=9)])
+    loop, device = overlapped(desk)
+    seen: list[float] = []
+
+    def load(asked: LoadAdapter) -> AdapterAnswer:
+        desk.now_s += 5.0
+        return AdapterAnswer(question=asked.question, refusal="too large")
+
+    def observe(plan: SchedulerOutput, seconds: float, *_: object, **__: object) -> None:
+        seen.append(seconds)
+
+    loop._adapters.load = load  # type: ignore[method-assign]
+    loop._scheduler.observe_step = observe  # type: ignore[method-assign]
+    for _ in range(3):
+        loop.turn()
+    num_before = len(seen)
+    desk.letters.append([LoadAdapter(question=1, name="a", folder="b")])
+    for _ in range(20):
+        loop.turn()
+    assert ends(desk) == {1: FinishReason.LENGTH}
+    num_steps = sum(call.startswith("launch") for call in device.calls)
+    assert seen == [1.0] * len(seen)
+    assert num_before < len(seen) < num_steps
+
+
 def test_the_times_of_ranks_begin_when_they_have_loaded() -> None:
     so_far = [3.0, 40.0]
     times = from_now_on(lambda: (so_far[0], so_far[1]))

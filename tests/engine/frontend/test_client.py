@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from campaigns.servers.free_ports import free_ports
 from engine.errors import EngineUnavailable, Overloaded
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
@@ -76,9 +77,9 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
 
 
 async def test_kv_events_follow_the_prefix_cache_through_the_death_of_its_engine(
-    tiny_model: Path, unused_tcp_port: int
+    tiny_model: Path,
 ) -> None:
-    port = str(unused_tcp_port - 1)
+    port = str(free_ports(2))
     engine = make_engine(tiny_model, kv_events_port=port, kv_events_topic="kv@here@tiny", block_size="4")
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as events:
         events.setsockopt(zmq.SUBSCRIBE, b"kv@here@")

@@ -126,7 +126,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_in_time_and_the_next_one
     with pytest.raises(RequestRejected, match=r"more than 1 s; make it simpler") as caught:
         await attempt(ENDLESS)
     assert caught.value.code == "invalid_grammar"
-    assert time.monotonic() - started_s < 5.0
+    assert time.monotonic() - started_s < 20.0
     assert await attempt(Grammar(kind=GrammarKind.REGEX, text="a+"))
 
 
@@ -212,13 +212,21 @@ async def test_a_crash_by_its_own_doing_is_the_grammars_fault(compiler, attempt)
         await hopeless
 
 
-async def test_a_caller_who_gives_up_leaves_no_answer_behind_for_the_next(compiler, attempt) -> None:
-    hopeless, _ = await busy_with_it(compiler, attempt)
-    hopeless.cancel()
+async def test_a_caller_who_gives_up_leaves_no_answer_behind_and_the_process_as_it_is(
+    compiler, attempt
+) -> None:
+    await attempt(INTEGER)
+    pid = compiler.pid
+    given_up = attempt(Grammar(kind=GrammarKind.REGEX, text="[ab]{1,50}"))
+    waiting = attempt(Grammar(kind=GrammarKind.REGEX, text="b"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await hopeless
-    other = Grammar(kind=GrammarKind.REGEX, text="a")
-    assert (await attempt(other)).text == "a"
+        await given_up
+    assert (await waiting).text == "b"
+    assert (await attempt(Grammar(kind=GrammarKind.REGEX, text="a"))).text == "a"
+    assert compiler.pid == pid
 
 
 async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(attempt) -> None:

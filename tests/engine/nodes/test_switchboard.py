@@ -1,6 +1,5 @@
 """The first node takes in nodes that have the key, and passes on what ranks send each other."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import pytest
 import torch
 import zmq
 
+from campaigns.servers.free_ports import free_port
 from engine.nodes import switchboard as switchboards
 from engine.nodes.link_address import LinkAddress, write_link
 from engine.nodes.links import Links
@@ -41,28 +41,24 @@ PLAN = SchedulerOutput(3, (), (), {}, (), 0)
 WAIT_S = 20.0
 
 
-def config_of(node: int, port: int, num_nodes: int) -> EngineConfig:
+def config_of(node: int, port: int, num_nodes: int, **more: str) -> EngineConfig:
     given = {
         "nnodes": str(num_nodes),
         "pipeline_parallel_size": str(num_nodes),
         "tensor_parallel_size": "2",
         "node_rank": str(node),
+        **more,
     }
     given |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
     return resolve(read_options(given, {}), environment={})[0]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 class First:
     """A first node without an engine."""
 
-    def __init__(self, directory: Path, num_nodes: int, port: int) -> None:
+    def __init__(self, directory: Path, num_nodes: int, port: int, **more: str) -> None:
         self.port, self.directory, self.losses = port, directory, list[str]()
-        self.config = config_of(0, self.port, num_nodes)
+        self.config = config_of(0, self.port, num_nodes, **more)
         assert self.config.cluster is not None
         roll = NodeRoll(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint)
         self.board = Switchboard(self.config, directory, address_of(self.config.cluster), roll)
@@ -258,7 +254,15 @@ def places() -> list[RankPlace]:
     """Two stages of two ranks, on two nodes, without the memory that ranks of a node share."""
     return [
         RankPlace(
-            stage=stage, shard=shard, num_stages=2, num_shards=2, page=-1, world=None, inlet=None, outlet=None
+            stage=stage,
+            shard=shard,
+            num_stages=2,
+            num_shards=2,
+            num_here=2,
+            page=-1,
+            world=None,
+            inlet=None,
+            outlet=None,
         )
         for stage in range(2)
         for shard in range(2)

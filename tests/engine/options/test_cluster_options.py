@@ -59,6 +59,11 @@ def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> No
         ({"nnodes": "2", "node_rank": "1"}, {}, "--master-addr is not known"),
         ({"node_rank": "1"}, {}, "--node-rank: there is one node; give --nnodes too"),
         ({**FLAGS, "pipeline_parallel_size": "3"}, {}, "give --pipeline-parallel-size 2 or a multiple of it"),
+        (
+            {**FLAGS, "pipeline_parallel_size": "1", "tensor_parallel_size": "3"},
+            {},
+            "--tensor-parallel-size 3: each node computes as many stages, or as large a part of one; give",
+        ),
         ({**FLAGS, "data_parallel_size": "2"}, {}, "one engine has all nodes"),
         ({**FLAGS, "master_addr": "::1"}, {}, "--master-addr ::1: nodes meet over IPv4"),
         ({**FLAGS, "lora_modules": "a=/a"}, {}, "--nnodes 2 with adapters: they are for one machine yet"),

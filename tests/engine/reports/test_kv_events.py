@@ -1,7 +1,6 @@
 """KV events on the wire: what a router rebuilds from them is what the prefix caches have."""
 
 import random
-import socket
 import time
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from campaigns.servers.free_ports import free_ports
 from engine.options.api_keys import is_private
 from engine.options.engine_split import KVEventsConfig
 from engine.options.option_declaration import OptionError
@@ -157,9 +157,7 @@ class Engine:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1]) - 1
+    return free_ports(2)
 
 
 @pytest.fixture

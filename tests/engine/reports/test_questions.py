@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.errors import EngineUnavailable
-from engine.process_messages import Explain, Explanation, ToEngine
+from engine.process_messages import Explain, Explanation, ForgetQuestion, ToEngine
 from engine.reports.questions import Questions
 from scheduler.messages import Page
 
@@ -15,6 +15,8 @@ async def test_questions_beyond_those_that_may_be_awaited_are_refused_by_name(en
     asked: list[tuple[int, int]] = []
 
     def send(engine: int, message: ToEngine) -> None:
+        if isinstance(message, ForgetQuestion):
+            return
         assert isinstance(message, Explain)
         asked.append((engine, message.question))
 
@@ -30,3 +32,15 @@ async def test_questions_beyond_those_that_may_be_awaited_are_refused_by_name(en
     await asyncio.sleep(0)
     assert len(asked) == 65 * len(engines)
     later.cancel()
+
+
+async def test_engines_hear_that_a_question_is_given_up_unless_they_have_answered_it() -> None:
+    sent: list[tuple[int, ToEngine]] = []
+    questions = Questions(lambda engine, message: sent.append((engine, message)))
+    asked = asyncio.create_task(questions.ask(Page(0, 9), [0, 1], []))
+    await asyncio.sleep(0)
+    questions.answer(0, Explanation(question=1, num_live=0, reports=[]))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert sent[2:] == [(1, ForgetQuestion(question=1))]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from campaigns.servers.free_ports import free_port
 from engine import diagnosis
 from engine.diagnosis import Verdict
 from server.commands import doctor
@@ -82,8 +83,7 @@ def test_a_port_in_use_is_found(tiny_model: Path, no_survey, capsys) -> None:
 
 
 def test_the_port_is_free_again_afterwards(tiny_model: Path, no_survey) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     assert main(["doctor", str(tiny_model), "--port", str(port)]) == 0
     with socket.create_server(("127.0.0.1", port)):
         pass

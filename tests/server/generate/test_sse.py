@@ -234,7 +234,7 @@ async def test_a_client_that_stops_reading_loses_its_request(engine):
         "client": ("test", 1),
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await app(scope, receive, send)
     assert engine.num_running == 0
     assert len(engine.aborted) == 1

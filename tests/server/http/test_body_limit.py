@@ -23,7 +23,7 @@ async def raw(url: str, *pieces: bytes) -> bytes:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             return await reader.read()
     finally:
         writer.close()
@@ -183,25 +183,25 @@ async def test_a_body_that_trickles_is_given_up_although_it_never_stands_still()
         while True:
             await receive()
 
-    limit = BodyLimit(app, max_body_bytes=10_000, idle_s=0.1)
+    limit = BodyLimit(app, max_body_bytes=10_000, idle_s=0.5)
     with pytest.raises(BodyTimeout, match="bytes a second"):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await limit({"type": "http", "headers": []}, receive, None)
-    assert 2 < num_received < 30
+    assert 2 < num_received < 100
 
 
 async def test_a_steady_body_may_take_as_long_as_it_needs():
     pieces = [True] * 20 + [False]
 
     async def receive():
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.03)
         return {"type": "http.request", "body": b"x" * 1024, "more_body": pieces.pop(0)}
 
     async def app(scope, receive, send):
         while (await receive())["more_body"]:
             pass
 
-    await BodyLimit(app, max_body_bytes=10**6, idle_s=0.05)({"type": "http", "headers": []}, receive, None)
+    await BodyLimit(app, max_body_bytes=10**6, idle_s=0.5)({"type": "http", "headers": []}, receive, None)
     assert pieces == []
 
 
@@ -211,10 +211,10 @@ async def test_a_body_without_end_is_refused_at_the_limit(url):
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
     piece = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
     reply = asyncio.create_task(reader.readline())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not reply.done():
             writer.write(piece)
-            await asyncio.wait_for(writer.drain(), 5)
+            await asyncio.wait_for(writer.drain(), 30)
             await asyncio.sleep(0.001)
     assert reply.result().startswith(b"HTTP/1.1 413")
     writer.close()

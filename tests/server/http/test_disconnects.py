@@ -48,6 +48,29 @@ async def test_hanging_up_in_the_middle_of_a_stream_aborts(url, engine, path, bo
     await eventually(lambda: count(engine, path, "200") == 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hanging_up_gives_up_the_place_in_the_line_for_the_trial_of_a_grammar(
+    url, engine, monkeypatch, stream
+):
+    in_line: list[bool] = []
+
+    async def wait_for_turn(*_: object, **__: object) -> None:
+        in_line.append(True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            in_line.clear()
+
+    monkeypatch.setattr(engine, "compile_grammar", wait_for_turn)
+    body = {**CHAT, "structured_outputs": {"regex": "a"}, "stream": stream}
+    _, writer = await post(url, "/v1/chat/completions", body)
+    await eventually(lambda: bool(in_line))
+    writer.close()
+    await eventually(lambda: not in_line)
+    await eventually(lambda: count(engine, "/v1/chat/completions", "499") == 1)
+    assert engine.requests == []
+
+
 async def test_hanging_up_in_the_middle_of_a_body_starts_nothing(url, engine):
     address = urlsplit(url)
     _, writer = await asyncio.open_connection(address.hostname, address.port)

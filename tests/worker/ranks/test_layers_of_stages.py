@@ -40,3 +40,4 @@ def test_a_large_vocabulary_leaves_fewer_layers_to_the_last_stage() -> None:
 def test_stages_of_a_node_are_neighbours() -> None:
     found = [list(Stage(index, 6).node_of(3)) for index in range(6)]
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    assert [list(Stage(index, 2).node_of(4)) for index in range(2)] == [[0], [1]]

@@ -7,12 +7,12 @@ import pytest
 
 from scheduler.messages import Grammar, GrammarKind, SequenceId
 from tests.worker.sampling.test_grammar import PERSON, World, regex, schema
-from worker.sampling import compile_ahead
 from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars, RowGrammar
 
 
 def compile_one(ahead: CompileAhead, grammar: Grammar, generated: list[int]) -> None:
+    """Have the row of a sequence compiled, and handed out to the step that admits it."""
     ahead.begin(SequenceId(1), grammar, generated)
     finished: list[SequenceId] = []
     for _ in range(60_000):
@@ -21,6 +21,7 @@ def compile_one(ahead: CompileAhead, grammar: Grammar, generated: list[int]) -> 
             break
         threading.Event().wait(0.001)
     assert finished == [1]
+    ahead.hand_out(finished)
 
 
 @pytest.mark.parametrize("cut", [0, 7])
@@ -88,11 +89,40 @@ def test_a_compiler_that_panics_fails_its_own_row_and_the_next_one_is_compiled()
     assert row.failure == "the grammar failed: Panic"
 
 
-def test_rows_that_nobody_takes_go_once_there_are_many_the_oldest_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compile_ahead, "_MAX_ROWS", 2)
-    ahead = CompileAhead(lambda *_: RowGrammar(None, None))
-    for text in "abc":
-        compile_one(ahead, regex(text), [])
-    assert [ahead.take_row(regex(text), []) is not None for text in "abc"] == [False, True, True]
+def test_a_row_that_its_step_did_not_take_is_freed_before_the_next_step() -> None:
+    rows: list[RowGrammar] = []
+
+    def make_row(*_: object) -> RowGrammar:
+        rows.append(RowGrammar(Matcher(), None))  # type: ignore[arg-type]
+        return rows[-1]
+
+    class Matcher: ...
+
+    ahead = CompileAhead(make_row)
+    compile_one(ahead, regex("a"), [])
+    assert rows[0].matcher is not None
+    ahead.hand_out([])
+    assert rows[0].matcher is None
+    assert ahead.take_row(regex("a"), []) is None
+
+
+def test_a_compilation_that_has_not_begun_when_its_sequence_ends_is_skipped() -> None:
+    may_go_on, compiled = threading.Event(), list[str]()
+
+    def make_row(grammar: Grammar, _: object) -> RowGrammar:
+        assert may_go_on.wait(60)
+        compiled.append(grammar.text)
+        return RowGrammar(None, None)
+
+    ahead = CompileAhead(make_row)
+    for sequence_id, text in enumerate("abc", 1):
+        ahead.begin(SequenceId(sequence_id), regex(text), [])
+    ahead.give_up(SequenceId(2))
+    may_go_on.set()
+    finished: list[SequenceId] = []
+    while len(finished) < 3:
+        finished += ahead.take_finished()
+        threading.Event().wait(0.001)
+    assert finished == [1, 2, 3]
+    assert compiled == ["a", "c"]
+    ahead.discard(SequenceId(2))

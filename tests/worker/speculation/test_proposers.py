@@ -78,6 +78,14 @@ def test_replies_are_found_again_until_the_ring_has_overwritten_them() -> None:
     assert replies.propose(ids(77, 78), 2, reach=100).tolist() == [79]
 
 
+@pytest.mark.parametrize("reach", [20, 100])
+def test_of_several_replies_the_newest_is_followed_wherever_the_ring_has_it(reach: int) -> None:
+    replies = RecentReplies(capacity_tokens=20, least=2, most=4)
+    for number in range(1, 30):
+        replies.add(ids(1, 2, number, number))
+        assert replies.propose(ids(1, 2), 1, reach=reach).tolist() == [number]
+
+
 def test_a_search_reaches_as_far_back_as_it_may_and_no_farther() -> None:
     text = ids(1, 2, 3, *range(10, 20), 1, 2)
     proposer = OwnText(least=2, most=4)

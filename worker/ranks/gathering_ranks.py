@@ -1,21 +1,44 @@
-"""Agreement of ranks on numbers and texts, over whatever exchanges their numbers.
+"""Agreement of ranks by gathering, in the same way over memory, links and devices.
 
-Owns: what follows from the numbers of all ranks, and the error where they differ.
-Never: exchanges (shared_ranks.py, device_ranks.py).
+Owns: numbers and texts of all ranks, and the refusal where texts differ.
+Never: exchanges anything itself (shared_ranks.py, linked_ranks.py, device_ranks.py).
+
+Shapes: S ranks, T tokens, P numbers of one rank.
 """
 
 import hashlib
 
+import torch
 from torch import Tensor
 
 from worker.ranks.ranks import World
 from worker.worker_errors import StartupError
 
 
-class Agreement:
-    """The part of Ranks that is made of `of_all`, of a stage's ranks and of the world's."""
+class GatheringRanks:
+    """See Ranks. A subclass gathers."""
 
+    rank: int
+    size: int
     _world: World
+
+    def gather(self, part_TP: Tensor) -> Tensor:
+        """See Ranks."""
+        num_rows, num_own = part_TP.shape
+        whole = part_TP.new_empty((num_rows, self.size * num_own))
+        self._gather(part_TP.contiguous(), whole)
+        return whole
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """See World."""
+        own = torch.tensor([numbers], dtype=torch.int64)
+        found = own.new_empty((self.size, own.numel()))
+        self._gather(own, found)
+        return found
+
+    def share(self, numbers: Tensor) -> None:
+        """See Ranks."""
+        numbers.copy_(self.of_all(numbers.tolist())[0])
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """See Ranks."""
@@ -40,10 +63,10 @@ class Agreement:
                 fix="start again, with nothing changed meanwhile: all ranks must have the same",
             )
 
-    def of_all(self, numbers: list[int]) -> Tensor:
-        """See World."""
-        raise NotImplementedError
-
     def _digests(self, text: str) -> Tensor:
         digest = hashlib.sha256(text.encode()).digest()[:7]  # a positive number of 64 bits
         return self._world.of_all([int.from_bytes(digest, "big")]).reshape(-1)
+
+    def _gather(self, own: Tensor, whole: Tensor) -> None:
+        """Exchange rows; those of all ranks come to `whole`, side by side."""
+        raise NotImplementedError
