@@ -101,7 +101,8 @@ def test_the_readme_serves_with_the_installed_command() -> None:
 def test_the_gates_of_the_contributors_page_are_those_of_ci() -> None:
     gates = {"ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 2 --dist loadfile"}
     assert gates <= code_words(read("CONTRIBUTING.md"))
-    assert gates <= set(read(".ci/run").splitlines())
+    lines = read(".ci/run").splitlines()
+    assert [gate for gate in gates if not any(line.startswith(gate) for line in lines)] == []
 
 
 def test_ci_can_be_started_and_its_syntax_is_right() -> None:
