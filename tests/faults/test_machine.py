@@ -188,11 +188,11 @@ def test_a_server_out_of_descriptors_answers_again_when_there_are_some(
     assert (tmp_path / "server.log").stat().st_size < 20_000
 
 
-def cap_memory(pid: int) -> None:
-    """Let a process map nothing more: what a limit without a killer does."""
+def cap_memory(pid: int, more_bytes: int = 0) -> None:
+    """Let a process map no more than so much: what a limit without a killer does."""
     found = re.search(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found
-    resource.prlimit(pid, resource.RLIMIT_AS, (int(found[1]) * 1024, resource.RLIM_INFINITY))
+    resource.prlimit(pid, resource.RLIMIT_AS, (int(found[1]) * 1024 + more_bytes, resource.RLIM_INFINITY))
 
 
 def statuses_of(running: RunningServer, bodies: list[dict[str, Any]]) -> set[int]:
@@ -202,6 +202,29 @@ def statuses_of(running: RunningServer, bodies: list[dict[str, Any]]) -> set[int
         replies = list(clients.map(lambda body: httpx.post(url, json=body, timeout=60), bodies))
     assert all("choices" in reply.json() or reply.json()["error"]["code"] for reply in replies)
     return {reply.status_code for reply in replies}
+
+
+def test_an_api_process_near_its_limit_of_memory_refuses_what_comes_and_ends_what_it_has_begun(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    streamed = {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    large = [{"prompt": "word " * 800_000}] * 6
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        server(command_of(tiny_model, port), port, tmp_path, log) as running,
+        httpx.Client(base_url=running.url, timeout=60) as client,
+        contextlib.ExitStack() as streams,
+    ):
+        begun = [streams.enter_context(client.stream("POST", "/v1/completions", json=streamed)) for _ in "ab"]
+        cap_memory(running.process.pid, 24 << 20)
+        wait_for(lambda: ask(running).status_code == 503, within_s=15)
+        assert statuses_of(running, large) == {503}
+        for stream in begun:
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        resource.prlimit(running.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        wait_for(lambda: ask(running).status_code == 200, within_s=15)
+    assert "Error" not in (tmp_path / "server.log").read_text()
 
 
 def test_an_engine_that_gets_no_more_memory_costs_no_request_its_answer_and_serves_again_when_it_does(

@@ -7,7 +7,7 @@ import pytest
 
 from engine.nodes.node_agent import ClusterConfig
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, divided, possible_nodes, turns
+from engine.nodes.ray_nodes import Placed, divided, possible_nodes, share_of, turns
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.engine_split import RayConfig
 from engine.options.option_sources import read_options
@@ -77,6 +77,13 @@ def test_the_engine_and_other_nodes_have_as_many_threads_as_were_placed() -> Non
     other, _ = resolve(read_options(options_of(config, 1, 20), {}), environment={"RANK": "0"})
     assert other.cluster == replace(config.cluster, node=1)
     assert (other.worker.num_threads, other.model_path) == (3, config.model_path)
+    assert (other.worker.num_stages, other.worker.num_ranks) == (4, 2)
+
+
+def test_a_stage_is_on_several_nodes_only_where_as_many_are_asked_for() -> None:
+    assert possible_nodes(asking(), 3, [3] * 7) == [4], "too few"
+    assert possible_nodes(asking(num_nodes=8), 3, [3] * 7) == [8]
+    assert share_of(asking(), 8).num_processors == 3
 
 
 def test_one_node_is_an_engine_without_a_cluster() -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine.errors import Overloaded
-from server.error_replies import BodyTimeout
+from server.error_replies import BodyTimeout, LowMemory
 from server.http.body_limit import BodyLimit
 from server.sockets import trimming
 
@@ -76,11 +76,11 @@ class Held:
         await self.answer.wait()
 
 
-def limited(*held: Held, budget_bytes: int) -> list[asyncio.Task]:
+def limited(*held: Held, budget_bytes: int = 1 << 30, left_bytes: int = 1 << 40) -> list[asyncio.Task]:
     async def app(scope, receive, send) -> None:
         await scope["held"].app(scope, receive, send)
 
-    limit = BodyLimit(app, max_body_bytes=1 << 30)
+    limit = BodyLimit(app, max_body_bytes=1 << 30, available_bytes=lambda: left_bytes - limit._held_bytes)
     limit._budget_bytes = budget_bytes
     scopes = [{"type": "http", "headers": [], "held": each} for each in held]
     return [asyncio.create_task(limit(scope, scope["held"].receive, None)) for scope in scopes]
@@ -94,6 +94,17 @@ async def test_the_bodies_of_all_have_one_budget_until_their_replies_and_small_o
     refused = [each for each in working if each.done()]
     assert [type(each.exception()) for each in refused] == [Overloaded]
     for each in (first, second, small):
+        each.answer.set()
+    await asyncio.gather(*working, return_exceptions=True)
+
+
+async def test_where_memory_is_left_for_few_bodies_the_others_are_refused_and_small_ones_pass() -> None:
+    large, small = [Held(8 << 20) for _ in range(3)], Held(1 << 10)
+    working = limited(*large, small, left_bytes=40 << 20)
+    await asyncio.sleep(0.01)
+    assert (sum(each.is_read for each in large), small.is_read) == (2, True)
+    assert [type(each.exception()) for each in working if each.done()] == [LowMemory]
+    for each in (*large, small):
         each.answer.set()
     await asyncio.gather(*working, return_exceptions=True)
 
