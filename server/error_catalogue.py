@@ -152,7 +152,10 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     ),
     "not_ready": Entry(503, _SERVER, Retry.LATER, "the model is loading, or the engine is being replaced"),
     "low_memory": Entry(
-        503, _SERVER, Retry.LATER, "more of the memory is in use than `--max-memory-use` allows"
+        503,
+        _SERVER,
+        Retry.LATER,
+        "more of the memory is in use than `--max-memory-use` allows, or there is none for this request",
     ),
     "too_many_connections": Entry(
         503, _SERVER, Retry.LATER, "every place is taken; probes are still answered", header=HANG_UP

@@ -104,7 +104,7 @@ class HeadTooLarge(EdgeError):
 
 
 class LowMemory(EdgeError):
-    """The memory of this machine, or of its control group, is nearly used up."""
+    """The memory of this machine, or within one of its limits, is nearly used up, or is."""
 
     def __init__(self) -> None:
         super().__init__("this server has hardly any memory left; try again later")
@@ -222,6 +222,8 @@ def describe(error: Exception, request_id: str) -> ErrorReply:
     """Find the error's row, most specific type first. Never raises: every exception has a row."""
     if isinstance(error, HTTPException):
         error = _from_router(error)
+    elif isinstance(error, MemoryError):
+        error = LowMemory()
     code = _code_of(error)
     entry = CATALOGUE[code]
     message = str(error)

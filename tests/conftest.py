@@ -1,10 +1,12 @@
 """Fixtures that tests of several folders share."""
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx._transports.default as httpx_transports
 import pytest
 
@@ -19,6 +21,11 @@ os.environ["TRITON_INTERPRET"] = "0" if os.environ.get("TOKENYARD_TEST_DEVICE", 
 # The engine process sets this for itself, for the same reason: threads of torch that spin while they wait
 # hold the cores that the servers under test need. libgomp reads it when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Servers and tools under test are started some hundred times. Where Python may keep no bytecode, each start
+# compiles all modules anew, and each process of pytest rewrites all asserts.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).resolve().parent
 CORE = ("engine", "scheduler", "server", "deploy/test_docs.py", "test_architecture.py")
@@ -53,6 +60,8 @@ def is_core(path: Path) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "core: the tests of a minute; tests/conftest.py lists their files")
     _read_certificates_once()
+    # Five seconds are httpx's patience, of which a busy machine may need more for an answer.
+    httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(60.0)  # type: ignore[misc] # the one that all calls share
 
 
 def _read_certificates_once() -> None:

@@ -1,7 +1,7 @@
 """Memory and cores that this machine lets the process use.
 
-Owns: reading /proc, /sys and control groups (version 2, then 1), which hold a container's real limits; the
-memory of the GPUs, from NVIDIA's driver.
+Owns: reading /proc, /sys and control groups (version 2, then 1), which hold a container's real limits; limits
+of the process itself (ulimit); the memory of the GPUs, from NVIDIA's driver.
 Never: decides; worker/memory_sizes.py and worker/devices/device.py do.
 Every path is below a root folder, so that a test can bring its own machine.
 """
@@ -17,11 +17,13 @@ from typing import Any
 _MACHINE = Path("/")
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
 _NO_LIMIT_BYTES = 1 << 60
+_LIMITS_OF_PROCESS = {"Max address space": 0, "Max data size": 5}
+"""Lines of /proc/self/limits, with the place in /proc/self/statm of what the process has. Source: proc(5)."""
 _NVIDIA_LIBRARY = "libnvidia-ml.so.1"
 
 
 def available_memory_bytes(root: Path = _MACHINE) -> int:
-    """Measure the memory that can be taken without swapping, in the machine and in its control groups."""
+    """Measure the memory that can be taken without swapping, in the machine and within all limits."""
     available = _meminfo_available_bytes(root)
     for folder, names in _cgroup_folders(root, "memory"):
         limit, usage, *cache_keys = names
@@ -33,7 +35,8 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
         # Its pages become active ones when the mapping of a file that was read before ends.
         reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
         available = min(available, limit_bytes - max(used_bytes - reclaimable_bytes, 0))
-    return max(available, 0)
+    left = (limit_bytes - used_bytes for limit_bytes, used_bytes in _limits_of_process(root))
+    return max(min([available, *left]), 0)
 
 
 def return_freed_memory() -> None:
@@ -44,7 +47,7 @@ def return_freed_memory() -> None:
 
 
 def memory_use(root: Path = _MACHINE) -> float:
-    """Measure the share of memory in use, 0 to 1, of the machine or of a fuller control group.
+    """Measure the share of memory in use, 0 to 1: of the machine, or of a limit that is nearer.
 
     Caches of files do not count, since they can be reclaimed at once.
     """
@@ -57,6 +60,7 @@ def memory_use(root: Path = _MACHINE) -> float:
         if limit_bytes and limit_bytes < _NO_LIMIT_BYTES and used_bytes is not None:
             reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
             shares.append((used_bytes - reclaimable_bytes) / limit_bytes)
+    shares += (used_bytes / limit_bytes for limit_bytes, used_bytes in _limits_of_process(root))
     return max([0.0, *shares])
 
 
@@ -141,6 +145,18 @@ def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, 
         group = mount / path.lstrip("/")
         folders += [(folder, names) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
     return folders
+
+
+def _limits_of_process(root: Path) -> list[tuple[int, int]]:
+    """Limits of what this process may map, in bytes, each with what it has mapped."""
+    pages = _read_text(root / "proc/self/statm").split()
+    found = []
+    for line in _read_text(root / "proc/self/limits").splitlines() if pages else ():
+        for name, place in _LIMITS_OF_PROCESS.items():
+            soft = line.removeprefix(name).split()[0]
+            if line.startswith(name) and soft.isdigit():
+                found.append((int(soft), int(pages[place]) * os.sysconf("SC_PAGE_SIZE")))
+    return found
 
 
 def _cpu_quota(root: Path) -> float | None:

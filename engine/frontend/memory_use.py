@@ -8,7 +8,9 @@ import math
 import time
 from collections.abc import Callable
 
-from worker.machine import memory_use
+from worker.machine import available_memory_bytes, memory_use
+
+__all__ = ["MemoryGauge", "available_memory_bytes"]
 
 _MAX_AGE_S = 1.0
 

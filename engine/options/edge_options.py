@@ -139,7 +139,7 @@ class EdgeOptions:
     max_memory_use: float = declared(
         Group.REQUESTS,
         Share(low=0.1, high=1.0),
-        "Refuse new requests with 503 from this share of memory in use, of the machine or its control group, "
-        "whichever is fuller. File caches do not count. 1 never refuses.",
+        "Refuse new requests with 503 from this share of memory in use: of the machine, its control group, "
+        "or what a process may map (ulimit), whichever is fuller. File caches do not count. 1 never refuses.",
         default=0.95,
     )

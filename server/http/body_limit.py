@@ -5,11 +5,13 @@ Never: the meaning of the bytes (json_body.py).
 """
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded, RequestRejected
-from server.error_replies import BodyTimeout, BodyTooLarge
+from engine.frontend.memory_use import available_memory_bytes
+from server.error_replies import BodyTimeout, BodyTooLarge, LowMemory
 from server.sockets.trimming import trim_soon
 
 BODY_IDLE_S = 30.0
@@ -29,15 +31,26 @@ _BUDGET_BYTES = 64 * 1024 * 1024
 """Bytes of the bodies of all requests under way, from their arrival to the end of their replies."""
 _FREE_BYTES = 64 * 1024
 """Bytes of each body that are held even beyond the budget: those who send little do not pay for others."""
+_MEMORY_PER_BYTE = 4
+"""Bytes of memory that must be left for each byte of a body: it is joined, decoded and parsed."""
 _TRIMMED_BYTES = 1024 * 1024
 
 
 class BodyLimit:
     """ASGI middleware. Its errors surface where the body is read."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, idle_s: float = BODY_IDLE_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        idle_s: float = BODY_IDLE_S,
+        available_bytes: Callable[[], int] = available_memory_bytes,
+    ) -> None:
         self._app = app
         self._budget_bytes = max(_BUDGET_BYTES, 4 * max_body_bytes)
+        self._available_bytes = available_bytes
+        self._memory_bytes = self._budget_bytes
         self._held_bytes = 0
         self._max_bytes = max_body_bytes
         self._idle_s = idle_s
@@ -88,10 +101,19 @@ class BodyLimit:
             self._let_go(num_bytes)
 
     def _hold(self, new_bytes: int, num_bytes: int) -> None:
-        """Count bytes of a body that has `num_bytes` so far. Raises Overloaded beyond the budget of all."""
+        """Count bytes of a body that has `num_bytes` so far.
+
+        Raises Overloaded beyond the budget of all, and LowMemory where there is less memory than that.
+        """
         self._held_bytes += new_bytes
-        if self._held_bytes > self._budget_bytes and num_bytes > _FREE_BYTES:
+        if num_bytes <= _FREE_BYTES:
+            return
+        if num_bytes - new_bytes <= _FREE_BYTES:  # once for each large body
+            self._memory_bytes = self._held_bytes + self._available_bytes() // _MEMORY_PER_BYTE
+        if self._held_bytes > self._budget_bytes:
             raise Overloaded("too many large requests are held; try again later", retry_after_s=1.0)
+        if self._held_bytes > self._memory_bytes:
+            raise LowMemory
 
     def _let_go(self, num_bytes: int) -> None:
         self._held_bytes -= num_bytes

@@ -133,7 +133,10 @@ class ClientConnection(H11Protocol):
         """Take in bytes. The time for a head is not renewed by them: a trickle must not hold a place."""
         if self._ending.is_lingering:
             return
-        super().data_received(data)
+        try:
+            super().data_received(data)
+        except MemoryError as error:
+            self._refuse(error)
         if self._is_answering or self.transport.is_closing():
             self._stop_head_timer()
             if self._place is not None:

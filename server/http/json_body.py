@@ -133,12 +133,14 @@ class _Reader(Generic[ModelT]):
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Parse one JSON object. Raises RequestRejected with code invalid_json."""
+    """Parse one JSON object. Raises RequestRejected with code invalid_json, MemoryError."""
     if len(raw) > _INLINE_BYTES:
         check_num_items(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
+        if error.msg.startswith("Not enough memory"):
+            raise MemoryError from None
         raise _not_json(f"{error.msg} at line {error.lineno} column {error.colno}") from None
     if not isinstance(body, dict):
         raise _not_json("the body must be a JSON object")

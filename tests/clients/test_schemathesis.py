@@ -31,7 +31,7 @@ def test_whatever_the_document_allows_or_forbids_is_answered_as_it_says(server, 
     with ThreadPoolExecutor(len(PARTS)) as side_by_side:
         reports = list(side_by_side.map(lambda part: check(server.url, part, tmp_path), PARTS))
     assert not any(reports), "\n".join(reports)
-    server.wait_until_idle(within_s=5)
+    server.wait_until_idle()
 
 
 def check(url: str, paths: str, folder: Path) -> str:

@@ -135,7 +135,7 @@ def test_the_gauges_name_who_runs_and_who_is_in_memory(server: RunningServer) ->
     assert load(server, "seen", "law").status_code == 200
     complete(server, "seen")
     found = '{adapter="seen",rank="4"}'
-    wait_for(lambda: server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1, within_s=5.0)
+    wait_for(lambda: server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1)
     page = httpx.get(f"{server.url}/metrics").text
     assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in page
 
@@ -179,7 +179,7 @@ def test_two_engines_of_two_ranks_have_the_same_adapters(
         assert texts == texts[:3] * 4, "whichever engine answers"
         assert len(set(texts)) == 3
         in_memory = 'tokenyard:adapter_in_memory{adapter="sql",rank="4"}'
-        wait_for(lambda: server.metrics().get(in_memory) == 2, within_s=10.0)
+        wait_for(lambda: server.metrics().get(in_memory) == 2)
         assert post(server, "/v1/unload_lora_adapter", {"lora_name": "sql"}).status_code == 200
         assert post(server, "/v1/completions", {"model": "sql", "prompt": "x"}).status_code == 404
 

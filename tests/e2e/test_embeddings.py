@@ -191,7 +191,7 @@ def test_a_shared_prefix_is_taken_from_the_cache(decoder: RunningServer, decoder
         expected = expected_last(decoder_folder, [*shared, last])
         np.testing.assert_allclose(reply.data[0].embedding, expected, atol=2e-5)
     # The engine tells its counters a few times a second.
-    wait_for(lambda: decoder.metric("tokenyard:prefix_cache_hits_total") == hits + 32, within_s=5.0)
+    wait_for(lambda: decoder.metric("tokenyard:prefix_cache_hits_total") == hits + 32)
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind(decoder: RunningServer) -> None:

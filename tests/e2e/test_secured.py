@@ -58,7 +58,7 @@ def test_keys_come_with_their_file_and_the_admin_routes_have_their_port(secured:
     assert secured.call("POST", f"{url}/v1/completions", key, json=BODY).status_code == 401
     with secured.keys_file.open("a") as file:
         file.write(entry)
-    wait_for(lambda: secured.call("GET", f"{url}/v1/models", key).status_code == 200, within_s=10)
+    wait_for(lambda: secured.call("GET", f"{url}/v1/models", key).status_code == 200)
     assert secured.call("POST", f"{url}/v1/completions", key, json=BODY).status_code == 200
     assert secured.call("GET", f"{url}/admin/requests", "operators-own-key").status_code == 404
     assert secured.call("GET", f"{secured.admin_url}/admin/requests", key).status_code == 403

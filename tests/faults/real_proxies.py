@@ -65,7 +65,7 @@ def running_proxy(name: str, folder: Path, replicas: Sequence[str]) -> Iterator[
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
     try:
-        wait_for(lambda: process.poll() is not None or _accepts(address), 10)
+        wait_for(lambda: process.poll() is not None or _accepts(address))
         assert process.poll() is None, f"{name} did not start:\n{log.read_text()}"
         yield RealProxy(name, f"http://{address}", process)
     finally:

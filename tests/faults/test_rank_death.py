@@ -71,13 +71,13 @@ async def test_the_death_of_a_rank_fails_what_has_begun_at_once_and_a_new_group_
         killed_s = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         for ended_s, error in await asyncio.gather(*waiting):
-            assert ended_s - killed_s < 3.0  # one on a machine with a core for each
+            assert ended_s - killed_s < 10.0  # one on an idle machine with a core for each
             assert "engine stopped" in str(error)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=2)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         wait_for(lambda: is_ready(server), within_s=300)
         answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
     assert answer.usage
-    server.wait_until_idle(within_s=2)
+    server.wait_until_idle()
     assert "rank 1 (pid" in server.text()
     assert "most recent call first" in server.text(), "the stacks of rank 0"
 
@@ -94,7 +94,7 @@ async def test_a_rank_that_stands_still_is_found_and_the_stacks_of_the_others_ar
         os.kill(pids[1], signal.SIGSTOP)
         _, error = (await asyncio.gather(*waiting))[0]
     assert "engine stopped" in str(error)
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=2)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     found = server.text()[before:]
     assert "has not moved" in found
     assert any(f" in {name}\n" in found for name in WAITS_IN[option])

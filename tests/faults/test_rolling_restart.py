@@ -64,7 +64,7 @@ async def replace(proxy: Proxy, old: RunningServer, new: RunningServer | None) -
 
 
 async def until_seen(proxy: Proxy, ready: set[str]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while set(proxy.ready) != ready:
             await asyncio.sleep(0.02)
 

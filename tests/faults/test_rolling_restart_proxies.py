@@ -181,7 +181,7 @@ def test_names_of_requests_and_traces_reach_the_replica(rolled_out: RolledOut, n
     url = f"{rolled_out.urls[name]}/v1/completions"
     named = httpx.post(url, json=asked(max_tokens=1), headers=headers)
     assert named.headers.get_list("x-request-id") == [f"ask-{name}"]
-    wait_for(lambda: f"ask-{name}" in rolled_out.replica.text(), 5)
+    wait_for(lambda: f"ask-{name}" in rolled_out.replica.text())
     (line,) = [line for line in rolled_out.replica.text().splitlines() if f"ask-{name}" in line]
     assert trace_id in line
     unnamed = httpx.post(url, json=asked(max_tokens=1))

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from random import Random
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -152,10 +152,10 @@ def test_a_newcomer_is_lifted_to_the_least_served_whoever_came_and_left_before()
 def test_the_least_served_is_known_without_asking_every_tenant() -> None:
     """10,000 tenants took 15 s to join when each was compared with all others."""
     ledger = TenantLedger({})
-    started_s = perf_counter()
+    started_s = process_time()
     for number in range(20_000):
         ledger.join(f"tenant {number}")
-    assert perf_counter() - started_s < 2
+    assert process_time() - started_s < 2
 
 
 def test_a_thousand_different_priorities_do_not_slow_an_admission() -> None:
@@ -164,9 +164,9 @@ def test_a_thousand_different_priorities_do_not_slow_an_admission() -> None:
     scheduler = Scheduler(replace(world.config, policy=SchedulingPolicy.PRIORITY))
     for number in range(1000):
         scheduler.add_request(make_sequence(number, prompt(number), priority=-number), now_s=0.0)
-    started_s = perf_counter()
+    started_s = process_time()
     plan = scheduler.schedule(now_s=0.0)
-    assert perf_counter() - started_s < 0.6
+    assert process_time() - started_s < 0.6
     assert sorted(shares(plan)) == list(range(744, 1000)), "the most urgent"
 
 

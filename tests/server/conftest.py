@@ -115,7 +115,7 @@ async def url(app: FastAPI) -> AsyncIterator[str]:
         yield base_url
 
 
-async def eventually(condition, timeout_s: float = 2.0) -> None:
+async def eventually(condition, timeout_s: float = 30.0) -> None:
     """Wait for something that another task is about to do."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -71,7 +71,7 @@ async def sent(url: str, data: bytes, dice: random.Random) -> bytes:
             return b""  # without a farewell
         await asyncio.sleep(0.01 * dice.random())
         writer.write_eof()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             return await reader.read()
     except OSError:  # the server hung up first
         return b""

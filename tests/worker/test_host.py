@@ -69,6 +69,21 @@ def test_a_version_1_limit_counts_at_the_mount_point_of_a_container(machine: Mac
     assert available_memory_bytes(machine.root) == 100 * MIB
 
 
+@pytest.mark.parametrize(("name", "place"), [("Max address space", 0), ("Max data size", 5)])
+def test_what_the_process_itself_may_map_counts(machine: Machine, name: str, place: int) -> None:
+    pages = ["1"] * 7
+    pages[place] = str(30 * MIB // os.sysconf("SC_PAGE_SIZE"))
+    machine.write("proc/self/statm", " ".join(pages))
+    head = "Limit                     Soft Limit           Hard Limit           Units\n"
+    machine.write("proc/self/limits", f"{head}{name:<25} {40 * MIB} unlimited bytes")
+    assert available_memory_bytes(machine.root) == 10 * MIB
+    assert memory_use(machine.root) == pytest.approx(0.989, abs=0.001), "of the machine"
+    machine.write("proc/meminfo", "MemTotal: 9999999 kB\nMemAvailable: 9999999 kB\n")
+    assert memory_use(machine.root) == pytest.approx(0.75)
+    machine.write("proc/self/limits", f"{head}{name:<25} unlimited unlimited bytes")
+    assert memory_use(machine.root) == 0.0
+
+
 def test_hyper_threads_are_one_core_and_a_quota_cuts(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

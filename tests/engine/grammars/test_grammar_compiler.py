@@ -126,7 +126,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_in_time_and_the_next_one
     with pytest.raises(RequestRejected, match=r"more than 1 s; make it simpler") as caught:
         await attempt(ENDLESS)
     assert caught.value.code == "invalid_grammar"
-    assert time.monotonic() - started_s < 5.0
+    assert time.monotonic() - started_s < 20.0
     assert await attempt(Grammar(kind=GrammarKind.REGEX, text="a+"))
 
 

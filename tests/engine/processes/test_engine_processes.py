@@ -86,8 +86,8 @@ async def test_stopping_while_the_process_is_being_born_ends_it(
     engine = make_processes(folder, monkeypatch, "time.sleep(60)", [])
     living = asyncio.create_task(engine.run())
     await asyncio.sleep(0)
-    await asyncio.wait_for(engine.stop(), 5)
-    assert await asyncio.wait_for(living, 5) is None
+    await asyncio.wait_for(engine.stop(), 30)
+    assert await asyncio.wait_for(living, 30) is None
 
 
 async def test_stopping_does_not_wait_for_the_back_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ async def test_stopping_does_not_wait_for_the_back_off(folder: Path, monkeypatch
     while not deaths:
         await asyncio.sleep(0.01)
     await engine.stop()
-    assert await asyncio.wait_for(living, 5) is None
+    assert await asyncio.wait_for(living, 30) is None
 
 
 @pytest.mark.usefixtures("quick")

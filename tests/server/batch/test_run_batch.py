@@ -218,7 +218,7 @@ async def test_ctrl_c_leaves_a_file_that_can_be_gone_on_with(url, files, engine)
     )
     await eventually(lambda: files[1].exists() and files[1].stat().st_size > 0, timeout_s=20.0)
     child.send_signal(signal.SIGINT)
-    _, said = await asyncio.wait_for(child.communicate(), 10)
+    _, said = await asyncio.wait_for(child.communicate(), 30)
     assert child.returncode == 130
     assert b"again to go on" in said
     assert b"Traceback" not in said

@@ -6,6 +6,7 @@ The bounds are read from the request models themselves, so that a new field cann
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import orjson
 import pytest
 
 from server.app import build_app
@@ -108,3 +109,15 @@ def test_the_table_is_not_empty_for_any_kind_of_bound():
         "messages",
     } <= fields
     assert {"prompt", "best_of", "logprobs", "timeout", "priority", "seed", "tokens", "cache_salt"} <= fields
+
+
+async def test_a_body_for_which_the_parser_finds_no_memory_is_no_fault_of_the_client(client, monkeypatch):
+    def without_memory(_: bytes) -> None:
+        # The words of orjson 3, seen in a process with a limit on addresses.
+        raise orjson.JSONDecodeError("Not enough memory to allocate buffer for parsing", "", 0)
+
+    monkeypatch.setattr(orjson, "loads", without_memory)
+    reply = await client.post("/v1/completions", json={"prompt": "x"})
+    monkeypatch.undo()
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "low_memory")
+    assert reply.headers["retry-after"]

@@ -164,6 +164,14 @@ async def test_a_failure_under_way_is_an_error_event_and_then_done(client, engin
     assert "finite" not in response.text
 
 
+async def test_without_memory_a_stream_ends_in_one_event_that_says_so(client, engine):
+    engine.error_after, engine.error = 1, MemoryError()
+    response = await client.post(CHAT, json=HI)
+    *_, last = events(response)
+    assert ErrorReplyBody.model_validate(last).error.code == "low_memory"
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
 async def test_a_stream_that_the_engine_gives_up_is_not_mistaken_for_a_whole_one(client, engine):
     engine.end_as = FinishReason.ABORTED
     assert (await stream(client, CHAT, HI))[-1]["error"]["code"] == "shutting_down"
@@ -234,7 +242,7 @@ async def test_a_client_that_stops_reading_loses_its_request(engine):
         "client": ("test", 1),
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         await app(scope, receive, send)
     assert engine.num_running == 0
     assert len(engine.aborted) == 1

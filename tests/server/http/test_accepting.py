@@ -197,7 +197,7 @@ class LookedAt:
         return self.registry.get_sample_value("refused_total")
 
     def _newcomer(self, words: bytes) -> socket.socket:
-        client = socket.create_connection(self._listener.getsockname(), timeout=5)
+        client = socket.create_connection(self._listener.getsockname(), timeout=30)
         client.sendall(words)
         self.acceptor.accept_some()
         return client

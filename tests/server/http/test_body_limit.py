@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine.errors import Overloaded
-from server.error_replies import BodyTimeout
+from server.error_replies import BodyTimeout, LowMemory
 from server.http.body_limit import BodyLimit
 from server.sockets import trimming
 
@@ -23,7 +23,7 @@ async def raw(url: str, *pieces: bytes) -> bytes:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             return await reader.read()
     finally:
         writer.close()
@@ -76,11 +76,11 @@ class Held:
         await self.answer.wait()
 
 
-def limited(*held: Held, budget_bytes: int) -> list[asyncio.Task]:
+def limited(*held: Held, budget_bytes: int = 1 << 30, left_bytes: int = 1 << 40) -> list[asyncio.Task]:
     async def app(scope, receive, send) -> None:
         await scope["held"].app(scope, receive, send)
 
-    limit = BodyLimit(app, max_body_bytes=1 << 30)
+    limit = BodyLimit(app, max_body_bytes=1 << 30, available_bytes=lambda: left_bytes - limit._held_bytes)
     limit._budget_bytes = budget_bytes
     scopes = [{"type": "http", "headers": [], "held": each} for each in held]
     return [asyncio.create_task(limit(scope, scope["held"].receive, None)) for scope in scopes]
@@ -94,6 +94,17 @@ async def test_the_bodies_of_all_have_one_budget_until_their_replies_and_small_o
     refused = [each for each in working if each.done()]
     assert [type(each.exception()) for each in refused] == [Overloaded]
     for each in (first, second, small):
+        each.answer.set()
+    await asyncio.gather(*working, return_exceptions=True)
+
+
+async def test_where_memory_is_left_for_few_bodies_the_others_are_refused_and_small_ones_pass() -> None:
+    large, small = [Held(8 << 20) for _ in range(3)], Held(1 << 10)
+    working = limited(*large, small, left_bytes=40 << 20)
+    await asyncio.sleep(0.01)
+    assert (sum(each.is_read for each in large), small.is_read) == (2, True)
+    assert [type(each.exception()) for each in working if each.done()] == [LowMemory]
+    for each in (*large, small):
         each.answer.set()
     await asyncio.gather(*working, return_exceptions=True)
 
@@ -183,25 +194,25 @@ async def test_a_body_that_trickles_is_given_up_although_it_never_stands_still()
         while True:
             await receive()
 
-    limit = BodyLimit(app, max_body_bytes=10_000, idle_s=0.1)
+    limit = BodyLimit(app, max_body_bytes=10_000, idle_s=0.5)
     with pytest.raises(BodyTimeout, match="bytes a second"):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await limit({"type": "http", "headers": []}, receive, None)
-    assert 2 < num_received < 30
+    assert 2 < num_received < 100
 
 
 async def test_a_steady_body_may_take_as_long_as_it_needs():
     pieces = [True] * 20 + [False]
 
     async def receive():
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.03)
         return {"type": "http.request", "body": b"x" * 1024, "more_body": pieces.pop(0)}
 
     async def app(scope, receive, send):
         while (await receive())["more_body"]:
             pass
 
-    await BodyLimit(app, max_body_bytes=10**6, idle_s=0.05)({"type": "http", "headers": []}, receive, None)
+    await BodyLimit(app, max_body_bytes=10**6, idle_s=0.5)({"type": "http", "headers": []}, receive, None)
     assert pieces == []
 
 
@@ -211,10 +222,10 @@ async def test_a_body_without_end_is_refused_at_the_limit(url):
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
     piece = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
     reply = asyncio.create_task(reader.readline())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not reply.done():
             writer.write(piece)
-            await asyncio.wait_for(writer.drain(), 5)
+            await asyncio.wait_for(writer.drain(), 30)
             await asyncio.sleep(0.001)
     assert reply.result().startswith(b"HTTP/1.1 413")
     writer.close()

@@ -5,8 +5,10 @@ import json
 import socket
 from urllib.parse import urlsplit
 
+import h11
 import pytest
 
+from server.http.strict_http import StrictConnection
 from tests.server.conftest import eventually, impatient, serving
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
@@ -80,6 +82,28 @@ async def test_hanging_up_in_the_middle_of_a_body_starts_nothing(url, engine):
     writer.close()
     await eventually(lambda: count(engine, "/v1/completions", "499") == 1)
     assert engine.requests == []
+
+
+@pytest.mark.parametrize("place", ["receive_data", "next_event"])
+async def test_a_connection_whose_bytes_find_no_memory_ends_with_a_reply(url, engine, monkeypatch, place):
+    take_in, is_short = getattr(StrictConnection, place), [True]
+
+    def without_memory(self: StrictConnection, *data: bytes) -> object:
+        if is_short and (data or self.their_state is h11.SEND_BODY):
+            is_short.clear()
+            raise MemoryError
+        return take_in(self, *data)
+
+    monkeypatch.setattr(StrictConnection, place, without_memory)
+    reader, writer = await post(url, "/v1/completions", {**PROMPTS, "max_tokens": 2})
+    refusal = await reader.read()
+    writer.close()
+    assert refusal.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"low_memory"' in refusal
+    assert engine.requests == []
+    reader, writer = await post(url, "/v1/completions", {**PROMPTS, "max_tokens": 2})
+    await reader.readuntil(b'"usage"')
+    writer.close()
 
 
 async def test_a_whole_reply_is_not_an_abort(url, engine):

@@ -23,7 +23,7 @@ async def answer_to(url: str, words: bytes, *, pause_s: float = 0.0) -> bytes:
     writer.write(words)
     await asyncio.sleep(pause_s)
     writer.write_eof()
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(30):
         reply = await all_of(reader)
     writer.close()
     return reply

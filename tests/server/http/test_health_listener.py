@@ -40,7 +40,7 @@ class Asked:
 
     def get(self, path: str, method: str = "GET") -> tuple[int, bytes]:
         """Blocks: for another thread, if the event loop is to go on."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         with contextlib.closing(connection):
             connection.request(method, path)
             response = connection.getresponse()
@@ -162,7 +162,7 @@ async def test_silent_clients_lose_their_places_soon() -> None:
         for _ in range(80):
             silent = stack.enter_context(socket.create_connection(("127.0.0.1", asked.port)))
         await asyncio.sleep(0.1)
-        silent.settimeout(5)
+        silent.settimeout(30)
         assert silent.recv(1) == b"", "beyond the places there are: at once"
         deadline_s = time.monotonic() + 5
         while True:

@@ -18,7 +18,7 @@ def connected(url: str) -> socket.socket:
     address = urlsplit(url)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    client.settimeout(5)
+    client.settimeout(30)
     client.connect((address.hostname, address.port))
     return client
 

@@ -148,7 +148,7 @@ def talk(url: str, pieces: list[bytes], num_answers: int) -> bytes:
     """
     address = urlsplit(url)
     answer = b""
-    with socket.create_connection((address.hostname, address.port), timeout=5) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
         with contextlib.suppress(ConnectionError):  # it may have hung up already, as it should
             for piece in pieces:
                 client.sendall(piece)
@@ -176,7 +176,7 @@ def reset(url: str, pieces: list[bytes]) -> None:
     address = urlsplit(url)
     with (
         contextlib.suppress(ConnectionError),
-        socket.create_connection((address.hostname, address.port), timeout=5) as client,
+        socket.create_connection((address.hostname, address.port), timeout=30) as client,
     ):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         for piece in pieces:

@@ -26,7 +26,7 @@ def parsed(text: str) -> list[dict]:
 
 async def ended(client: httpx.AsyncClient, response_id: str, **options) -> dict:
     """The response at its end."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             reply = await client.get(f"{PATH}/{response_id}", **options)
             assert reply.status_code == 200, reply.text

@@ -91,7 +91,7 @@ async def test_a_signal_ends_the_start_while_the_tokenizer_is_still_tried(tried_
     before = children()
     engine = AsyncEngine(configs(tried_for_long)[0])
     assert children() > before
-    async with signalled(engine) as signals, asyncio.timeout(10):
+    async with signalled(engine) as signals, asyncio.timeout(30):
         os.kill(os.getpid(), signal.SIGTERM)
         assert not await launch._texts_are_tried(engine, signals)
     assert children() == before
@@ -112,7 +112,7 @@ async def test_a_second_signal_ends_the_drain_itself_at_once() -> None:
     engine._requests.is_empty.clear()  # a request that never ends
     engine._supervision = asyncio.create_task(asyncio.sleep(60))  # type: ignore[arg-type] # by no process
     listening = asyncio.create_task(asyncio.sleep(60))
-    async with signalled(engine) as signals, asyncio.timeout(10):
+    async with signalled(engine) as signals, asyncio.timeout(30):
         announcement: Announcement = None  # type: ignore[assignment] # nothing is announced
         ending = asyncio.create_task(
             serving._until_the_end(engine, signals, listening, server_config, announcement)

@@ -126,8 +126,8 @@ def test_packed_rows_are_the_weights_own(dtype):
 class Scene:
     """Three decodes and two chunks over one cache, whose pages hold NaN where nothing was written."""
 
-    QUERY_LENS = (1, 1, 1, 7, 18)
-    SEQ_LENS = (1, 40, 23, 30, 18)
+    QUERY_LENS = (1, 1, 1, 7, 100)
+    SEQ_LENS = (1, 140, 23, 30, 100)
 
     def __init__(self, shape: LayerShape, num_query_heads: int, dtype: torch.dtype, block_size: int) -> None:
         layout = BlockLayout(layers={0: shape}, block_size=block_size, dtype=dtype)
@@ -135,7 +135,7 @@ class Scene:
         self.memory = torch.full(((num_blocks + 1) * layout.block_numel,), torch.nan, dtype=dtype)
         self.cache = KVCache(layout, num_blocks, self.memory)
         order = iter(np.random.default_rng(0).permutation(num_blocks) + 1)
-        tables = np.zeros((len(self.SEQ_LENS), 64 // block_size + 1), dtype=np.int32)
+        tables = np.zeros((len(self.SEQ_LENS), 140 // block_size + 1), dtype=np.int32)
         starts = np.concatenate([[0], np.cumsum(self.QUERY_LENS)])
         num_tokens = int(starts[-1])
         blocks, offsets = [], []
@@ -172,6 +172,7 @@ class Scene:
 OPTIONS = {
     "plain": AttentionOptions(0.2, None, None, None),
     "window": AttentionOptions(0.2, 9, None, None),
+    "long window": AttentionOptions(0.2, 70, None, None),
     "softcap": AttentionOptions(0.5, None, 3.0, None),
     "sinks": AttentionOptions(0.2, None, None, numbers(6, seed=3)),
     "all": AttentionOptions(0.3, 13, 5.0, numbers(6, seed=3)),
@@ -196,30 +197,33 @@ def test_attention_is_the_reference(kernels, dtype, name, block_size):
     assert (found.double() - expected.double()).abs().max() < tolerance * expected.abs().max()
 
 
-def test_a_query_attends_the_same_in_any_cut_of_its_prompt(kernels, dtype):
-    """To the last bit: a prompt in chunks, or beside others, gives what it gives whole."""
-    scene = Scene(LayerShape(2, 32, 32), 6, dtype, 8)
+@pytest.mark.parametrize("name", ["plain", "long window"])
+def test_a_query_attends_the_same_in_any_cut_of_its_prompt_and_alone(kernels, dtype, name):
+    """To the last bit: a prompt in chunks, or beside others, gives what it gives whole. Beside others several
+    heads are computed together."""
+    scene = Scene(LayerShape(8, 32, 32), 16, dtype, 16)
     device = open_device(WorkerConfig(model_path="", device="cpu"))
     backend = CpuAttention(scene.cache, device, kernels)
     backend.begin_step(scene.metadata)
-    whole = backend.attend(0, scene.query, scene.key, scene.value, OPTIONS["window"])
-    seq, begin = 4, int(scene.metadata.query_starts[4])
-    for start, end in pairwise((0, 5, 6, 18)):
-        chunk = slice(begin + start, begin + end)
-        backend.begin_step(
-            AttentionMetadata(
-                num_decodes=int(end - start == 1),
-                query_starts=np.array([0, end - start]),
-                seq_lens=np.array([end]),
-                tables=BlockTables.of(scene.metadata.block_tables[seq : seq + 1]),
-                token_blocks=scene.metadata.token_blocks[chunk],
-                token_offsets=scene.metadata.token_offsets[chunk],
+    whole = backend.attend(0, scene.query, scene.key, scene.value, OPTIONS[name])
+    starts, lengths = scene.metadata.query_starts, scene.metadata.seq_lens
+    for seq, cuts in ((1, (0, 1)), (3, (0, 7)), (4, (0, 5, 6, 78, 100))):
+        for start, end in pairwise(cuts):
+            chunk = slice(int(starts[seq]) + start, int(starts[seq]) + end)
+            backend.begin_step(
+                AttentionMetadata(
+                    num_decodes=int(end - start == 1),
+                    query_starts=np.array([0, end - start]),
+                    seq_lens=np.array([int(lengths[seq]) - cuts[-1] + end]),
+                    tables=BlockTables.of(scene.metadata.block_tables[seq : seq + 1]),
+                    token_blocks=scene.metadata.token_blocks[chunk],
+                    token_offsets=scene.metadata.token_offsets[chunk],
+                )
             )
-        )
-        part = backend.attend(
-            0, scene.query[:, chunk], scene.key[:, chunk], scene.value[:, chunk], OPTIONS["window"]
-        )
-        assert torch.equal(part, whole[chunk])
+            part = backend.attend(
+                0, scene.query[:, chunk], scene.key[:, chunk], scene.value[:, chunk], OPTIONS[name]
+            )
+            assert torch.equal(part, whole[chunk])
 
 
 def test_many_short_steps_on_more_threads_than_cores_all_end(dtype):

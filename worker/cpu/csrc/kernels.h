@@ -227,16 +227,21 @@ struct Attention {
   T* output;  // [T, Hq, V]
 };
 
-// Consecutive queries of one sequence, for one KV head.
+// Consecutive queries of one sequence, for some KV heads.
 struct AttentionTile {
   int64_t seq;
   int64_t first_token;  // of the step
   int64_t num_tokens;
   int64_t kv_head;
+  int64_t num_kv_heads;
 };
 
-// More queries of a tile share a page's conversion; fewer fit the cache better.
+// More queries of a tile share the loads of a page; fewer fit the cache better. Of a few tokens a tile has several
+// heads, whose pages lie side by side: as many as there are tokens in others.
 constexpr int64_t kTileTokens = 8;
+
+// Keys between two looks at how high the scores are: many, for that look is a chain of waits.
+constexpr int64_t kSpanKeys = 64;
 
 // Floats that `attend` needs for itself.
 template <typename T>
@@ -244,7 +249,7 @@ int64_t attention_scratch_size(const Attention<T>& attention) {
   const int64_t keys = (attention.step.block_size + 15) / 16 * 16;
   const HeadShape& heads = attention.heads;
   const int64_t rows = kTileTokens * (heads.num_query_heads / heads.num_kv_heads);
-  return keys * (heads.key_dim + heads.value_dim) + rows * (keys + heads.value_dim + 2);
+  return rows * ((keys > kSpanKeys ? keys : kSpanKeys) + heads.value_dim + 2) + keys * heads.key_dim;
 }
 
 // Ranks that are computed together: their sums share the loads of the row.

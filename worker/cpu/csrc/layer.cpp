@@ -1,5 +1,7 @@
 #include "layer.h"
 
+#include <algorithm>
+
 namespace tokenyard {
 
 template <>
@@ -76,12 +78,16 @@ void Engine::multiply(Product<T> product) {
 template <typename T>
 Phase Engine::attending(const Attention<T>& attention) {
   const Step& step = attention.step;
+  const int64_t num_heads = attention.heads.num_kv_heads;
+  // Several heads in a tile, but no fewer tiles than pieces that the threads share.
+  const int64_t most = step.num_seqs * num_heads / team_.most_pieces();
   tiles_.clear();
   for (int64_t seq = 0; seq < step.num_seqs; ++seq) {
     for (int64_t first = step.query_starts[seq]; first < step.query_starts[seq + 1]; first += kTileTokens) {
-      const int64_t left = step.query_starts[seq + 1] - first;
-      for (int64_t head = 0; head < attention.heads.num_kv_heads; ++head) {
-        tiles_.push_back({seq, first, left < kTileTokens ? left : kTileTokens, head});
+      const int64_t left = step.query_starts[seq + 1] - first, count = left < kTileTokens ? left : kTileTokens;
+      const int64_t together = std::clamp<int64_t>(most, 1, kTileTokens / count);
+      for (int64_t head = 0; head < num_heads; head += together) {
+        tiles_.push_back({seq, first, count, head, std::min(together, num_heads - head)});
       }
     }
   }

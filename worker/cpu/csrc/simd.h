@@ -29,11 +29,18 @@ inline Floats load(const float* from) {
   return value;
 }
 
+#if TOKENYARD_LANES == 16
+// A compiler makes halves of what it converts by itself.
+inline Floats load(const Bf16* from) {
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16);
+}
+#else
 inline Floats load(const Bf16* from) {
   Halves raw;
   __builtin_memcpy(&raw, from, sizeof raw);
   return (Floats)(__builtin_convertvector(raw, Words) << 16);
 }
+#endif
 
 #if TOKENYARD_LANES == 16
 inline Floats load_half(const uint16_t* from) {
@@ -107,7 +114,9 @@ inline float largest(Floats a) {
 // Lane i of the result is the sum of rows[i]: a tree of pairwise sums.
 inline Floats sums_of_rows(Floats rows[kV]) {
   const Ints even = kLanes * 2, odd = kLanes * 2 + 1;
+#pragma GCC unroll 4
   for (int width = kV / 2; width > 0; width /= 2) {
+#pragma GCC unroll 8
     for (int i = 0; i < width; ++i) {
       const Floats a = rows[2 * i], b = rows[2 * i + 1];
       rows[i] = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);

@@ -49,6 +49,9 @@ class Team {
 
   int num_threads() const { return num_threads_; }
 
+  // Pieces that a phase is cut into, if it has as many items.
+  int64_t most_pieces() const { return num_threads_ * kPiecesPerThread; }
+
   // Does the phases one after another, the calling thread as number 0. For one caller at a time.
   void run(const std::vector<Phase>& phases) {
     if (num_threads_ == 1) {
@@ -85,8 +88,7 @@ class Team {
   };
 
   uint64_t num_pieces(const Phase& phase) const {
-    const int64_t most = num_threads_ * kPiecesPerThread;
-    return static_cast<uint64_t>(phase.num_items < most ? phase.num_items : most);
+    return static_cast<uint64_t>(phase.num_items < most_pieces() ? phase.num_items : most_pieces());
   }
 
   void open(size_t phase, uint32_t round) {
