@@ -57,7 +57,7 @@ struct ByteColumns {
   using Sum = Ints;
   using Vector = Words;
   static constexpr int kInputs = 4, kSteps = 1;
-  static constexpr int kDirectRows = kTileRows;
+  static constexpr int kDirectRows = kTileRows, kSharingTileRows = kScaledTileRows;
   template <typename T>
   static const uint8_t* rows(const Product<T>& product) { return product.bytes; }
   template <typename T>
@@ -82,15 +82,17 @@ struct ByteColumns {
 };
 
 struct ByteNibbles : ByteColumns {
+  static constexpr int kSharingTileRows = 4;  // more leave no registers to look up in
   static constexpr int64_t kBytesPerInput = kColumns / 2;
 #if defined(TOKENYARD_BYTE_DOT)
   explicit ByteNibbles(const GroupedCodes& codes)
       : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.lookup)))) {}
 
+  // Of an index only the lower six bits count, and the table is there four times: nothing needs to be masked.
   void read(const uint8_t* data, Words (*columns)[kParts]) const {
-    const __m512i raw = _mm512_loadu_si512(data), mask = _mm512_set1_epi8(15);
-    columns[0][0] = (Words)_mm512_shuffle_epi8(table, _mm512_and_si512(raw, mask));
-    columns[0][1] = (Words)_mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask));
+    const __m512i raw = _mm512_loadu_si512(data);
+    columns[0][0] = (Words)_mm512_permutexvar_epi8(raw, table);
+    columns[0][1] = (Words)_mm512_permutexvar_epi8(_mm512_srli_epi16(raw, 4), table);
   }
 
   __m512i table;

@@ -14,10 +14,17 @@ constexpr int64_t kSharedInputs = kRunInputs;
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
 constexpr int64_t kSmallGroup = 256;
 
+// As `blocks_at_once`, for rows that have totals beside their sums.
+constexpr int scaled_blocks_at_once(int num_rows) {
+  if (kV == 16) return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1;
+  return blocks_at_once(num_rows);
+}
+
 // Inputs as they are: a run's sum begins at 0, and is what it is.
 template <typename T>
 struct PlainInputs {
   static constexpr bool kIsDecoded = false;
+  static constexpr int kSharingTileRows = kScaledTileRows;  // of which several tiles decode for themselves
   using Input = T;
   using Sum = Floats;
   static const T* rows(const Product<T>& product) { return product.input; }
@@ -147,6 +154,7 @@ struct PairNibbles : PairColumns {
 };
 
 struct PairBytes : PairColumns {
+  static constexpr int kSharingTileRows = kTileRows;  // looking up two tables a number is worth doing once
   static constexpr int64_t kBytesPerInput = kColumns;
   explicit PairBytes(const GroupedCodes& codes) {
     for (int i = 0; i < 8; ++i) tables[i] = _mm512_loadu_si512(codes.lookup + 64 * i);
@@ -277,13 +285,7 @@ inline void multiply_grouped_blocks(const Product<T>& product, const Codes& code
   Floats totals[M][B * kParts] = {};
   fetch_updates<M, B>(product, row, block);
   const uint8_t* data = weight.grouped.data + block * stride;
-  if constexpr (M <= 2) {
-    add_runs<M, B>(product, codes, data, stride, AllRuns<B, T>{weight, block}, row, totals);
-  } else {
-    for_some_runs<B>(weight, block, [&](const KeptRuns<B>& kept) {
-      add_runs<M, B>(product, codes, data + kept.runs[0].first * Codes::kBytesPerInput, stride, kept, row, totals);
-    });
-  }
+  add_runs<M, B>(product, codes, data, stride, AllRuns<B, T>{weight, block}, row, totals);
   for (int m = 0; m < M; ++m) {
     for (int b = 0; b < B; ++b) {
       Codes::finish(product, row + m, totals[m] + b * kParts);
@@ -298,55 +300,61 @@ inline void multiply_grouped_rows(const Product<T>& product, const Codes& codes,
   if constexpr (B > 1) multiply_grouped_rows<M, B / 2>(product, codes, begin, end);
 }
 
+// All rows, M of them or fewer.
 template <int M, class Codes, typename T>
-inline void multiply_few_grouped_rows(const Product<T>& product, const Codes& codes, int64_t begin, int64_t end) {
+inline void multiply_grouped_tile(const Product<T>& product, const Codes& codes, int64_t num_rows, int64_t begin,
+                                  int64_t end) {
   if constexpr (M > 0) {
-    if (product.num_rows == M) {
-      multiply_grouped_rows<M, blocks_at_once(M)>(product, codes, begin, end);
-    } else {
-      multiply_few_grouped_rows<M - 1>(product, codes, begin, end);
-    }
+    if (num_rows < M) return multiply_grouped_tile<M - 1>(product, codes, num_rows, begin, end);
+    multiply_grouped_rows<M, scaled_blocks_at_once(M)>(product, codes, begin, end);
   }
 }
 
-// One tile of M rows, or the last ones, with runs that are decoded.
-template <int M, class Decoded, typename T>
-inline void add_decoded_runs(const Product<T>& product, const uint8_t* decoded, const KeptRuns<1>& kept, int64_t row,
-                             int64_t num_rows, Floats (*totals)[kParts]) {
+// One tile of M rows, or the last ones, with runs of one block.
+template <int M, class Codes, typename T>
+inline void add_kept_runs(const Product<T>& product, const Codes& codes, const uint8_t* data, const KeptRuns& kept,
+                          int64_t row, int64_t num_rows, Floats (*totals)[kParts]) {
   if constexpr (M > 0) {
-    if (num_rows < M) return add_decoded_runs<M - 1, Decoded>(product, decoded, kept, row, num_rows, totals);
-    add_runs<M, 1>(product, Decoded(), decoded, 0, kept, row, totals);
+    if (num_rows < M) return add_kept_runs<M - 1>(product, codes, data, kept, row, num_rows, totals);
+    add_runs<M, 1>(product, codes, data, 0, kept, row, totals);
   }
 }
 
-template <class Codes, class Decoded, typename T>
+// Several tiles of rows share scales, and many of them decoded columns.
+template <class Codes, class Decoded, bool kDecodes, typename T>
 inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& codes, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   const uint8_t* data = weight.grouped.data + block * weight.num_inputs * Codes::kBytesPerInput;
-  alignas(64) uint8_t decoded[kSharedInputs * Decoded::kBytesPerInput];
+  alignas(64) uint8_t decoded[kDecodes ? kSharedInputs * Decoded::kBytesPerInput : 1];
   const bool is_small = weight.grouped.group_size <= kSmallGroup;
-  const int64_t most = is_small ? kScaledTileRows : kTileRows;
+  const int64_t most = !kDecodes ? Codes::kSharingTileRows : is_small ? kScaledTileRows : kTileRows;
   for (int64_t first = 0; first < product.num_rows; first += kSharingRows) {
     const int64_t left = product.num_rows - first, num_rows = left < kSharingRows ? left : kSharingRows;
     const int64_t num_tiles = (num_rows + most - 1) / most, tile = (num_rows + num_tiles - 1) / num_tiles;
-    Floats totals[kSharingRows][kParts] = {};
-    for_some_runs<1>(weight, block, [&](const KeptRuns<1>& kept) {
-      const uint8_t* from = data + kept.runs[0].first * Codes::kBytesPerInput;
-      uint8_t* to = decoded;
-      for (int64_t k = 0; k < kept.size; k += Codes::kInputs, from += Codes::kInputs * Codes::kBytesPerInput) {
-        typename Codes::Vector columns[Codes::kSteps][kParts];
-        codes.read(from, columns);
-        __builtin_memcpy(to, columns, sizeof columns);
-        to += sizeof columns;
+    Floats totals[kSharingRows][kParts];
+    __builtin_memset(totals, 0, sizeof totals[0] * static_cast<uint64_t>(num_rows));
+    for_some_runs(weight, block, [&](const KeptRuns& kept) {
+      const uint8_t* const codes_of_runs = data + kept.runs[0].first * Codes::kBytesPerInput;
+      if constexpr (kDecodes) {
+        const uint8_t* from = codes_of_runs;
+        uint8_t* to = decoded;
+        for (int64_t k = 0; k < kept.size; k += Codes::kInputs, from += Codes::kInputs * Codes::kBytesPerInput) {
+          typename Codes::Vector columns[Codes::kSteps][kParts];
+          codes.read(from, columns);
+          __builtin_memcpy(to, columns, sizeof columns);
+          to += sizeof columns;
+        }
+        // What comes next, of this block or the one after it, is on its way while these are multiplied.
+        for (int64_t i = 0; i < kept.size * Codes::kBytesPerInput; i += 64) __builtin_prefetch(from + i, 0, 2);
       }
-      // What comes next, of this block or the one after it, is on its way while these are multiplied.
-      for (int64_t i = 0; i < kept.size * Codes::kBytesPerInput; i += 64) __builtin_prefetch(from + i, 0, 2);
       for (int64_t row = 0; row < num_rows; row += tile) {
         const int64_t here = num_rows - row < tile ? num_rows - row : tile;
-        if (is_small) {
-          add_decoded_runs<kScaledTileRows, Decoded>(product, decoded, kept, first + row, here, totals + row);
+        if constexpr (!kDecodes) {
+          add_kept_runs<Codes::kSharingTileRows>(product, codes, codes_of_runs, kept, first + row, here, totals + row);
+        } else if (is_small) {
+          add_kept_runs<kScaledTileRows>(product, Decoded(), decoded, kept, first + row, here, totals + row);
         } else {
-          add_decoded_runs<kTileRows, Decoded>(product, decoded, kept, first + row, here, totals + row);
+          add_kept_runs<kTileRows>(product, Decoded(), decoded, kept, first + row, here, totals + row);
         }
       }
     });
@@ -360,10 +368,18 @@ inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& c
 template <class Codes, class Decoded, typename T>
 inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end) {
   const Codes codes(product.weight.grouped);
+  constexpr int kFew = Codes::kDirectRows < kScaledTileRows ? Codes::kDirectRows : kScaledTileRows;
+  if (product.num_rows <= kFew) {
+    return multiply_grouped_tile<kFew>(product, codes, product.num_rows, begin, end);
+  }
   // More rows than that share decoded columns: it costs less than decoding them for each tile.
-  constexpr int kDirect = Codes::kDirectRows;
-  if (product.num_rows <= kDirect) return multiply_few_grouped_rows<kDirect>(product, codes, begin, end);
-  for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded>(product, codes, begin);
+  if constexpr (Codes::kDirectRows > kFew) {
+    if (product.num_rows <= Codes::kDirectRows) {
+      for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded, false>(product, codes, begin);
+      return;
+    }
+  }
+  for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded, true>(product, codes, begin);
 }
 
 #include "grouped_bytes_impl.h"

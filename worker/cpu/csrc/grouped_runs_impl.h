@@ -1,7 +1,6 @@
 // Runs of inputs in their order, with scales and offsets: loaded as they come, or kept for several tiles of rows.
 //
-// Included by grouped_impl.h. Of one or two rows, keeping scales costs more than loading them where they are used; of
-// more, loads between so many sums cost more.
+// Included by grouped_impl.h.
 
 // Where a run is, and the scales and offsets of its columns in the first of some blocks.
 struct Run {
@@ -90,13 +89,12 @@ struct AllRuns {
   }
 };
 
-// Consecutive runs of B blocks with their scales: as many as columns are decoded at once.
-template <int B>
+// Consecutive runs of a block with their scales: as many as columns are decoded at once.
 struct KeptRuns {
   static constexpr int kMost = kSharedInputs / 16;
   Run runs[kMost];
-  Floats scales[kMost][B * kParts];
-  Floats offsets[kMost][B * kParts];  // written where there are some
+  Floats scales[kMost][kParts];
+  Floats offsets[kMost][kParts];  // written where there are some
   int64_t size = 0;                   // inputs
   int count = 0;
 
@@ -107,16 +105,16 @@ struct KeptRuns {
 };
 
 // Does `work` for all runs, some at a time, in their order.
-template <int B, typename T, class Work>
+template <typename T, class Work>
 inline void for_some_runs(const PackedWeight<T>& weight, int64_t block, const Work& work) {
-  KeptRuns<B> kept;
+  KeptRuns kept;
   for_each_run(weight, block, [&](const Run& run) {
     if (kept.size + run.size > kSharedInputs) {
       work(kept);
       kept.size = kept.count = 0;
     }
     kept.runs[kept.count] = run;
-    load_scales<B>(weight, run, kept.scales[kept.count], kept.offsets[kept.count]);
+    load_scales<1>(weight, run, kept.scales[kept.count], kept.offsets[kept.count]);
     kept.size += run.size;
     ++kept.count;
   });
