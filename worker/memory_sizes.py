@@ -46,6 +46,10 @@ class WeightBytes:
     converted: int
     """Bytes among them that are converted from the files' dtype, on the host for every device."""
 
+    def on_one_of(self, num_devices: int) -> "WeightBytes":
+        """Return those of one device, where as many have equal parts; each converts all."""
+        return WeightBytes(total=self.total // num_devices, converted=self.converted)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:

@@ -7,6 +7,7 @@ Never: decides which tokens are computed (scheduler/), or knows requests, text o
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.adapters.adapter_store import AdapterStore
@@ -14,6 +15,7 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.machine import return_freed_memory
 from worker.progress import LoadStage, run_reporting
+from worker.ranks.device_ranks import device_of_rank
 from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.sampling.compile_ahead import CompileAhead
 from worker.speculation.unsupported import refuse_speculation
@@ -54,7 +56,8 @@ class Worker:
         line that says what is wrong and what to do.
         """
         # Here and not in the loading thread: the number of compute threads is set for each thread.
-        device = self._open_device(self._config)
+        own_device = device_of_rank(self._config, self._ranks.rank)
+        device = self._open_device(replace(self._config, device=own_device))
         facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
         self._device = device
         if facts.weight_bytes >= _WORTH_RETURNING_BYTES:

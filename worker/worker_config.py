@@ -137,6 +137,16 @@ class WorkerConfig:
     num_engines: int = 1
     """Engines that load at the same time; on CPUs they share cores and free memory, on GPUs the host's."""
 
+    @property
+    def num_devices(self) -> int:
+        """Count the devices of all ranks: GPUs where each has one, else the one that all of them share."""
+        return self.num_ranks if self.device == "cuda" else 1
+
+    @property
+    def num_ranks_on_device(self) -> int:
+        """Count the ranks of a stage whose caches are on one device."""
+        return self.num_ranks // self.num_devices
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:

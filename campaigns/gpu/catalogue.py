@@ -121,6 +121,14 @@ PARTS = (
         shape="llama-3.1-8b",
     ),
     Part(
+        name="ranks",
+        title="Ranks on GPUs",
+        module="campaigns.gpu.ranks",
+        limit_s=180,
+        least_s=60,
+        needs=_SERVER,
+    ),
+    Part(
         name="anchors",
         title="Our kernels beside NVIDIA's",
         module="campaigns.gpu.tune.anchors",

@@ -63,6 +63,6 @@ case "$what" in
     measure $((400 * ${patience:-1})) device,steps-qwen3-0.6b-full,steps-llama-3.1-8b-full,pool
     measure $((150 * ${patience:-1})) tune tuned ;;
   served)
-    measure $((340 * ${patience:-1})) serving,serving-llama-3.1-8b ;;
+    measure $((520 * ${patience:-1})) serving,serving-llama-3.1-8b,ranks ;;
 esac
 exit ${failed:-0}

@@ -175,8 +175,8 @@ def _worker_of(device: Device, limits: Limits, facts: ModelFacts) -> GenerationS
     model: Any = _NoModel(logits_NV)
     attention: Any = _NoAttention()
     row_sampler = GpuSampler(vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device)
-    steps = GpuSteps(model, attention, device, StepBuffers(device, limits), row_sampler, logits_NV)
-    steps.capture(sizes)
+    steps = GpuSteps(model, attention, device, StepBuffers(device, limits), row_sampler)
+    steps.capture(sizes, logits_NV)
     rows = RowTable(
         max_num_seqs=limits.num_sequences,
         max_model_len=facts.max_model_len,

@@ -150,10 +150,11 @@ def _open_worker(
         switchboard = gather_nodes(config, directory, report, check)
     group = RankGroup.start(directory, places, switchboard, placed)
     from engine.nodes.links import Links
-    from worker.ranks.shared_ranks import open_ranks
+    from worker.ranks.opening import open_ranks_of
     from worker.worker import Worker
 
-    ranks = open_ranks(places[0], None if switchboard is None else Links(directory, places[0]))
+    links = None if switchboard is None else Links(directory, places[0])
+    ranks = open_ranks_of(config.worker, places[0], directory, links)
     return Worker(config.worker, ranks=ranks), group, ranks
 
 

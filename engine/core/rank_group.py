@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from engine.core.adapter_desk import Adapters
-from engine.core.loop import Executor, Launched
-from engine.core.stage_steps import StageSteps, take_sampled
+from engine.core.loop import Launched
+from engine.core.stage_steps import LedStep, SamplingExecutor, StageSteps
 from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
 from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from worker.ranks.stage import Stage
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _STACKS_S = 0.1
 """Time for the other ranks to write their stacks."""
@@ -59,8 +61,7 @@ class RankGroup:
         self._results = results
         self._switchboard = switchboard
         self._placed = placed
-        self._worker: Executor
-        self._stage: Stage
+        self._worker: SamplingExecutor
         self._steps: StageSteps | None = None
         self._sampled: list[list[int]] = []  # tokens that the other ranks do not know yet
         self._is_closing = threading.Event()
@@ -91,9 +92,9 @@ class RankGroup:
             switchboard.begin()
         return group
 
-    def lead(self, worker: Executor, stage: "Stage") -> None:
+    def lead(self, worker: SamplingExecutor, stage: "Stage") -> None:
         """Carry out plans with `worker` as rank 0, which is in the first stage."""
-        self._worker, self._stage = worker, stage
+        self._worker = worker
         if self._results is not None:
             self._steps = StageSteps(worker, stage)
 
@@ -103,15 +104,20 @@ class RankGroup:
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         """Begin a step on all ranks. An error ends the process: the others wait within their step."""
-        try:
-            sampled, self._sampled = self._sampled, []
-            self._plans.send(RankStep(plan, sampled))
-            if self._steps is None:
-                launched = self._worker.launch(plan)
-                self._sampled.append(take_sampled(self._stage))
-                return launched
+        return self._or_end(plan, lambda: self._launch(plan))
+
+    def _launch(self, plan: SchedulerOutput) -> Launched:
+        sampled, self._sampled = self._sampled, []
+        self._plans.send(RankStep(plan, sampled))
+        if self._steps is not None:
             self._steps.launch(plan)
-            return _StepOfStages(self._collect)
+            return _StepOfRanks(self._collect)
+        step = LedStep(self._worker.launch(plan), lambda token_ids: self._sampled.append(token_ids))
+        return _StepOfRanks(lambda: self._or_end(plan, step.result))
+
+    def _or_end(self, plan: SchedulerOutput, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
         except Exception:
             log.critical("rank 0 failed in step %d, and ends with all others", plan.step, exc_info=True)
             self._end(EXIT_WORKER_BROKEN)
@@ -235,7 +241,7 @@ class RankAdapters:
         self._own.forget(identity)
 
 
-class _StepOfStages(NamedTuple):
-    """A step that later stages compute. Results are collected in order."""
+class _StepOfRanks(NamedTuple):
+    """A step of all ranks. Results are collected in order."""
 
     result: Callable[[], ModelRunnerOutput]

@@ -66,13 +66,13 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
         import_torch(config.worker.device)
         from engine.nodes.links import Links
         from worker.attention.interface import num_layers_begun
-        from worker.ranks.shared_ranks import open_ranks
+        from worker.ranks.opening import open_ranks_of
         from worker.worker import Worker
         from worker.worker_errors import StartupError
 
     links = Links(directory, place) if place.is_linked else None
     plans = links or PlansIn(directory, rank=place.rank)
-    ranks = open_ranks(place, links)
+    ranks = open_ranks_of(config.worker, place, directory, links)
     worker = Worker(config.worker, ranks=ranks)
     try:
         worker.load(lambda _progress: None)
@@ -100,7 +100,7 @@ def _carry_out(
             change_adapters(worker, step)
             continue
         if results is not None:
-            results.send(StageResult(*compute_last(worker, stage, step.plan)))
+            results.send(StageResult(*compute_last(worker, step.plan)))
             continue
         for token_ids in step.sampled:
             steps.learn(token_ids)

@@ -5,13 +5,28 @@ Never: samples.
 """
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from engine.core.loop import Executor, Launched
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from worker.ranks.stage import Stage
+
+
+class SampledStep(Launched, Protocol):
+    """A step on the rank that samples."""
+
+    @property
+    def sampled(self) -> list[int]:
+        """Tokens that it sampled, once there is a result."""
+
+
+class SamplingExecutor(Protocol):
+    """See Executor: the worker of the rank that samples."""
+
+    def launch(self, plan: SchedulerOutput) -> SampledStep: ...
 
 
 class StageSteps:
@@ -33,14 +48,23 @@ class StageSteps:
         self._pending.popleft().result()
 
 
-def compute_last(
-    worker: Executor, stage: "Stage", plan: SchedulerOutput
-) -> tuple[ModelRunnerOutput, list[int]]:
+def compute_last(worker: SamplingExecutor, plan: SchedulerOutput) -> tuple[ModelRunnerOutput, list[int]]:
     """Compute a step on the rank that samples; returns its result, and the tokens for all others."""
-    output = worker.launch(plan).result()
-    return output, take_sampled(stage)
+    step = worker.launch(plan)
+    return step.result(), step.sampled
 
 
-def take_sampled(stage: "Stage") -> list[int]:
-    """Take the tokens of the step that this rank computed last; none if it sampled none."""
-    return stage.sampled.popleft() if stage.sampled else []
+class LedStep:
+    """A step that rank 0 has begun, and that ranks which do not sample wait to learn of."""
+
+    def __init__(self, step: SampledStep, tell: Callable[[list[int]], None]) -> None:
+        """Let `tell` have the tokens, once they are known. Results are collected in the order of steps."""
+        self._step, self._tell = step, tell
+        self._output: ModelRunnerOutput | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """See Launched."""
+        if self._output is None:
+            self._output = self._step.result()
+            self._tell(self._step.sampled)
+        return self._output

@@ -127,7 +127,7 @@ class LinkedWorld:
         self._socket = socket
         self.rank = rank
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """Do nothing: the exchange needs no kernels."""
 
     def of_all(self, numbers: list[int]) -> Tensor:

@@ -28,6 +28,7 @@ from engine.options.engine_split import (
     kv_events_config,
     prefix_journal,
     ray_config,
+    share_gpu,
 )
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
@@ -241,7 +242,7 @@ def _worker_config(
         cpu_kernels=options.cpu_kernels,
         gpu_kernels=options.gpu_kernels,
         attention_backend=options.attention_backend,
-        enforce_eager=options.enforce_eager,
+        enforce_eager=options.enforce_eager or share_gpu(options),
         quantization=options.quantization,
         quantize_head=options.quantize_head,
         activations=options.activations,

@@ -89,9 +89,12 @@ def check_ranks(options: Options) -> None:
     asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
     if options.tensor_parallel_size == 1:
         return
-    if options.device.startswith("cuda"):
+    num_gpus = len(visible_gpus())
+    if device_of(options) == "cuda" and options.tensor_parallel_size > num_gpus:
         raise OptionError(
-            f"{asked} with --device {options.device}", "it divides models on CPUs only", "use --device cpu"
+            asked,
+            f"each rank takes a GPU, and there are {num_gpus}",
+            "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
         )
     for key, word in (
         ("--quantization", options.quantization),
@@ -104,16 +107,21 @@ def check_ranks(options: Options) -> None:
                 "rounded numbers are not divided among ranks",
                 "leave one of them out",
             )
-    if options.cpu_kernels == "off":
+    kind, kernels = ("cpu", options.cpu_kernels)
+    if device_of(options) != "cpu":
+        kind, kernels = ("gpu", options.gpu_kernels)
+    if kernels == "off":
         raise OptionError(
-            f"{asked} with --cpu-kernels off", "only layers of the CPU kernels are divided", "drop one"
+            f"{asked} with --{kind}-kernels off",
+            f"only layers of the {kind.upper()} kernels are divided",
+            "drop one",
         )
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
 def check_engines(options: Options) -> None:
-    """Refuse more engines than there are devices; each takes one GPU, in the order of their numbers."""
+    """Refuse more engines than there are devices; each rank takes one GPU, in the order of their numbers."""
     asked = f"--data-parallel-size {options.data_parallel_size}"
     if options.data_parallel_size == 1:
         return
@@ -124,19 +132,26 @@ def check_engines(options: Options) -> None:
             "use --device cuda, and CUDA_VISIBLE_DEVICES to choose which GPUs",
         )
     num_gpus = len(visible_gpus())
-    if device_of(options) == "cuda" and options.data_parallel_size > num_gpus:
+    num_ranks = options.tensor_parallel_size
+    gpus = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
+    if device_of(options) == "cuda" and options.data_parallel_size * num_ranks > num_gpus:
         raise OptionError(
             asked,
-            f"each engine takes a GPU, and there are {num_gpus}",
+            f"each engine takes {gpus}, and there are {num_gpus}",
             "lower it, or use --device cpu, where engines share the cores",
         )
 
 
 def device_of(options: Options) -> str:
-    """Name the device. Several engines must not choose one each: the last would find no GPU left."""
-    if options.device == "auto" and options.data_parallel_size > 1:
+    """Name the device. Several engines or ranks must not choose one each: the last would find no GPU left."""
+    if options.device == "auto" and max(options.data_parallel_size, options.tensor_parallel_size) > 1:
         return "cuda" if visible_gpus() else "cpu"
     return options.device
+
+
+def share_gpu(options: Options) -> bool:
+    """Tell whether all ranks are on one GPU: they exchange through the host, which no graph records."""
+    return options.tensor_parallel_size > 1 and options.device.startswith("cuda:")
 
 
 def prefix_journal(options: Options) -> JournalContent | None:
@@ -254,9 +269,9 @@ def _check_several(options: Options, asked: str, num_nodes: int) -> None:
             "one engine has all nodes",
             "start a group of nodes for each, behind a router (docs/deploy.md)",
         )
-    if options.device.startswith("cuda"):
+    if (device := device_of(options)).startswith("cuda"):
         raise OptionError(
-            f"{asked} with --device {options.device}", "stages are for CPUs only", "use --device cpu"
+            f"{asked} with --device {device}", "several machines are for CPUs only", "use --device cpu"
         )
     if options.lora_modules or options.lora_directory:
         raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")

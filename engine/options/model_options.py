@@ -125,10 +125,12 @@ class ModelOptions(EdgeOptions):
     tensor_parallel_size: int = _option(
         Group.MODEL,
         Count(low=1, high=64, metavar="RANKS"),
-        "Processes that compute the model together, each with a part of every layer and of the KV cache, on "
-        "CPUs only. For machines with several memory nodes: a rank uses --num-threads threads, and ranks "
-        "wait for each other twice in a layer, so that one rank of all cores is simpler where it is as fast. "
-        "With --nnodes and fewer stages than machines a stage's ranks are on several, and wait longer.",
+        "Processes that compute the model together, each with a part of every layer and of the KV cache. On "
+        "GPUs each has one of CUDA_VISIBLE_DEVICES, in their order, of this machine; with a number in "
+        "--device all share that one, slowly, for trials. On CPUs it is for machines with several memory "
+        "nodes: a rank uses --num-threads threads. Ranks wait for each other twice in a layer, so that one "
+        "rank is simpler where it is as fast. With --nnodes and fewer stages than machines a stage's ranks "
+        "are on several, and wait longer.",
         default=1,
     )
     data_parallel_size: int = _option(

@@ -53,7 +53,7 @@ class EngineProcess:
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=compute_environment(directory.path) | _device_environment(config),
+                env=compute_environment(directory.path) | device_environment(config),
             )
         except BaseException:
             if side is not None:
@@ -99,11 +99,13 @@ def compute_environment(directory: Path) -> dict[str, str]:
     return child_environment(**_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(directory / "torch"))
 
 
-def _device_environment(config: EngineConfig) -> dict[str, str]:
-    """Let each of several engines see one GPU."""
+def device_environment(config: EngineConfig) -> dict[str, str]:
+    """Let each of several engines see the GPUs of its ranks."""
     if config.num_engines == 1 or config.worker.device != "cuda":
         return {}
-    return {"CUDA_VISIBLE_DEVICES": visible_gpus()[config.engine]}
+    num_ranks = config.worker.num_ranks
+    own = visible_gpus()[config.engine * num_ranks : (config.engine + 1) * num_ranks]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _child_arguments(directory: Path) -> list[str]:

@@ -25,12 +25,7 @@ from worker.model.linear import Linear, PlainWeight, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedLinear
-from worker.model.vocabulary_shards import (
-    DividedEmbedding,
-    DividedOutput,
-    shard_output,
-    shard_vocabulary,
-)
+from worker.model.vocabulary_shards import divide_ends
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_errors import StartupError
@@ -138,7 +133,9 @@ class CpuToolkit:
         """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
         self._pack_output(model)
         done = replace_experts(
-            model, lambda experts: PackedExperts(experts, self._kernels, self._inputs, self._ranks)
+            model,
+            lambda experts: PackedExperts(experts, self._kernels, self._inputs, self._ranks),
+            self._device.torch_device,
         )
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantizedLinear) and TAKEN.include(module.as_linear()):
@@ -185,15 +182,10 @@ class CpuToolkit:
 
     def _divide_output(self, model: Any, linear: Linear) -> None:
         """Pack a rank's part of the output layer, and divide an embedding that only looks up."""
-        shard = shard_vocabulary(linear.num_outputs, self._ranks)
         if self._head_quantization is not None:
             linear = self._head_quantization.quantize(linear)
-        embedding = model.get_input_embeddings()
-        weight = pack_linear(shard_output(linear, shard), self._inputs)
-        model.set_output_embeddings(DividedOutput(PackedOutput(weight, self._kernels), shard, self._ranks))
-        if type(embedding) is not nn.Embedding:
-            return  # one that does more than look up stays whole
-        rows = shard_vocabulary(embedding.num_embeddings, self._ranks)
-        first = min(rows.first, rows.num_tokens - 1)  # a rank without tokens looks up one that is not its own
-        own_PH = embedding.weight.detach()[first : first + max(1, rows.num_own)].clone()
-        model.set_input_embeddings(DividedEmbedding(lambda places: own_PH[places], rows, self._ranks))
+
+        def pack(own: Linear) -> nn.Module:
+            return PackedOutput(pack_linear(own, self._inputs), self._kernels)
+
+        divide_ends(model, linear, pack, self._ranks)

@@ -28,6 +28,7 @@ from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, re
 from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
+from worker.ranks.ranks import ALONE, Ranks
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
 
@@ -54,15 +55,15 @@ class GpuSteps:
         device: Device,
         buffers: StepBuffers,
         sampler: StepSampler,
-        logits_NV: Tensor,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Take `logits_NV` for the logits of graphs; without graphs it may be empty."""
         self._runner = runner
         self._backend = backend
         self._device = device
         self._buffers = buffers
         self._sampler = sampler
-        self._logits_NV = logits_NV
+        self._ranks = ranks
+        self._logits_NV: Tensor
         self._last_token_C = device.zeros(buffers.limits.num_sequences + 1, torch.int64)
         self._graphs = StepGraphs()
         self._rows_N: Tensor
@@ -70,13 +71,16 @@ class GpuSteps:
         self._num_replayed = self._num_eager = self._num_padding = 0
         self._warm_up()
 
-    def capture(self, sizes: GraphSizes) -> None:
+    def capture(self, sizes: GraphSizes, logits_NV: Tensor) -> None:
         """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on.
 
-        Kernels of decodes are launched early where a trial of the smallest and of the largest says so.
+        Each graph leaves its logits in `logits_NV`. Kernels of decodes are launched early where a trial of
+        the smallest and of the largest says so; beside kernels of NCCL they are not.
         """
+        self._logits_NV = logits_NV
         tried = dict.fromkeys((sizes.decodes[0], sizes.decodes[-1]))
-        is_early = gains_by_early_launches(map(self._on_trial, tried), self._device)
+        is_alone = self._ranks.size == 1
+        is_early = is_alone and gains_by_early_launches(map(self._on_trial, tried), self._device)
 
         def work_on(each: BatchSizes) -> "_Work":
             self._buffers.fill_with_padding(each)
@@ -84,7 +88,7 @@ class GpuSteps:
             self._rows_of[each] = batch.rows_N
             return _Work(self, batch, each, is_early=is_early and each.num_decodes > 0)
 
-        self._graphs = capture_all(sizes, work_on, self._device)
+        self._graphs = capture_all(sizes, work_on, self._device, must_have_all=not is_alone)
 
     def compute(self, inputs: StepInputs) -> Tensor:
         """See StepRunner."""
@@ -120,7 +124,8 @@ class GpuSteps:
 
     @torch.inference_mode()
     def remember(self, token_ids_N: Tensor) -> None:
-        """See StepRunner."""
+        """See StepRunner. On several ranks they are those of rank 0."""
+        self._ranks.share(token_ids_N)
         remember_tokens(self._last_token_C, self._rows_N, token_ids_N)
 
     def describe(self) -> str:
@@ -206,7 +211,8 @@ class GpuSteps:
         """Sample the tokens of a batch without drafts, and keep them for a next step built without them."""
         if len(batch.rows_N):
             token_ids_N = self._sampler.draw_in_step(logits_NV, batch.draws_NF)
-            remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)
+            if self._ranks.size == 1:  # else each step is followed by `remember`
+                remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)
 
 
 class _Work:

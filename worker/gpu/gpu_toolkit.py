@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from triton import TritonError
 
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
+from worker.devices.visiting import staying_on
 from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
-from worker.gpu.gpu_products import TAKEN
+from worker.gpu.gpu_products import TAKEN, product_of
 from worker.gpu.kernels.expert_products import route
 from worker.gpu.trials.skinny import choose_products
 from worker.gpu.trials.triton_frame import replace_frame
@@ -26,10 +27,20 @@ from worker.gpu_quantized.code_proof import prove_products
 from worker.gpu_quantized.float8_products import with_float8_rows
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
-from worker.model.linear import Linear
-from worker.model.mixture import ExpertLinears, Experts, ReplacedExperts, replace_experts
+from worker.model.linear import Linear, linear_of
+from worker.model.mixture import (
+    ExpertLinears,
+    Experts,
+    ExpertShards,
+    ReplacedExperts,
+    SummedExperts,
+    replace_experts,
+    shard_experts,
+)
 from worker.model.quantization import NO_ROUNDING, Rounding
-from worker.ranks.ranks import Ranks
+from worker.model.quantized_layers import QuantizedEmbedding
+from worker.model.vocabulary_shards import divide_ends
+from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_errors import StartupError
 
 
@@ -51,13 +62,11 @@ class GpuToolkit:
         self._device, self._rounding, self._max_adapters = device, rounding, max_adapters
         self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
         self._open_attention = choose_attention(attention_backend)
+        self._ranks: Ranks = ALONE
 
     def divide_among(self, ranks: Ranks) -> None:
-        """Refuse: a GPU's layers are not divided yet."""
-        raise StartupError(
-            f"--tensor-parallel-size {ranks.size} is for CPUs only, not for GPUs yet",
-            fix="use one GPU, or --device cpu",
-        )
+        ranks.join(None)
+        self._ranks = ranks
 
     def attention_over(self, cache: KVCache) -> PagedAttention:
         return self._open_attention(cache, self._device)
@@ -66,7 +75,7 @@ class GpuToolkit:
         return TritonLayer(parts, call)
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return TritonLayer(parts.with_linears(self._as_asked), call)
+        return TritonLayer(parts.with_linears(self._as_asked), call, self._ranks)
 
     def _as_asked(self, linear: Linear) -> Linear:
         rounded = linear if self._rounding.layers is None else self._rounding.layers.quantize(linear)
@@ -82,7 +91,10 @@ class GpuToolkit:
 
         An output layer of plain numbers is one product of cuBLAS as it is.
         """
-        replaced = replace_experts(model, _own_experts)
+        replaced = replace_experts(model, self._own_experts, self._device.torch_device)
+        if self._ranks.size > 1:
+            self._divide_ends(model)
+            model.to(self._device.torch_device)  # the rest, which each rank has whole
         replace_code_modules(model, self._rounding.head)
         replace_frame(model, TAKEN, max_model_len)
         if self._max_adapters:
@@ -90,6 +102,27 @@ class GpuToolkit:
         layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
         choose_products([product for layer in layers for product in layer.products], self._device)
         return replaced
+
+    def _own_experts(self, experts: ExpertLinears) -> nn.Module:
+        """Make a mixture of plain numbers or of codes, or a shard of each expert. Raises Unrecognised."""
+        if self._ranks.size == 1:
+            return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts, route)
+        if isinstance(experts, Experts):
+            return SummedExperts(TritonExperts(shard_experts(experts, self._ranks)), self._ranks)
+        shards = ExpertShards(experts, self._ranks, size_multiple=TAKEN.size_multiple)
+        return SummedExperts(CodeExperts(shards, route), self._ranks)
+
+    def _divide_ends(self, model: Any) -> None:
+        """Divide the output layer, and an embedding that only looks up."""
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        linear = linear_of(output)
+        if linear is None or not TAKEN.include(linear) or isinstance(embedding, QuantizedEmbedding):
+            return
+        device = self._device.torch_device
+        with staying_on(device, output), staying_on(device, embedding):
+            linear = linear_of(output)
+            assert linear is not None
+            divide_ends(model, linear, _OwnOutput, self._ranks)
 
     @contextmanager
     def refusing_kernels(self) -> Iterator[None]:
@@ -104,6 +137,12 @@ class GpuToolkit:
             ) from error
 
 
-def _own_experts(experts: ExpertLinears) -> nn.Module:
-    """Make a mixture of plain numbers or of codes. Raises Unrecognised."""
-    return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts, route)
+class _OwnOutput(nn.Module):
+    """A rank's part of the output layer."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._product = product_of(linear)
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        return self._product.multiply(x_TK)

@@ -26,6 +26,7 @@ from worker.attention.interface import num_layers_begun
 from worker.devices.device import Device, Graph
 from worker.gpu.step_buffers import BatchSizes, Limits
 from worker.steps.step_inputs import StepInputs
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -114,18 +115,30 @@ class StepGraphs:
         return found
 
 
+def _refuse_missing(num_missing: int, why: str) -> StartupError:
+    return StartupError(
+        f"{num_missing} CUDA graphs are missing that all ranks need: {why}",
+        fix="lower --gpu-memory-utilization or --max-num-seqs, or start with --enforce-eager",
+    )
+
+
 def _first_of(steps: list[CapturedStep], num_tokens: int) -> CapturedStep | None:
     place = bisect_left([step.sizes.num_tokens for step in steps], num_tokens)
     return steps[place] if place < len(steps) else None
 
 
 def capture_all(
-    sizes: GraphSizes, work_on: Callable[[BatchSizes], Callable[[], None]], device: Device
+    sizes: GraphSizes,
+    work_on: Callable[[BatchSizes], Callable[[], None]],
+    device: Device,
+    *,
+    must_have_all: bool,
 ) -> StepGraphs:
     """Capture one graph for each of `sizes`, as long as there is memory.
 
     `work_on` returns the work of a step of these sizes. A model that waits for the device within its step
-    cannot be captured: it is computed without graphs, and the log says why.
+    cannot be captured: it is computed without graphs, and the log says why. `must_have_all` is for ranks, of
+    which one cannot go on without the others: raises StartupError in both cases.
     """
     graphs = StepGraphs()
     device.release_cached_memory()  # each capture does: it would be counted as memory that graphs gave back
@@ -136,6 +149,8 @@ def capture_all(
             graph = device.capture(work_on(each))
         except torch.OutOfMemoryError:
             device.release_cached_memory()
+            if must_have_all:
+                raise _refuse_missing(len(sizes) - len(graphs), "memory ran out") from None
             log.warning(
                 "memory ran out at CUDA graph %d of %d: smaller steps take a larger one's graph",
                 len(graphs) + 1,
@@ -143,6 +158,8 @@ def capture_all(
             )
             break
         except RuntimeError as error:
+            if must_have_all:
+                raise _refuse_missing(len(sizes) - len(graphs), str(error).splitlines()[0]) from error
             log.warning("steps cannot be captured as CUDA graphs: %s", str(error).splitlines()[0])
             return StepGraphs()
         # Done once to set up, and once to record.

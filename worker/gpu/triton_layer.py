@@ -5,7 +5,8 @@ Never: decides whether that computes the same as the layer (surgery.py), or wait
 capture it.
 
 The hidden state is the residual, changed in place. Where neither a bias nor a norm stands between a product
-and the addition to the residual, the product adds as it writes its sums.
+and the addition to the residual, the product adds as it writes its sums; but not the shard of a layer, whose
+sums are first added over all ranks.
 
 Shapes: T tokens, H numbers of a hidden state, I gates, M numbers of a merged query, key and value row.
 """
@@ -26,12 +27,14 @@ from worker.gpu_quantized.code_products import without_codes
 from worker.model.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerParts, RmsNorm, Unrecognised
 from worker.model.linear import Linear
+from worker.ranks.ranks import ALONE, Ranks
 
 
 class TritonLayer(nn.Module):
     """A layer that runs only while a PagedAttention executes a step. Raises Unrecognised."""
 
-    def __init__(self, parts: LayerParts, call: LayerCall) -> None:
+    def __init__(self, parts: LayerParts, call: LayerCall, ranks: Ranks = ALONE) -> None:
+        """Take a layer, or the shard of one of several ranks."""
         super().__init__()
         hidden_size = parts.attention_output.num_outputs
         if hidden_size > LARGEST_ROW:
@@ -43,7 +46,7 @@ class TritonLayer(nn.Module):
             raise Unrecognised("its MLP is given what attention is given")
         if call.rotary is not None and call.rotary.order is not AngleOrder.TWICE:
             raise Unrecognised("it is given the angles of its heads in pairs")
-        parts = in_halves(parts, call)
+        parts, self._ranks = in_halves(parts, call), ranks
         self._parts, self._call = parts.with_linears(without_codes), call
         self._query_key_value = FoldedProduct(parts.query_key_value, Folds(norm=parts.attention_norm))
         self._attention_output = self._added(parts.attention_output, parts.after_attention_norm)
@@ -87,8 +90,8 @@ class TritonLayer(nn.Module):
         return hidden_states
 
     def _added(self, linear: Linear, after_norm: RmsNorm | None) -> FoldedProduct:
-        """Fold in the addition to the residual where neither a bias nor a norm stands before it."""
-        is_added = not linear.has_bias and after_norm is None
+        """Fold in the addition to the residual where neither ranks, a bias nor a norm stand before it."""
+        is_added = self._ranks.size == 1 and not linear.has_bias and after_norm is None
         multiplier = self._parts.residual_multiplier if is_added else 1.0
         return FoldedProduct(linear, Folds(is_added=is_added, multiplier=multiplier))
 
@@ -105,7 +108,7 @@ class TritonLayer(nn.Module):
         parts, by = self._parts, self._attention_output
         after_norm, mlp_norm = parts.after_attention_norm, parts.mlp_norm
         if mlp_norm is not None and not by.is_added:
-            delta_TH = self._weighed(by.multiply(attended_TM), after_norm)
+            delta_TH = self._weighed(self._summed(attended_TM, by), after_norm)
             return add_and_norm(hidden_TH, delta_TH, after_norm, mlp_norm)
         self._add_product(hidden_TH, attended_TM, by, after_norm)
         if mlp_norm is None or isinstance(parts.mlp, GatedMlp):
@@ -119,7 +122,13 @@ class TritonLayer(nn.Module):
         if by.is_added:
             by.add_to(hidden_TH, x_TK)
         else:
-            add(hidden_TH, self._weighed(by.multiply(x_TK), after_norm), after_norm)
+            add(hidden_TH, self._weighed(self._summed(x_TK, by), after_norm), after_norm)
+
+    def _summed(self, x_TK: Tensor, by: FoldedProduct) -> Tensor:
+        """Multiply, over the inputs of all ranks."""
+        sums_TH = by.multiply(x_TK)
+        self._ranks.reduce(sums_TH)
+        return sums_TH
 
     def _weighed(self, delta_TH: Tensor, after_norm: RmsNorm | None) -> Tensor:
         """Multiply by the residual's multiplier, which a norm would undo."""

@@ -7,6 +7,7 @@ Source: column and row parallel layers, arXiv:1909.08053.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from worker.model.linear import Axis, Cut, Linear, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.worker_errors import StartupError
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj")
 
 
 def shard_layer(
@@ -93,6 +96,25 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     return replace(
         layout, layers={key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
     )
+
+
+def bytes_of_a_rank(model: Any, num_ranks: int) -> int:
+    """Estimate the bytes of a rank's weights, not too low.
+
+    Products, experts and tables of tokens are divided. Keys and values have a head on each rank at least.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_heads = getattr(config, "num_key_value_heads", None) or num_ranks
+    seen: set[int] = set()
+    num_bytes = 0
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                is_divided = type(module) in (nn.Linear, nn.Embedding) or parameter.dim() > 2
+                of = min(num_ranks, num_heads) if name.endswith(_KEYS_AND_VALUES) else num_ranks
+                num_bytes += -(-parameter.nbytes // (of if is_divided else 1))
+    return num_bytes
 
 
 def refuse_division(asked: str, reason: str) -> StartupError:

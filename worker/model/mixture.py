@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.devices.visiting import staying_on
 from worker.model.layer_parts import GateActivation, Unrecognised
 from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment, merge
 from worker.ranks.ranks import Ranks
@@ -100,6 +101,27 @@ class Experts(NamedTuple):
         return _linear(self.down_EHI[expert].contiguous(), self.down_bias_EH, expert)
 
 
+def shard_experts(experts: Experts, ranks: Ranks) -> Experts:
+    """Copy a rank's gates and ups of each expert; see ExpertShards. Raises Unrecognised."""
+    num_gates = experts.gate_ENH.shape[1]
+    if num_gates % ranks.size:
+        raise Unrecognised(f"its experts have {num_gates} gates, which cannot be divided by {ranks.size}")
+    size = num_gates // ranks.size
+    own = slice(ranks.rank * size, (ranks.rank + 1) * size)
+
+    def part(of: Tensor) -> Tensor:
+        return of[:, own].clone(memory_format=torch.contiguous_format)
+
+    return experts._replace(
+        gate_ENH=part(experts.gate_ENH),
+        up_ENH=part(experts.up_ENH),
+        gate_bias_EN=None if experts.gate_bias_EN is None else part(experts.gate_bias_EN),
+        up_bias_EN=None if experts.up_bias_EN is None else part(experts.up_bias_EN),
+        down_EHI=part(experts.down_EHI.transpose(1, 2)).transpose(1, 2),
+        down_bias_EH=experts.down_bias_EH if ranks.rank == 0 else None,  # it is added once
+    )
+
+
 class ExpertShards:
     """A rank's gates and ups of each expert; the sums of its downs are those of all ranks once reduced.
 
@@ -135,6 +157,20 @@ class ExpertShards:
             return linear.shard(self._ranks.rank, self._ranks.size, axis)
         except ValueError as uneven:
             raise Unrecognised(f"its experts cannot be divided by {self._ranks.size}: {uneven}") from uneven
+
+
+class SummedExperts(nn.Module):
+    """A shard of each expert of a layer, whose sums are those of all ranks."""
+
+    def __init__(self, shards: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.shards, self._ranks = shards, ranks
+
+    def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
+        """Return the weighed sum of the outputs of each token's experts: [T, H]."""
+        sums_TH: Tensor = self.shards(hidden_TH, expert_ids_TK, scores_TK).contiguous()
+        self._ranks.reduce(sums_TH)
+        return sums_TH
 
 
 def _linear(weight_NK: Tensor, bias_EN: Tensor | None, expert: int) -> Linear:
@@ -237,7 +273,9 @@ def check_experts(ours: nn.Module, module: Any, experts: ExpertLinears) -> None:
         raise Unrecognised(f"its experts compute something else (error {error:.1e})")
 
 
-def replace_experts(model: nn.Module, make: Callable[[ExpertLinears], nn.Module]) -> ReplacedExperts:
+def replace_experts(
+    model: nn.Module, make: Callable[[ExpertLinears], nn.Module], device: torch.device
+) -> ReplacedExperts:
     """Put modules of our own in the place of experts that compute the same.
 
     `make` may raise Unrecognised. Weights may move: each layer's old ones are freed before the next.
@@ -247,9 +285,10 @@ def replace_experts(model: nn.Module, make: Callable[[ExpertLinears], nn.Module]
         module = model.get_submodule(name)
         done.num_found += 1
         try:
-            experts = read_experts(module)
-            ours = make(experts)
-            check_experts(ours, module, experts)
+            with staying_on(device, module):
+                experts = read_experts(module)
+                ours = make(experts)
+                check_experts(ours, module, experts)
         except Unrecognised as unusual:
             done.reasons[str(unusual)] += 1
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:

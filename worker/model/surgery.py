@@ -26,6 +26,7 @@ from worker.attention.interface import (
 )
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
+from worker.devices.visiting import staying_on
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
 from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
@@ -125,7 +126,8 @@ def put_kernels_under(
         layer = model.get_submodule(name)
         kind = _kind_of(layer, call)
         if kind not in verdicts:
-            verdicts[kind] = _try(layer, call, toolkit, device)
+            with staying_on(device.torch_device, layer):
+                verdicts[kind] = _try(layer, call, toolkit, device)
         verdict = verdicts[kind]
         if isinstance(verdict, str):
             done.reasons[verdict] += 1
@@ -138,8 +140,9 @@ def put_kernels_under(
             done.num_fused += 1  # by the stage that has it
             continue
         try:
-            parts = find_parts(layer, toolkit.weights)
-            fused = toolkit.fuse(*shard_layer(parts, own, ranks, toolkit.weights))
+            with staying_on(device.torch_device, layer):
+                parts = find_parts(layer, toolkit.weights)
+                fused = toolkit.fuse(*shard_layer(parts, own, ranks, toolkit.weights))
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue

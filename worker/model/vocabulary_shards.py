@@ -1,13 +1,13 @@
 """The output layer and the embedding, divided by tokens of the vocabulary.
 
 Owns: the shard of each rank, and what ranks exchange for whole rows of logits and whole embeddings.
-Never: multiplies (cpu/cpu_toolkit.py).
+Never: multiplies (cpu/cpu_toolkit.py, gpu/gpu_toolkit.py).
 
 Shapes: T tokens, V tokens of the vocabulary, P of them on one rank, H numbers of a hidden state.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,19 @@ def shard_output(linear: Linear, shard: VocabularyShard) -> Linear:
     indices_P[: shard.num_own] = torch.arange(shard.first, shard.first + shard.num_own)
     bias_P = None if linear.bias_N is None else linear.bias_N[indices_P]
     return Linear(linear.weight.outputs(indices_P), bias_P, (Segment(shard.num_padded),))
+
+
+def divide_ends(model: Any, output: Linear, make: Callable[[Linear], nn.Module], ranks: Ranks) -> None:
+    """Keep a rank's part of the output layer, by `make`, and of an embedding that only looks up."""
+    shard = shard_vocabulary(output.num_outputs, ranks)
+    embedding = model.get_input_embeddings()
+    model.set_output_embeddings(DividedOutput(make(shard_output(output, shard)), shard, ranks))
+    if type(embedding) is not nn.Embedding:
+        return  # one that does more than look up stays whole
+    rows = shard_vocabulary(embedding.num_embeddings, ranks)
+    first = min(rows.first, rows.num_tokens - 1)  # a rank without tokens looks up one that is not its own
+    own_PH = embedding.weight.detach()[first : first + max(1, rows.num_own)].clone()
+    model.set_input_embeddings(DividedEmbedding(lambda places: own_PH[places], rows, ranks))
 
 
 class DividedOutput(nn.Module):

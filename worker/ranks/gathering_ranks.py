@@ -1,7 +1,7 @@
-"""Agreement of ranks by gathering, in the same way over memory and over links.
+"""Agreement of ranks by gathering, in the same way over memory, links and devices.
 
 Owns: numbers and texts of all ranks, and the refusal where texts differ.
-Never: exchanges anything itself (shared_ranks.py, linked_ranks.py).
+Never: exchanges anything itself (shared_ranks.py, linked_ranks.py, device_ranks.py).
 
 Shapes: S ranks, T tokens, P numbers of one rank.
 """
@@ -35,6 +35,10 @@ class GatheringRanks:
         found = own.new_empty((self.size, own.numel()))
         self._gather(own, found)
         return found
+
+    def share(self, numbers: Tensor) -> None:
+        """See Ranks."""
+        numbers.copy_(self.of_all(numbers.tolist())[0])
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """See Ranks."""

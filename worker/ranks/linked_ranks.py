@@ -44,7 +44,7 @@ class LinkedRanks(GatheringRanks):
         self._function = _Reduce(self._reduce_at)
         self._linked_s = 0.0
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """See Ranks."""
         self._world.join(library)
         self._here.join(library)

@@ -2,7 +2,7 @@
 
 Owns: the operations that ranks carry out together. Each rank calls the same ones in the same order, which
 follows from the plans alone.
-Never: exchanges anything itself (shared_ranks.py).
+Never: exchanges anything itself (shared_ranks.py, device_ranks.py).
 Source: tensor parallelism, arXiv:1909.08053.
 
 Shapes: T tokens, P numbers of one rank.
@@ -39,7 +39,7 @@ class World(Protocol):
 
     rank: int
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """See Ranks."""
 
     def of_all(self, numbers: list[int]) -> Tensor:
@@ -54,18 +54,24 @@ class Ranks(Protocol):
     stage: Stage
     """The layers that they have; ranks are those of one stage."""
 
-    def join(self, library: Path) -> None:
-        """Open the exchange, with functions of the compiled kernels."""
+    def join(self, library: Path | None) -> None:
+        """Open the exchange; that of CPUs is by functions of the compiled kernels."""
 
     @property
     def reducer(self) -> Reducer:
         """The sum within a step."""
 
     def reduce(self, sums: Tensor) -> None:
-        """Replace float32 sums by those over all ranks, in place; each rank gets the same bits."""
+        """Replace sums by those over all ranks, in place; each rank gets the same bits.
+
+        They are float32 on CPUs, and on GPUs numbers of any dtype.
+        """
 
     def gather(self, part_TP: Tensor) -> Tensor:
         """Put the parts of all ranks side by side, [T, size * P], on each of them."""
+
+    def share(self, numbers: Tensor) -> None:
+        """Replace numbers by those of rank 0, in place."""
 
     def of_all(self, numbers: list[int]) -> Tensor:
         """See World, here for the ranks of this stage."""
@@ -91,7 +97,7 @@ class Alone:
 
     rank, size, stage = 0, 1, ONLY_STAGE
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """Do nothing."""
 
     @property
@@ -103,6 +109,9 @@ class Alone:
 
     def gather(self, part_TP: Tensor) -> Tensor:
         return part_TP
+
+    def share(self, numbers: Tensor) -> None:
+        """Do nothing: they are rank 0's."""
 
     def of_all(self, numbers: list[int]) -> Tensor:
         return torch.tensor([numbers], dtype=torch.int64)

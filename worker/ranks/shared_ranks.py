@@ -52,8 +52,9 @@ class SharedRanks(GatheringRanks):
         self._library: Any = None
         self._ranks: int | None = None
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """See Ranks. Later calls do nothing: turns are counted from the first."""
+        assert library is not None
         if self._ranks is not None:
             return
         if self._world is not self:

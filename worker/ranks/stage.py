@@ -52,7 +52,7 @@ class Stage:
     inlet: HiddenReceiver | None = None
     outlet: HiddenSender | None = None
     sampled: deque[list[int]] = field(default_factory=deque)
-    """Tokens of steps: on their way out on the rank that samples, on their way in on all others."""
+    """Tokens of steps, on a rank that does not sample: they come with a later plan."""
     head_layers: float = 0.0
     """Number of layers that the output layer, which the last stage has too, counts for."""
 

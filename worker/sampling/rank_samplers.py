@@ -3,9 +3,8 @@
 Owns: the samplers of all ranks. A row whose token follows from its logits, its seed and its place alone is
 drawn by any rank of the last stage, as all of them have the logits. All others are sampled by the first of
 these, which alone has grammars, counts and reports, and which gets the tokens of the rest within the step.
-The tokens of a step go through `sampled` of the rank's stage: on their way out where they are collected, on
-their way in everywhere else (engine/core/rank_group.py). Those of a step with drafts are exchanged within it,
-since the step itself ends with how many there are.
+The other ranks find the tokens of a step in `sampled` of their stage (engine/core/stage_steps.py). Those of a
+step with drafts are exchanged within it, since the step itself ends with how many there are.
 Never: decides by anything but the plan, or the ranks would exchange different numbers.
 
 Shapes: N tokens that are sampled in a step, V vocabulary.
@@ -69,7 +68,6 @@ class LeadingSampler(Sampler):
                         result.failed[n] = states[n].failure
                     else:
                         result.token_ids[n] = token_id
-        self._ranks.stage.sampled.append(result.token_ids)
         return LaunchedSample(torch.tensor(result.token_ids, dtype=torch.int64), lambda: result)
 
     def verify(
@@ -119,7 +117,11 @@ class FollowingSampler(Sampler):
             assert len(token_ids) == len(rows), "ranks do not compute the same"
             return SampleResult(token_ids=token_ids, logprobs={}, failed={})
 
-        return LaunchedSample(torch.zeros(len(rows), dtype=torch.int64), collect)
+        return LaunchedSample(self._tokens_of(len(rows)), collect)
+
+    def _tokens_of(self, num_rows: int) -> Tensor:
+        """Return memory for the tokens of a step, [N], as its device will know them."""
+        return torch.zeros(num_rows, dtype=torch.int64)
 
     def _draw_own(self, logits_NV: Tensor, states: Sequence[SamplingRow]) -> None:
         """Draw this rank's part of a step for the first rank."""

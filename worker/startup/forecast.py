@@ -75,7 +75,7 @@ class CannotForesee(Exception):
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
     weights = loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
-    device.check_weights(weights)
+    device.check_weights(weights.on_one_of(config.num_devices))
     return weights.total
 
 
@@ -135,14 +135,14 @@ def forecast(
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
-    budget_bytes = device.foreseen_budget_bytes(num_weight_bytes)
+    budget_bytes = device.foreseen_budget_bytes(num_weight_bytes // config.num_devices)
     if is_stacked:
         budget_bytes = max(0, budget_bytes - adapter_bytes)
     size = size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=budget_bytes // config.num_ranks * config.num_nodes,
+            budget_bytes=budget_bytes // config.num_ranks_on_device * config.num_nodes,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,

@@ -13,8 +13,10 @@ from worker.cpu import cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding
 from worker.gpu import gpu_kernel_choice
+from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadStage
+from worker.ranks.ranks import is_divided
 from worker.startup.loader import LoadedModel
 from worker.worker_config import WorkerConfig
 
@@ -34,18 +36,29 @@ class KernelChoice(NamedTuple):
     """Say why no adapters are computed; empty where they are."""
     stacks_adapters: bool
     """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
+    fix_of_ranks: str
+    """The way to kernels, which ranks need."""
     why_no_draft_model: str | None = None
     """The reason why no model drafts there; None if one may."""
+    why_ranks_verify_none: str | None = None
+    """The reason why ranks verify no drafts there; None if they do."""
+    why_ranks_adapt_none: str | None = None
+    """The reason why ranks compute no adapters there; None if they do."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
-    return gpu_kernel_choice.reserve(
+    """Reserve memory for weights too that ranks bring when they are divided."""
+    found = gpu_kernel_choice.reserve(
         config,
         loaded.model,
         checkpoint_len=loaded.checkpoint_len,
         vocab_size=loaded.vocab_size,
         dtype=loaded.dtype,
     )
+    if not is_divided(loaded.ranks):
+        return found
+    num_bytes = found.buffer_bytes + bytes_of_a_rank(loaded.model, loaded.ranks.size)
+    return Reserve(found.num_graphs, num_bytes * config.num_ranks_on_device)
 
 
 _ON_CPU = KernelChoice(
@@ -55,6 +68,7 @@ _ON_CPU = KernelChoice(
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
     obstacle_to_adapters=lambda _config: "",
     stacks_adapters=False,
+    fix_of_ranks="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
 )
 _ON_GPU = KernelChoice(
     gpu_kernel_choice.foresee_kernels,
@@ -63,7 +77,10 @@ _ON_GPU = KernelChoice(
     saturating_tokens=0,
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,
+    fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_draft_model="a draft model has no passes on a GPU yet",
+    why_ranks_verify_none="ranks on GPUs verify no drafts yet",
+    why_ranks_adapt_none="adapters are not divided among GPUs yet",
 )
 
 

@@ -6,7 +6,7 @@ Never: code from the checkpoint (auto_map is not followed), pickled weights, the
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,6 +48,7 @@ from worker.checkpoint.overrides import merged
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
+from worker.devices.visiting import let_visit
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding
@@ -123,6 +124,8 @@ class LoadedModel:
     """Layers of another model that keep keys and values in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
     """Ranks that are to divide the layers. With several, weights are still pages of their files."""
+    end_visits: Callable[[], None] = lambda: None
+    """Let weights no longer visit the device for each call; for when they are there."""
 
 
 def find_kind(config: WorkerConfig) -> ModelKind:
@@ -159,7 +162,7 @@ def load_model(
     sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
     weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
-    left_bytes = device.check_weights(weights)
+    left_bytes = device.check_weights(weights.on_one_of(config.num_devices))
     _read_weights(config, folder, files, stage, left_bytes)
     with _refusing_out_of_memory(weights, device):
         stage.enter(LoadPhase.BUILDING)
@@ -169,6 +172,7 @@ def load_model(
             modules.fill(model, device.torch_device)
         if not is_divided(ranks):
             move_weights(model, device, stage)
+        end_visits = let_visit(model, device.torch_device)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = _vocab_size(model)
@@ -187,6 +191,7 @@ def load_model(
         default_sampling=sampling,
         has_experts=any(find_experts(model)),
         ranks=ranks,
+        end_visits=end_visits,
     )
 
 
@@ -235,9 +240,10 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     if config.num_ranks == config.num_stages == 1:
         return
     asked = describe_division(config)
-    if device.torch_device.type != "cpu":
+    if device.torch_device.type != "cpu" and max(config.num_stages, config.num_nodes) > 1:
         raise StartupError(
-            f"{asked} divides models on CPUs only so far", fix="add --device cpu, or use one GPU"
+            f"{asked}: stages and several machines are for CPUs only so far",
+            fix="take --tensor-parallel-size on one machine, or add --device cpu",
         )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(

@@ -102,7 +102,7 @@ def start_loaded(
     layouts, toolkit = _divide(loaded, whole_layout), _open_toolkit(config, device, loaded, stage)
     adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
-    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // ranks.size
+    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // config.num_ranks_on_device
     size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len, ranks), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
@@ -206,6 +206,7 @@ def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: Lo
     if is_divided(loaded.ranks):
         _refuse_undivided(config, check, surgery)
         move_weights(loaded.model, check.device, stage)
+        loaded.end_visits()
         stage.enter(LoadPhase.WARMING_UP)
     return surgery
 
@@ -219,11 +220,12 @@ def _open_toolkit(
         return toolkit
     if toolkit is None:
         raise StartupError(
-            f"{describe_division(config)} needs the CPU kernels, and there are none",
-            fix="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
+            f"{describe_division(config)} needs the {device.kind} kernels, and there are none",
+            fix=kernels_of(device).fix_of_ranks,
         )
     toolkit.divide_among(loaded.ranks)
     loaded.ranks.check_same("software and checkpoint", _describe_origin(config))
+    loaded.ranks.check_same("devices", device.describe())
     stage.enter(LoadPhase.MEASURING)
     return toolkit
 

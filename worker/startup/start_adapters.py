@@ -40,6 +40,11 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
             f"{_OPTIONS}: adapters on a GPU need its kernels, and there are none: {reason}",
             fix=f"leave --gpu-kernels on, add --device cpu, or {_LEFT_OUT}",
         )
+    if config.num_ranks > 1 and (lacking := kernels_of(device).why_ranks_adapt_none) is not None:
+        raise StartupError(
+            f"{_OPTIONS}: {lacking}",
+            fix=f"leave --tensor-parallel-size out, add --device cpu, or {_LEFT_OUT}",
+        )
     if kind.task is not Task.GENERATE:
         raise StartupError(
             f"{_OPTIONS}: this model is made to {kind.task.value}, and adapters are computed for models that "

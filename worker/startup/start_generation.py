@@ -47,7 +47,7 @@ def start_generating(
     if ready.toolkit is not None and ready.toolkit.runs_ahead:
         from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
-        steps, sampler = open_steps(config, ready, ready.toolkit, device, stage, grammars)
+        steps, sampler = open_steps(config, ready, device, stage, grammars, ranks)
         facts = replace(facts, runs_ahead=True)
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)

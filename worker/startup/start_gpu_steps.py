@@ -15,11 +15,12 @@ from worker.gpu.gpu_kernel_choice import num_graph_logits, step_limits
 from worker.gpu.gpu_runner import GpuSteps
 from worker.gpu.graphs import GraphSizes
 from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
+from worker.gpu.sampling.gpu_rank_samplers import GpuFollowingSampler, GpuLeadingSampler
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.gpu.step_buffers import StepBuffers
 from worker.gpu.triton_adapters import AdaptedGpuLinear, GpuStepAdapters
-from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
+from worker.ranks.ranks import Ranks, is_divided, samples
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import RowSampler
 from worker.startup.ready_model import ReadyModel
@@ -41,22 +42,21 @@ def adapters_by_triton(
 def open_steps(
     config: WorkerConfig,
     ready: ReadyModel[ModelRunner],
-    toolkit: Toolkit,
     device: Device,
     stage: LoadStage,
     grammars: Grammars,
+    ranks: Ranks,
 ) -> tuple[StepRunner, RowSampler]:
     """Make the runner of steps, with graphs unless they are off, and the sampler. Raises StartupError."""
-    facts = ready.facts
+    facts, toolkit = ready.facts, ready.toolkit
+    assert toolkit is not None
     limits = step_limits(config, facts.max_model_len, facts.block_size)
     sizes = GraphSizes(limits, facts.max_model_len)
     dtype: torch.dtype = getattr(torch, facts.dtype)
     try:
         logits = device.zeros(num_graph_logits(config, sizes, facts.vocab_size), dtype)
         buffers = StepBuffers(device, limits)
-        sampler = GpuSampler(
-            vocab_size=facts.vocab_size, max_num_seqs=limits.num_sequences, device=device, grammars=grammars
-        )
+        sampler = _open_sampler(facts.vocab_size, limits.num_sequences, device, grammars, ranks)
         with toolkit.refusing_kernels():
             sampler.warm_up(dtype)
     except torch.OutOfMemoryError as error:
@@ -69,8 +69,19 @@ def open_steps(
     # The toolkit of a GPU made it.
     backend = cast("PagedAttention", ready.backend)
     with toolkit.refusing_kernels():
-        steps = GpuSteps(ready.runner, backend, device, buffers, sampler, logits_NV)
+        steps = GpuSteps(ready.runner, backend, device, buffers, sampler, ranks)
     if not config.enforce_eager:
         stage.enter(LoadPhase.CAPTURING)
-        steps.capture(sizes)
+        steps.capture(sizes, logits_NV)
     return steps, sampler
+
+
+def _open_sampler(
+    vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars, ranks: Ranks
+) -> GpuSampler | GpuFollowingSampler:
+    if not samples(ranks):
+        return GpuFollowingSampler(
+            vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, ranks=ranks
+        )
+    kind = GpuLeadingSampler if is_divided(ranks) else GpuSampler
+    return kind(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars)

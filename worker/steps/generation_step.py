@@ -248,6 +248,7 @@ class _PendingStep:
         self._known = known
         self._steps = steps
         self._output: ModelRunnerOutput | None = None
+        self.sampled: list[int] = []
         self.expected = steps.rows.expect_tokens(inputs.rows)
 
     def result(self) -> ModelRunnerOutput:
@@ -262,6 +263,7 @@ class _PendingStep:
 
     def _collect(self) -> ModelRunnerOutput:
         result = self._sample.result()
+        self.sampled = result.token_ids
         self._steps.learn(self, result.token_ids)
         if not (result.failed or result.logprobs or self._known.failures):
             tokens = dict(zip(self._sequence_ids, zip(result.token_ids, strict=True), strict=True))

@@ -6,7 +6,7 @@ Never: computes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,6 +22,10 @@ Result = TypeVar("Result")
 
 class LaunchedStep(Protocol):
     """A step that the device was asked for."""
+
+    @property
+    def sampled(self) -> list[int]:
+        """Tokens that it sampled, once there is a result: for ranks that do not sample, in their order."""
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. Call in the order of the launches; a second call returns the same."""
@@ -51,6 +55,7 @@ class ComputedStep:
     """A LaunchedStep that has nothing left to wait for."""
 
     output: ModelRunnerOutput
+    sampled: list[int] = field(default_factory=list)
 
     def result(self) -> ModelRunnerOutput:
         """See LaunchedStep."""

@@ -116,7 +116,7 @@ def test_experts_that_declare_their_layout_are_replaced_and_answer_the_same(name
     token_ids = torch.randint(3, 300, (1, 5))
     with torch.inference_mode():
         expected = model(input_ids=token_ids, use_cache=False).logits
-        done = replace_experts(model, TritonExperts)
+        done = replace_experts(model, TritonExperts, torch.device("cpu"))
         found = model(input_ids=token_ids, use_cache=False).logits
     assert (done.num_replaced, done.num_found, dict(done.reasons)) == (3, 3, {})
     assert sum(isinstance(module, TritonExperts) for module in model.modules()) == 3
@@ -137,7 +137,7 @@ def test_experts_that_compute_something_else_stay_as_they_are():
             parameter.normal_(0.0, 0.3)
     for _, module in find_experts(model):
         module.forward = lambda *inputs, computed=module.forward: computed(*inputs) * 1.01
-    (reason,) = replace_experts(model, TritonExperts).reasons
+    (reason,) = replace_experts(model, TritonExperts, torch.device("cpu")).reasons
     assert "experts compute something else" in reason
 
 
@@ -146,7 +146,7 @@ def test_a_gate_that_nobody_knows_stays_as_it_is():
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     for _, module in find_experts(model):
         module.act_fn = torch.nn.ReLU()
-    done = replace_experts(model, TritonExperts)
+    done = replace_experts(model, TritonExperts, torch.device("cpu"))
     assert done.num_replaced == 0
     assert dict(done.reasons) == {"its experts have a gate of their own": 3}
 

@@ -19,6 +19,7 @@ from worker.gpu.kernels.input_fill import fill_unknown_tokens
 from worker.gpu.step_buffers import BatchSizes, Limits
 from worker.memory_sizes import cuda_budget_bytes, graph_bytes
 from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 LIMITS = Limits(num_tokens=2048, num_sequences=40, num_blocks=9, block_size=4)
 
@@ -156,7 +157,7 @@ def doubling(numbers: torch.Tensor, results: torch.Tensor) -> Callable[[BatchSiz
 def test_a_graph_computes_on_what_stands_in_memory_by_then(device: InterpretedGpu) -> None:
     numbers, results = torch.zeros(4), torch.zeros(4)
     sizes = GraphSizes(Limits(8, 4, 9, 4), max_model_len=36)
-    graphs = capture_all(sizes, doubling(numbers, results), device)
+    graphs = capture_all(sizes, doubling(numbers, results), device, must_have_all=False)
     assert len(graphs) == len(sizes) == 3
     numbers.copy_(torch.arange(4.0))
     found = graphs.find(step_of([1, 1]))
@@ -201,10 +202,12 @@ def test_a_step_that_waits_for_the_device_is_not_captured_and_the_log_says_so(
     with pytest.raises(WaitsForDevice):
         device.capture(lambda: wait(numbers))
     with caplog.at_level(logging.WARNING):
-        graphs = capture_all(sizes, lambda _: lambda: wait(numbers), device)
+        graphs = capture_all(sizes, lambda _: lambda: wait(numbers), device, must_have_all=False)
     assert len(graphs) == 0
     assert "cannot be captured" in caplog.text
     assert size_for(graphs, step_of([1])) is None
+    with pytest.raises(StartupError, match="3 CUDA graphs are missing that all ranks need"):
+        capture_all(sizes, lambda _: lambda: wait(numbers), device, must_have_all=True)
 
 
 def test_where_memory_runs_out_smaller_steps_take_a_larger_ones_graph(
@@ -220,10 +223,12 @@ def test_where_memory_runs_out_smaller_steps_take_a_larger_ones_graph(
     monkeypatch.setattr(device, "capture", twice)
     monkeypatch.setattr(device, "release_cached_memory", lambda: released.append(True))
     sizes = GraphSizes(Limits(8, 8, 9, 4), max_model_len=36)
-    graphs = capture_all(sizes, doubling(torch.zeros(8), torch.zeros(8)), device)
+    graphs = capture_all(sizes, doubling(torch.zeros(8), torch.zeros(8)), device, must_have_all=False)
     assert [size_for(graphs, step_of([1] * count)) for count in (1, 4, 5, 8)] == [4, 4, 8, 8]
     assert released
     assert "memory ran out" in caplog.text
+    with pytest.raises(StartupError, match="CUDA graphs are missing that all ranks need: memory ran out"):
+        capture_all(sizes, doubling(torch.zeros(8), torch.zeros(8)), device, must_have_all=True)
 
 
 def test_the_pulse_grows_by_the_layers_of_each_replay() -> None:

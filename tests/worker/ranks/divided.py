@@ -14,7 +14,7 @@ import msgspec
 
 from engine.core.loop import Launched
 from engine.core.rank_group import RankAdapters
-from engine.core.stage_steps import StageSteps, take_sampled
+from engine.core.stage_steps import LedStep, StageSteps
 from engine.nodes.rank_plans import RankStep, ResultsIn, encode_plan
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.worker.ranks.follower import GLOO, Order, open_ranks_of, send
@@ -32,7 +32,9 @@ SIZES = {TWO_SHARDS: (1, 2), TWO_STAGES: (2, 1), GRID: (2, 2), GLOO: (1, 2)}
 class RankProcesses:
     """The other ranks of all divisions; each process is started when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *command: str) -> None:
+        """Let the other ranks run a module, with arguments of its own before theirs."""
+        self._command = command or ("tests.worker.ranks.follower",)
         self._directory = tempfile.TemporaryDirectory()
         self.folder = Path(self._directory.name)
         self._places = {name: make_places(*size) for name, size in SIZES.items()}
@@ -62,9 +64,10 @@ class RankProcesses:
         """Note that all ranks wait for another model."""
         self._user = None
 
-    def ranks_of(self, division: str) -> Ranks:
+    def ranks_of(self, order: Order) -> Ranks:
+        division = order.division
         if division not in self._ranks:
-            self._ranks[division] = open_ranks_of(division, self._places[division][0], self.folder)
+            self._ranks[division] = open_ranks_of(order, self._places[division][0], self.folder)
         return self._ranks[division]
 
     def results_of(self, division: str) -> ResultsIn:
@@ -94,7 +97,7 @@ class RankProcesses:
         }
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.worker.ranks.follower"),
+                *(sys.executable, "-m", *self._command),
                 *(msgspec.json.encode(own).decode(), str(self.folder)),
             ],
             cwd=ROOT,
@@ -119,7 +122,7 @@ class DividedWorker:
 
     def load(self, config: WorkerConfig) -> ModelFacts:
         self._processes.begin(self, config)
-        self._ranks = self._processes.ranks_of(self.division)
+        self._ranks = self._processes.ranks_of(Order(self.division, config))
         self._worker = None
         worker = Worker(config, ranks=self._ranks)
         try:
@@ -144,9 +147,7 @@ class DividedWorker:
         sampled, self._sampled = self._sampled, []
         self._send(encode_plan(RankStep(plan, sampled)))
         if self._ranks.stage.is_last:
-            launched = self._worker.launch(plan)
-            self._sampled.append(take_sampled(self._ranks.stage))
-            return launched
+            return LedStep(self._worker.launch(plan), lambda token_ids: self._sampled.append(token_ids))
         self._steps.launch(plan)
         return _Collected(self._collect)
 

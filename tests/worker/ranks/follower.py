@@ -15,9 +15,9 @@ from engine.core.rank_process import change_adapters
 from engine.core.stage_steps import StageSteps, compute_last
 from engine.nodes.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from tests.worker.ranks.gloo_ranks import GlooRanks
+from worker.ranks import opening
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import Ranks
-from worker.ranks.shared_ranks import open_ranks
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
@@ -43,9 +43,9 @@ def _messages(pipe: BinaryIO) -> Iterator[bytes]:
         yield pipe.read(int.from_bytes(length, "big"))
 
 
-def open_ranks_of(division: str, place: RankPlace, folder: Path) -> Ranks:
-    if division != GLOO:
-        return open_ranks(place)
+def open_ranks_of(order: Order, place: RankPlace, folder: Path) -> Ranks:
+    if order.division != GLOO:
+        return opening.open_ranks_of(order.config, place, folder)
     return GlooRanks(folder / "store", rank=place.shard, size=place.num_shards)
 
 
@@ -54,9 +54,9 @@ def follow(places: dict[str, RankPlace], folder: Path) -> None:
     outlets: dict[str, ResultsOut] = {}
     messages = _messages(sys.stdin.buffer)
     for message in messages:
-        division, config = msgspec.json.decode(message, type=Order)
+        division, config = order = msgspec.json.decode(message, type=Order)
         if division not in opened:
-            opened[division] = open_ranks_of(division, places[division], folder)
+            opened[division] = open_ranks_of(order, places[division], folder)
             if places[division].is_reporting:
                 outlets[division] = ResultsOut(folder / division)
         worker = Worker(config, ranks=opened[division])
@@ -75,7 +75,7 @@ def carry_out(worker: Worker, ranks: Ranks, results: ResultsOut | None, messages
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
         elif results is not None:
-            results.send(StageResult(*compute_last(worker, ranks.stage, step.plan)))
+            results.send(StageResult(*compute_last(worker, step.plan)))
         else:
             for token_ids in step.sampled:
                 steps.learn(token_ids)

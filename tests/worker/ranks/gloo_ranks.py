@@ -28,12 +28,11 @@ class GlooRanks(SharedRanks):
         self._world = self
         self._ranks = None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=_TIMEOUT
-        )
+        # Not the process's own group, which is that of ranks on GPUs.
+        self._group = dist.ProcessGroupGloo(dist.FileStore(str(store), size), rank, size, _TIMEOUT)
         self._function = _Reduce(self._reduce_at)
 
-    def join(self, library: Path) -> None:
+    def join(self, library: Path | None) -> None:
         """See Ranks."""
 
     @property
@@ -45,7 +44,7 @@ class GlooRanks(SharedRanks):
     def reduce(self, sums: Tensor) -> None:
         """See Ranks."""
         if sums.numel():
-            dist.all_reduce(sums)
+            self._group.allreduce([sums]).wait()
 
     def _reduce_at(self, _context: int | None, address: int, count: int) -> None:
         numbers = (ctypes.c_float * count).from_address(address)
@@ -54,5 +53,5 @@ class GlooRanks(SharedRanks):
     def _gather(self, own: Tensor, whole: Tensor) -> None:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         if own.numel():
-            dist.all_gather(parts, own)
+            self._group.allgather([parts], [own]).wait()
         torch.cat(parts, dim=1, out=whole.view(len(own), self.size * own.shape[1]))

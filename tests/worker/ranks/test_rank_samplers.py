@@ -64,7 +64,7 @@ def sampled(
     for logits_NV in steps:
         pending = sampler.begin(logits_NV, range(len(logits_NV)))
         if ranks is not None and ranks.rank == 0:
-            ranks.broadcast(ranks.stage.sampled.popleft())
+            ranks.broadcast(pending.result().token_ids)
         elif ranks is not None:
             ranks.stage.sampled.append(ranks.broadcast([0] * len(logits_NV)))
         found.append(pending.result())

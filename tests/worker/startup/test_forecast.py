@@ -219,6 +219,18 @@ def test_ranks_are_told_what_each_has_of_weights_and_heads(tiny_model: Path) -> 
     assert "its 2 KV heads cannot be divided by 3" in last.what
 
 
+def test_ranks_with_a_gpu_each_have_its_memory_to_themselves(tiny_model: Path) -> None:
+    """A cache for twice as many tokens, since each has half of the heads."""
+    found = []
+    for device, num_ranks in (("cuda", 1), ("cuda", 2), ("cuda:0", 2)):
+        config = config_of(tiny_model, device=device, num_ranks=num_ranks)
+        kind, stand_in = find_kind(config), StandInGpu(config)
+        found.append(forecast(config, kind, stand_in, weight_bytes(config, kind, stand_in)).size.num_blocks)
+    alone, own, shared = found
+    assert 2 * alone <= own <= 2 * alone + 2
+    assert alone - 1 <= shared <= alone + 1
+
+
 def test_more_engines_than_the_memory_holds_are_a_fault(tiny_model: Path) -> None:
     found = list(survey(config_of(tiny_model, num_engines=10**7)))
     assert [each.verdict for each in found if each.topic == "memory"] == [Verdict.FAULT]

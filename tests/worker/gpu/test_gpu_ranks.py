@@ -1,0 +1,152 @@
+"""Ranks on GPUs: tokens of one process on a CPU, with sums through the host and with sums within graphs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoints import make_checkpoint
+from tests.worker.conftest import BLOCK_SIZE, load_worker
+from tests.worker.gpu import test_gpu_worker as whole
+from tests.worker.gpu.ahead import AheadDriver
+from tests.worker.gpu.gpu_ranks import OWN, SHARED, two_ranks
+from tests.worker.gpu.interpreted_gpu import HAS_GPU
+from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
+from tests.worker.ranks.divided import DividedWorker
+from worker.devices.visiting import let_visit, staying_on
+from worker.model.layer_shards import bytes_of_a_rank
+from worker.ranks.device_ranks import DeviceRanks, device_of_rank
+from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
+from worker.worker_errors import StartupError
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")
+NUM_NUMBERS = 1000
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("gpu_ranks")
+    return {
+        family: make_checkpoint(family, root / family, num_hidden_layers=1)
+        for family in ("llama", "qwen3_moe")
+    }
+
+
+def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
+    settings = {**whole.SETTINGS, "device": device, "num_ranks": 2, **options}
+    return WorkerConfig(model_path=str(folder), **settings)
+
+
+def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(folders: dict[str, Path]) -> None:
+    expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
+    with two_ranks(SHARED, seed=None) as (_, divided):
+        facts = divided.load(config_of(folders["qwen3_moe"], SHARED, enforce_eager=True))
+        assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
+        assert served_by(divided) == expected
+
+
+def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
+    expected = whole.expected_from(load_worker(folders["llama"], swap_space_bytes=1 << 20)[0])
+    with two_ranks(OWN, seed=1) as (cuda, divided):
+        config = config_of(folders["llama"], OWN)
+        divided.load(config)
+        assert served_by(divided) == expected
+        assert divided._worker is not None
+        assert whole.steps_of(divided._worker)._num_replayed == 7
+        with gathering_beside_graphs(cuda), pytest.raises(StartupError, match="CUDA graphs are missing"):
+            divided.load(config)
+
+
+def served_by(divided: DividedWorker) -> dict[str, list[int]]:
+    """Tokens in chunks, with a shared prefix, preempted and swapped, with two steps in flight."""
+    driver = AheadDriver(divided, BLOCK_SIZE, depth=2)  # type: ignore[arg-type]
+    tokens = whole.serve(driver)
+    driver.release_all()
+    return tokens
+
+
+@contextmanager
+def gathering_beside_graphs(cuda: LazyCuda) -> Iterator[None]:
+    """Let rank 0 leave the logits of the other out of its graphs."""
+    gather = DeviceRanks.gather
+
+    def once(ranks: DeviceRanks, part_TP: torch.Tensor) -> torch.Tensor:
+        if cuda.driver.stream_id in cuda.driver.captures:
+            return torch.cat([part_TP] * ranks.size, dim=1)
+        return gather(ranks, part_TP)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceRanks, "gather", once)
+        yield
+
+
+def test_weights_of_the_host_visit_the_device_module_by_module() -> None:
+    with LazyCuda() as cuda:
+        torch.cuda.set_device(DEVICE)
+        layers = [nn.Linear(NUM_NUMBERS, NUM_NUMBERS, bias=False) for _ in range(3)]
+        model = nn.Sequential(*layers, layers[0]).requires_grad_(False)
+        x = torch.ones(1, NUM_NUMBERS)
+        on_host = model(x)
+        end = let_visit(model, DEVICE)
+        cuda.driver.reset_peak(DEVICE.index)
+        for _ in range(2):
+            with torch.inference_mode():
+                found = model(x.to(DEVICE))
+            assert torch.allclose(found.cpu(), on_host, atol=1e-5)
+        assert all(each.weight.device.type == "cpu" for each in layers)
+        peak = torch.cuda.max_memory_allocated(DEVICE)
+        assert 4 * NUM_NUMBERS**2 <= peak < 8 * NUM_NUMBERS**2, "one layer at a time"
+        with staying_on(DEVICE, model):
+            assert all(each.weight.device == DEVICE for each in layers)
+        end()
+        assert torch.equal(model(x), on_host)
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "own"),
+    [("cuda", 1, "cuda:1"), ("cuda:3", 1, "cuda:3"), ("cpu", 1, "cpu")],
+)
+def test_each_rank_has_a_device(device: str, rank: int, own: str) -> None:
+    assert device_of_rank(WorkerConfig(model_path="", device=device, num_ranks=2), rank) == own
+
+
+def test_a_model_alone_has_the_first_gpu() -> None:
+    assert device_of_rank(WorkerConfig(model_path="", device="cuda"), 0) == "cuda"
+
+
+def test_what_a_rank_will_weigh_is_known_before_it_is_divided(folders: dict[str, Path]) -> None:
+    """Keys and values have a head on each rank at least, and norms are whole."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    sizes = {name: each.nbytes for name, each in model.named_parameters()}
+    num_heads = model.config.num_key_value_heads
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    heads = sum(size for name, size in sizes.items() if "k_proj" in name or "v_proj" in name)
+    size = 4 * num_heads
+    others = sum(sizes.values()) - norms - heads
+    assert bytes_of_a_rank(model, size) == pytest.approx(norms + heads / num_heads + others / size, abs=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (
+            {"speculation": SpeculationConfig(method=DraftMethod.NGRAM)},
+            "ranks on GPUs verify no drafts yet",
+        ),
+        (
+            {"adapter_limits": AdapterLimits(max_in_step=1, max_in_memory=1)},
+            "adapters are not divided among GPUs yet",
+        ),
+    ],
+)
+def test_what_ranks_on_gpus_do_not_compute_is_refused_by_name(
+    folders: dict[str, Path], options: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(StartupError, match=refusal):
+        whole.load_gpu(folders["llama"], num_ranks=2, **options)

@@ -1,0 +1,22 @@
+"""The choice of the exchange between ranks: memory of the host, links of other nodes, or GPUs.
+
+Owns: the choice.
+Never: opens a device.
+"""
+
+from pathlib import Path
+
+from worker.ranks.device_ranks import DeviceRanks
+from worker.ranks.rank_places import RankPlace
+from worker.ranks.ranks import Ranks
+from worker.ranks.shared_ranks import Links, open_ranks
+from worker.worker_config import WorkerConfig
+
+
+def open_ranks_of(
+    config: WorkerConfig, place: RankPlace, directory: Path, links: Links | None = None
+) -> Ranks:
+    """Open the exchange of one rank; `directory` is that of its engine alone."""
+    if config.device.startswith("cuda") and config.num_stages == config.num_nodes == 1:
+        return DeviceRanks(directory, config, rank=place.rank)
+    return open_ranks(place, links)
