@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu import test_gpu_worker as whole
 from tests.worker.gpu.ahead import AheadDriver
@@ -41,12 +42,19 @@ def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
     return WorkerConfig(model_path=str(folder), **settings)
 
 
-def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(folders: dict[str, Path]) -> None:
-    expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
+def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A mixture, and a checkpoint of codes."""
+    mixture, (codes, _) = folders["qwen3_moe"], write_quantized("llama", "awq", tmp_path)
+    expected = [
+        whole.expected_from(load_worker(folder, swap_space_bytes=1 << 20)[0]) for folder in (mixture, codes)
+    ]
     with two_ranks(SHARED, seed=None) as (_, divided):
-        facts = divided.load(config_of(folders["qwen3_moe"], SHARED, enforce_eager=True))
-        assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
-        assert served_by(divided) == expected
+        for folder, tokens in zip((mixture, codes), expected, strict=True):
+            facts = divided.load(config_of(folder, SHARED, enforce_eager=True))
+            assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
+            assert served_by(divided) == tokens
 
 
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
