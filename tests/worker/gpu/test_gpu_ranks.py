@@ -43,7 +43,7 @@ def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
 
 
 def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -> None:
-    """Of a checkpoint of codes."""
+    """A checkpoint of codes, with sums through the host."""
     folder, _ = write_quantized("llama", "awq", tmp_path)
     expected = whole.expected_from(load_worker(folder, swap_space_bytes=1 << 20)[0])
     with two_ranks(SHARED, seed=None) as (_, divided):
@@ -53,7 +53,7 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
 
 
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
-    """Those of a mixture's experts too."""
+    """Sums of experts too."""
     expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
     with two_ranks(OWN, seed=1) as (cuda, divided):
         config = config_of(folders["qwen3_moe"], OWN)
