@@ -34,7 +34,7 @@ class _Block:
         for number in range(pid, pid + len(_BLOCKS)):
             start = _BLOCKS[number % len(_BLOCKS)]
             with contextlib.suppress(OSError):
-                self._guard = _bound(start)
+                self._guard = _bound(start).detach()  # for good: nothing closes it before the end
                 break
         else:
             raise OSError(f"all ports from {_BLOCKS.start} to {_BLOCKS.stop} belong to other processes")

@@ -14,9 +14,8 @@ from tests.e2e.serving import RunningServer, running_server
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A short context: a request that names no limit of tokens ends soon."""
-    with running_server(
-        tmp_path_factory.mktemp("schemathesis"), "--enable-admin", "--max-model-len", "128"
-    ) as server:
+    options = ("--enable-admin", "--max-model-len", "64", "--num-threads", "1")
+    with running_server(tmp_path_factory.mktemp("schemathesis"), *options) as server:
         yield server
 
 

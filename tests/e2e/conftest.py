@@ -11,6 +11,13 @@ CROWDED = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-se
 
 
 @pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The built-in model with nothing set."""
+    with running_server(tmp_path_factory.mktemp("demo")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def crowded_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Room for a few sequences only: whoever sends many gets preemptions."""
     with running_server(tmp_path_factory.mktemp("crowded"), str(tiny_model), *CROWDED) as server:

@@ -17,12 +17,6 @@ REPEATING = "one two three four one two three four one two three four one two"
 
 
 @pytest.fixture(scope="module")
-def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("plain")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trace") / "steps.jsonl"
 
@@ -50,10 +44,10 @@ def post(server: RunningServer, path: str, **body: object) -> dict:
     ],
 )
 def test_completions_are_those_of_a_server_without_drafts(
-    plain_server: RunningServer, ngram_server: RunningServer, fields: dict[str, object]
+    demo_server: RunningServer, ngram_server: RunningServer, fields: dict[str, object]
 ) -> None:
     asked = {"prompt": REPEATING, "max_tokens": 60, "ignore_eos": True, **fields}
-    expected = post(plain_server, "/v1/completions", **asked)
+    expected = post(demo_server, "/v1/completions", **asked)
     found = post(ngram_server, "/v1/completions", **asked)
     assert found["choices"] == expected["choices"]
     assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
@@ -73,28 +67,28 @@ def test_drafts_are_counted_under_both_names_and_the_trace_says_why(
     assert any(each["num_chosen"] for each in said)
 
 
-def test_a_prediction_changes_no_text_and_usage_says_how_much_of_it_held(plain_server: RunningServer) -> None:
+def test_a_prediction_changes_no_text_and_usage_says_how_much_of_it_held(demo_server: RunningServer) -> None:
     asked = {
         "messages": [{"role": "user", "content": "Tell me a story."}],
         "max_tokens": 100,
         "temperature": 0,
         "ignore_eos": True,
     }
-    expected = post(plain_server, "/v1/chat/completions", **asked)
+    expected = post(demo_server, "/v1/chat/completions", **asked)
     text = expected["choices"][0]["message"]["content"]
     prediction = {"type": "content", "content": text}
-    found = post(plain_server, "/v1/chat/completions", **asked, prediction=prediction)
+    found = post(demo_server, "/v1/chat/completions", **asked, prediction=prediction)
     assert found["choices"] == expected["choices"]
     assert "completion_tokens_details" not in expected["usage"]
     details = found["usage"]["completion_tokens_details"]
     assert 0 < details["accepted_prediction_tokens"] <= 100
     assert details["rejected_prediction_tokens"] >= 0
     wrong = {"type": "content", "content": [{"type": "text", "text": "Nothing of the kind. " * 20}]}
-    found = post(plain_server, "/v1/chat/completions", **asked, prediction=wrong)
+    found = post(demo_server, "/v1/chat/completions", **asked, prediction=wrong)
     assert found["choices"] == expected["choices"]
 
 
-def test_a_draft_model_changes_no_text_and_is_tried(plain_server: RunningServer, tmp_path: Path) -> None:
+def test_a_draft_model_changes_no_text_and_is_tried(demo_server: RunningServer, tmp_path: Path) -> None:
     asked = {
         "prompt": "Once upon a time",
         "max_tokens": 200,
@@ -102,7 +96,7 @@ def test_a_draft_model_changes_no_text_and_is_tried(plain_server: RunningServer,
         "seed": 5,
         "ignore_eos": True,
     }
-    expected = post(plain_server, "/v1/completions", **asked)
+    expected = post(demo_server, "/v1/completions", **asked)
     draft = write_draft(tmp_path / "one", DEMO_MODEL, num_layers=1)
     with running_server(tmp_path, "--speculative-model", str(draft)) as server:
         assert post(server, "/v1/completions", **asked)["choices"] == expected["choices"]
@@ -115,13 +109,13 @@ def test_a_draft_model_changes_no_text_and_is_tried(plain_server: RunningServer,
 
 
 def test_two_engines_with_drafts_answer_as_one_without(
-    plain_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+    demo_server: RunningServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     asked = [
         {"prompt": f"{number} {REPEATING}", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
         for number in range(4)
     ]
-    expected = [post(plain_server, "/v1/completions", **each)["choices"] for each in asked]
+    expected = [post(demo_server, "/v1/completions", **each)["choices"] for each in asked]
     traces = tmp_path_factory.mktemp("two") / "steps.jsonl"
     options = (
         *("--speculative-config", NGRAM.replace("ngram", "suffix"), "--trace-steps", str(traces)),

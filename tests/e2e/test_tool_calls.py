@@ -36,16 +36,10 @@ WEATHER = openai.pydantic_function_tool(GetWeather)
 DRAW = openai.pydantic_function_tool(Draw)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("demo")) as server:
-        yield server
-
-
 @pytest.fixture
-async def sdk(server: RunningServer) -> AsyncIterator[openai.AsyncOpenAI]:
+async def sdk(demo_server: RunningServer) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60
     ) as client:
         yield client
 

@@ -9,12 +9,13 @@ from typing import NamedTuple, TypeVar
 import pytest
 import torch
 
+from campaigns.servers.free_ports import free_port
 from engine.nodes import links as links_module
 from engine.nodes.link_address import LinkAddress, write_link
 from engine.nodes.links import Links
 from engine.nodes.node_agent import address_of
 from engine.options.engine_split import fits_nodes
-from tests.engine.nodes.test_switchboard import KEY, First, free_port
+from tests.engine.nodes.test_switchboard import KEY, First
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.ranks.linked_ranks import LinkedRanks
 from worker.ranks.rank_places import make_places
