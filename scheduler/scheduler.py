@@ -344,7 +344,7 @@ class Scheduler:
             return False
         known.append(token_id)
         if self._has_accounts:
-            self._queues.charge(seq.tenant, GENERATED_TOKEN_COST)
+            self._queues.charge(seq, GENERATED_TOKEN_COST)
         if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
             self._settle(seq, 0)
         of_client = self._outputs.get(seq.client_index)
@@ -375,7 +375,7 @@ class Scheduler:
         elif len(token_ids) > 1:  # tokens accepted behind the end are dropped
             token_ids, logprobs = token_ids[: num_known - num_before], logprobs[: num_known - num_before]
         if self._has_accounts:
-            self._queues.charge(seq.tenant, GENERATED_TOKEN_COST * len(token_ids))
+            self._queues.charge(seq, GENERATED_TOKEN_COST * len(token_ids))
         start, seq.pending_start = seq.pending_start, None
         prompt_logprobs = self._new_prompt_logprobs(seq, share, result) if result.prompt_logprobs else ()
         num_preemptions = seq.num_preemptions

@@ -1,15 +1,77 @@
 """Service of tenants: virtual token counters, in the scheduler and in the line before several engines.
 
-Owns: the service that each tenant had, and the cost of a token.
+Owns: the service that each tenant had, at each level of priority, and the cost of a token.
 Never: orders requests (queues/fairness.py, routing/call_line.py).
 Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024).
 """
 
+from collections import Counter
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Protocol
 
 PROMPT_TOKEN_COST = 1.0
 GENERATED_TOKEN_COST = 2.0
 _MAX_IDLE_COUNTERS = 1000
+
+
+class Account(Protocol):
+    """A request, to a tenant's account at its level of priority."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def priority(self) -> int: ...
+
+
+class TenantAccounts:
+    """A ledger for each level of priority, while requests of it are unfinished.
+
+    Service at one level is none at another: a tenant's urgent requests would else keep its others waiting,
+    as long as there are any.
+    """
+
+    def __init__(self, weights: dict[str, float], level: Callable[[int], int]) -> None:
+        """`level` is that of a priority."""
+        self._weights = weights
+        self._level = level
+        self._ledgers: dict[int, TenantLedger] = {}
+
+    def at(self, level: int) -> "TenantLedger":
+        """Return the ledger of a level at which a request is unfinished."""
+        return self._ledgers[level]
+
+    def service(self, account: Account) -> float:
+        """See TenantLedger."""
+        return self._ledgers[self._level(account.priority)].service(account.tenant)
+
+    def join(self, account: Account) -> None:
+        """See TenantLedger."""
+        level = self._level(account.priority)
+        if level not in self._ledgers:
+            self._ledgers[level] = TenantLedger(self._weights)
+        self._ledgers[level].join(account.tenant)
+
+    def leave(self, account: Account) -> None:
+        """See TenantLedger."""
+        level = self._level(account.priority)
+        ledger = self._ledgers[level]
+        ledger.leave(account.tenant)
+        if ledger.is_idle:
+            del self._ledgers[level]
+
+    def charge(self, account: Account, cost: float) -> None:
+        """Count service."""
+        self._ledgers[self._level(account.priority)].charge(account.tenant, cost)
+
+    @property
+    def tenants(self) -> dict[str, float]:
+        """Service by tenant, of all levels."""
+        together: Counter[str] = Counter()
+        for ledger in self._ledgers.values():
+            together.update(ledger.tenants)
+        return dict(together)
 
 
 class TenantLedger:
@@ -48,6 +110,11 @@ class TenantLedger:
                 self._least.clear()
             elif len(self._service) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
                 self._forget_the_idle()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is unfinished."""
+        return not self._num_unfinished
 
     def charge(self, tenant: str, cost: float) -> None:
         self._service[tenant] += cost / self._weights.get(tenant, 1.0)

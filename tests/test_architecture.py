@@ -83,6 +83,27 @@ FORBIDDEN_IN_SCHEDULER = {
     "logging",
     "datetime",
 }
+# These write the time of day for others to read. A deadline or a duration by it would jump with it.
+READS_TIME_OF_DAY = {
+    *(
+        "engine/adapters/adapter_metrics.py",
+        "engine/adapters/adapter_registry.py",
+        "engine/frontend/client.py",
+    ),
+    *("engine/journal.py", "engine/reports/kv_publisher.py", "engine/text/chat_template.py"),
+    *("server/generate/answering.py", "server/http/request_log.py", "server/ollama/ollama_endpoints.py"),
+    *("server/responses/response_making.py", "server/responses/responses.py", "server/state/state_desk.py"),
+}
+TIMES_OF_DAY = {
+    "time.time",
+    "time.time_ns",
+    "datetime.now",
+    "datetime.utcnow",
+    "datetime.today",
+    "date.today",
+}
+# By these a process group would listen on all addresses of the machine; a file is in a folder of the user's.
+OPEN_STORES = {"TCPStore", "init_method", "PrefixStore"}
 FORBIDDEN_ANYWHERE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 FORBIDDEN_WEB_IN_ENGINE = {"fastapi", "starlette", "uvicorn"}
 
@@ -104,6 +125,15 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield node.lineno, node.module or ""
+
+
+def clock_faults(source: str, file: str) -> list[str]:
+    """Every place that reads the time of day, in a file that has no reason to."""
+    if file in READS_TIME_OF_DAY:
+        return []
+    places = [node for node in nodes_of(source) if isinstance(node, ast.Attribute)]
+    read = [(node.lineno, ast.unparse(node)) for node in places]
+    return [f"{file}:{line}: {name}" for line, name in read if name in TIMES_OF_DAY]
 
 
 def import_faults(source: str, file: str) -> list[str]:
@@ -346,3 +376,23 @@ def folder_of(module: str) -> Path:
 def test_the_engine_process_loads_nothing_of_the_server() -> None:
     loaded = loaded_by("import engine.core.process")
     assert not [name for name in loaded if name.startswith(("server", "engine.frontend", "bench"))]
+
+
+def test_deadlines_and_durations_are_by_clocks_that_do_not_jump() -> None:
+    sources = [
+        (path.read_text(), path.relative_to(ROOT).as_posix())
+        for path in python_files("server", "engine", "scheduler", "worker")
+    ]
+    assert not [fault for each in sources for fault in clock_faults(*each)]
+    assert clock_faults("import time\nbegan = time.time()", "engine/core/loop.py")
+    assert {file for source, file in sources if file in READS_TIME_OF_DAY} == READS_TIME_OF_DAY
+
+
+def test_no_process_group_meets_at_an_open_port() -> None:
+    def faults(source: str) -> set[str]:
+        names = {node.attr for node in nodes_of(source) if isinstance(node, ast.Attribute)}
+        words = {node.arg for node in nodes_of(source) if isinstance(node, ast.keyword)}
+        return OPEN_STORES & (names | words)
+
+    assert not [path for path in python_files("engine", "worker") if faults(path.read_text())]
+    assert faults("dist.init_process_group('nccl', init_method='env://')")

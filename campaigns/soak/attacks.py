@@ -27,12 +27,13 @@ _RIGHT_STATUSES = frozenset({200, 400, 408, 413, 429})
 _NO_ENGINE_STATUSES = frozenset({500, 503})
 _NUM_SILENT, _SILENT_S = 300, 5.0
 _LEAST_REST_S = 0.05
-_STANDS_STILL_S = 1.0
+_STANDS_STILL_EVERY_S, _STANDS_STILL_S = 20.0, 1.0
 _PROBE_EVERY_S = 0.5
 _LARGE = 3 * _MIB + _MIB // 2
 _MAX_PAUSE_S = 2.0
-"""Pause of the neighbour's stream that is a fault, without the time in which this process stood still too.
-Twenty times what is promised: the machine does other work, and the soak's clients are a crowd themselves."""
+"""Pause of the neighbour's stream that is a fault, without the time in which a process stood still.
+Twenty times what is promised, which `campaigns.pauses` measures: the machine does other work, and the soak's
+clients are a crowd themselves."""
 _LOOK_EVERY_S = 0.2
 _STOOD_STILL_S = 0.5
 """Lateness of a look that is a standstill of this process. Less is usual on a busy machine and adds up: with
@@ -54,7 +55,7 @@ class Attacks:
         self.faults: Counter[str] = Counter()
         self._is_still = False
         self._late_s = 0.0
-        """Time in which this process stood still, all in all: the machine's doing."""
+        """Time in which this process stood still by the machine's doing, or one of the server's by ours."""
         self.pauses_s: list[float] = []
         """Times between two events of the neighbour's stream, but for those while a process stood still."""
         self.probes_s: list[float] = []
@@ -160,16 +161,17 @@ class Attacks:
 
     async def _stand_still(self) -> None:
         """Stop a process for a while, as a frozen container does."""
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(_STANDS_STILL_EVERY_S)
         pid = self._dice.choice((self._server.pid, self._server.engine_pid))
         if pid is None or self._is_engine_gone():
             return
         os.kill(pid, signal.SIGSTOP)
-        self._is_still = True
+        self._is_still, stopped_s = True, time.monotonic()
         try:
             await asyncio.sleep(_STANDS_STILL_S)
         finally:
             os.kill(pid, signal.SIGCONT)
+            self._late_s += time.monotonic() - stopped_s  # of a pause that ends after all have caught up
         self.ends["stood still"] += 1
         await asyncio.sleep(_STANDS_STILL_S)  # until all have caught up
         self._is_still = False

@@ -6,22 +6,19 @@ Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024). Work-conse
 both wait all the time, the difference of their service stays below 2 * max(prompt cost, cost of all tokens
 that run at once). A prompt token costs 1, a generated one 2, both divided by the tenant's weight.
 
-Fairness holds inside a priority: more urgent requests come first, whatever their tenant. Within a tenant the
-rank decides.
+Fairness holds inside a priority, and so does the service that is counted for it: more urgent requests come
+first, whatever their tenant. The turn is that of the priority with the best rank; within a tenant the rank
+decides.
 """
 
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
-from math import inf
-from operator import attrgetter
 
-from scheduler.policy import OrderOfService, Rank
-from scheduler.queues.lazy_heap import Entry
+from scheduler.policy import OrderOfService
+from scheduler.queues.lazy_heap import Entry, LazyHeap
 from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.sequence import Sequence
-from scheduler.tenant_ledger import TenantLedger
-
-_rank_of, _best_rank_of = attrgetter("rank"), attrgetter("best_rank")
+from scheduler.tenant_ledger import TenantAccounts, TenantLedger
 
 
 class _PriorityLevel:
@@ -36,11 +33,8 @@ class _PriorityLevel:
         self._queues: dict[str, WaitingQueue] = {}
         self._order: list[tuple[float, str]] = []
         self.num_waiting = 0
-        self.best_rank: Rank = (inf,)
-        """Lower bound of the ranks here: best rank that any sequence here ever had."""
 
     def push(self, seq: Sequence) -> None:
-        self.best_rank = min(self.best_rank, seq.rank)
         queue = self._queues.get(seq.tenant)
         if queue is None:
             queue = self._queues[seq.tenant] = WaitingQueue()
@@ -80,13 +74,6 @@ class _PriorityLevel:
         self._queues[seq.tenant].remove(seq)
         self.num_waiting -= 1
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return (seq for queue in self._queues.values() for seq in queue)
-
-    def queues(self) -> Iterable[WaitingQueue]:
-        """Queue of each tenant."""
-        return self._queues.values()
-
 
 class FairWaitingQueue:
     """Waiting queue by levels of priority, inside them the least served tenant first.
@@ -94,41 +81,39 @@ class FairWaitingQueue:
     Its interface is WaitingQueue's.
     """
 
-    def __init__(self, order: OrderOfService, ledger: TenantLedger) -> None:
+    def __init__(self, order: OrderOfService, accounts: TenantAccounts) -> None:
         self._order = order
-        self._ledger = ledger
+        self._accounts = accounts
         self._levels: dict[int, _PriorityLevel] = {}
-        self._num_waiting = 0
+        self._by_rank = LazyHeap()
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return len(self._by_rank)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for level in self._levels.values() for seq in level)
+        return iter(self._by_rank)
 
     def heaps(self) -> Iterable[list[Entry]]:
         """Entries, as heaps that `walk` reads."""
-        queues = [queue for level in self._levels.values() for queue in level.queues()]
-        return [heap for queue in queues for heap in queue.heaps()]
+        return self._by_rank.heaps()
 
     def push(self, seq: Sequence) -> None:
         key = self._order.level(seq.priority)
         level = self._levels.get(key)
         if level is None:
-            level = self._levels[key] = _PriorityLevel(self._ledger)
+            level = self._levels[key] = _PriorityLevel(self._accounts.at(key))
         level.push(seq)
-        self._num_waiting += 1
+        self._by_rank.push(seq.rank, seq)
 
     def peek(self) -> Sequence:
-        """Best rank among the choices of the levels; so aging works across them.
+        """Choice of the level with the best rank: so no level waits for ever, and in it no tenant."""
+        return self._level_of(self.oldest()).peek()
 
-        O(levels), but only levels that could have the best are asked for their choice.
-        """
-        best = min(self._levels.values(), key=_best_rank_of).peek()
-        for level in self._levels.values():
-            if level.best_rank < best.rank:
-                best = min(best, level.peek(), key=_rank_of)
-        return best
+    def oldest(self) -> Sequence:
+        """Sequence with the best rank, whatever its tenant had."""
+        first = self._by_rank.peek()
+        assert first is not None, "the queue is empty"
+        return first
 
     def choices(self) -> list[Sequence]:
         """First of each level of priority."""
@@ -144,7 +129,7 @@ class FairWaitingQueue:
     def remove(self, seq: Sequence) -> None:
         level = self._level_of(seq)
         level.remove(seq)
-        self._num_waiting -= 1
+        self._by_rank.note_removal()
         if not level.num_waiting:
             del self._levels[self._order.level(seq.priority)]
 

@@ -19,7 +19,7 @@ from scheduler.queues.need_index import NeedIndex
 from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import AgingWaitingQueue, WaitingQueue
 from scheduler.sequence import Sequence, Status
-from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
+from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccounts
 
 _rank_of = attrgetter("rank")
 _running_rank_of = attrgetter("running_rank")
@@ -39,13 +39,13 @@ class RequestQueues:
     def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
         self._order = order
         self.running: list[Sequence] = []
-        self._ledger: TenantLedger | None = None
+        self._accounts: TenantAccounts | None = None
         self._num_swapped = 0
         self.num_steady = 0
         """Running sequences that are not in `running`: set aside (steady_decodes.py)."""
         self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
-            self._ledger = TenantLedger(dict(config.tenant_weights))
+            self._accounts = TenantAccounts(dict(config.tenant_weights), order.level)
         self.waiting = self._new_queue()
         """Sequences that may be admitted as soon as there is room."""
         self.uncompiled = self._new_queue()
@@ -83,8 +83,8 @@ class RequestQueues:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
-        if self._ledger is not None:
-            self._ledger.join(seq.tenant)
+        if self._accounts is not None:
+            self._accounts.join(seq)
         self._wait(seq)
 
     def admit(self, seq: Sequence) -> None:
@@ -138,8 +138,8 @@ class RequestQueues:
         else:
             self._num_swapped -= before is Status.SWAPPED
             self._leave_waiting(seq)
-        if self._ledger is not None:
-            self._ledger.leave(seq.tenant)
+        if self._accounts is not None:
+            self._accounts.leave(seq)
 
     def set_aside(self, seq: Sequence) -> None:
         """Count a running sequence beside the queue."""
@@ -166,25 +166,26 @@ class RequestQueues:
         """
         by_adapter = self._by_adapter or {}
         queues = [by_adapter[name] for name in adapters if name in by_adapter]
+        oldest = min((queue.oldest() for queue in queues), key=_rank_of, default=None)
+        if oldest is None or self._accounts is None:
+            return oldest
+        service, level = self._accounts.service, self._order.level
         choices = [choice for queue in queues for choice in queue.choices()]
-        if self._ledger is not None:
-            service, level = self._ledger.service, self._order.level
-            choices.sort(key=lambda seq: (service(seq.tenant), seq.tenant, seq.rank), reverse=True)
-            choices = [*{level(seq.priority): seq for seq in choices}.values()]  # the last of each level
-        return min(choices, key=_rank_of, default=None)
+        equals = [choice for choice in choices if level(choice.priority) == level(oldest.priority)]
+        return min(equals, key=lambda seq: (service(seq), seq.tenant, seq.rank))
 
     def behind(self, seq: Sequence) -> list[Sequence]:
         """Running sequences that are served after `seq`."""
         return self.running[self._place(seq) + 1 :]
 
-    def charge(self, tenant: str, cost: float) -> None:
+    def charge(self, seq: Sequence, cost: float) -> None:
         """Put service on a tenant's account, if there are accounts."""
-        if self._ledger is not None:
-            self._ledger.charge(tenant, cost)
+        if self._accounts is not None:
+            self._accounts.charge(seq, cost)
 
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""
-        return {} if self._ledger is None else self._ledger.tenants
+        return {} if self._accounts is None else self._accounts.tenants
 
     def over_served(self, seq: Sequence) -> list[Sequence]:
         """Running sequences of tenants that had far more than the tenant of `seq`, the cheapest first.
@@ -192,15 +193,15 @@ class RequestQueues:
         Far more is more than displacing the sequence throws away: so no two tenants displace each other again
         and again. All are of the same priority as `seq`.
         """
-        if self._ledger is None:
+        if self._accounts is None:
             return []
-        level, service = self._order.level, self._ledger.service
-        most = service(seq.tenant) + _LEAST_LEAD
+        level, service = self._order.level, self._accounts.service
+        most = service(seq) + _LEAST_LEAD
         found = [
             each
             for each in self.running
-            if service(each.tenant) >= most + each.num_computed_tokens * PROMPT_TOKEN_COST
-            and level(each.priority) == level(seq.priority)
+            if level(each.priority) == level(seq.priority)
+            and service(each) >= most + each.num_computed_tokens * PROMPT_TOKEN_COST
         ]
         return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
@@ -231,8 +232,8 @@ class RequestQueues:
             num_ahead += waiting is not None and not self.lacks_grammar(waiting)
 
     def _new_queue(self) -> _Queue:
-        if self._ledger is not None:
-            return FairWaitingQueue(self._order, self._ledger)
+        if self._accounts is not None:
+            return FairWaitingQueue(self._order, self._accounts)
         return AgingWaitingQueue() if self._order.ages else WaitingQueue()
 
     def _wait(self, seq: Sequence) -> None:

@@ -40,6 +40,10 @@ class WaitingQueue:
         assert first is not None, "the queue is empty"
         return first
 
+    def oldest(self) -> Sequence:
+        """Sequence with the best rank: the first."""
+        return self.peek()
+
     def choices(self) -> list[Sequence]:
         """First of each level of priority; without levels, the first of all. There must be one."""
         return [self.peek()]

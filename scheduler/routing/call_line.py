@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from scheduler.policy import OrderOfService, Rank
-from scheduler.tenant_ledger import TenantLedger
+from scheduler.tenant_ledger import TenantAccounts
 
 _Key = tuple[int, str]
 
@@ -34,11 +34,11 @@ _rank_of = attrgetter("rank")
 
 
 class CallLine(Generic[WaitingT]):
-    """Requests by rank; with a ledger, by level of priority and tenant, and there by rank."""
+    """Requests by rank; with accounts, by level of priority and tenant, and there by rank."""
 
-    def __init__(self, order: OrderOfService, ledger: TenantLedger | None) -> None:
+    def __init__(self, order: OrderOfService, accounts: TenantAccounts | None) -> None:
         self._order = order
-        self._ledger = ledger
+        self._accounts = accounts
         self._lines: dict[_Key, list[WaitingT]] = {}
         self._num = 0
 
@@ -65,18 +65,15 @@ class CallLine(Generic[WaitingT]):
 
     def first(self) -> WaitingT | None:
         """Request to be served next. O(tenants that wait); O(1) without fairness."""
-        if self._ledger is None or len(self._lines) < 2:
-            return next((line[0] for line in self._lines.values()), None)
-        service = self._ledger.service
-        by_level: dict[int, _Key] = {}
-        for key in self._lines:
-            level, tenant = key
-            best = by_level.get(level)
-            if best is None or (service(tenant), tenant) < (service(best[1]), best[1]):
-                by_level[level] = key
-        return min((self._lines[key][0] for key in by_level.values()), key=_rank_of)
+        firsts = [line[0] for line in self._lines.values()]
+        if self._accounts is None or len(firsts) < 2:
+            return firsts[0] if firsts else None
+        service, level = self._accounts.service, self._order.level
+        turn = level(min(firsts, key=_rank_of).priority)
+        equals = [call for call in firsts if level(call.priority) == turn]
+        return min(equals, key=lambda call: (service(call), call.tenant))
 
     def _key(self, call: WaitingT) -> _Key:
-        if self._ledger is None:
+        if self._accounts is None:
             return (0, "")
         return (self._order.level(call.priority), call.tenant)

@@ -18,7 +18,7 @@ from scheduler.config import Fairness, SchedulerOptions
 from scheduler.policy import Rank, order_of_service
 from scheduler.routing.call_line import CallLine
 from scheduler.routing.engine_view import EngineSize, EngineView
-from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
+from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccounts
 
 OwnerT = TypeVar("OwnerT")
 
@@ -71,10 +71,10 @@ class Dispatcher(Generic[OwnerT]):
     def __init__(self, num_engines: int, options: SchedulerOptions) -> None:
         self.views = [EngineView() for _ in range(num_engines)]
         self._order = order_of_service(options)
-        self._ledger: TenantLedger | None = None
+        self._accounts: TenantAccounts | None = None
         if options.fairness is Fairness.TENANT:
-            self._ledger = TenantLedger(dict(options.tenant_weights))
-        self.line: CallLine[Ticket[OwnerT]] = CallLine(self._order, self._ledger)
+            self._accounts = TenantAccounts(dict(options.tenant_weights), self._order.level)
+        self.line: CallLine[Ticket[OwnerT]] = CallLine(self._order, self._accounts)
         self._num_choices = 0
 
     # Engines.
@@ -92,8 +92,8 @@ class Dispatcher(Generic[OwnerT]):
     def add(self, owner: OwnerT, needs: CallNeeds) -> Ticket[OwnerT]:
         """Put a request into the line, at the place of its rank."""
         ticket = Ticket(owner, needs)
-        if self._ledger is not None:
-            self._ledger.join(needs.tenant)
+        if self._accounts is not None:
+            self._accounts.join(ticket)
         self.line.add(ticket)
         return ticket
 
@@ -115,8 +115,8 @@ class Dispatcher(Generic[OwnerT]):
             return
         ticket.num_held_tokens += num_tokens
         ticket.view.num_held_tokens += num_tokens
-        if self._ledger is not None:
-            self._ledger.charge(ticket.tenant, GENERATED_TOKEN_COST * num_tokens)
+        if self._accounts is not None:
+            self._accounts.charge(ticket, GENERATED_TOKEN_COST * num_tokens)
 
     def note_start(self, ticket: Ticket[OwnerT]) -> None:
         """Count the first output of one of its sequences; the prompt is computed with the first of all."""
@@ -150,8 +150,8 @@ class Dispatcher(Generic[OwnerT]):
             self.line.remove(ticket)
         else:
             self._release(ticket)
-        if self._ledger is not None:
-            self._ledger.leave(ticket.tenant)
+        if self._accounts is not None:
+            self._accounts.leave(ticket)
 
     def take_back(self, ticket: Ticket[OwnerT]) -> None:
         """Return a request that its engine has not begun to its place in the line."""
@@ -193,8 +193,8 @@ class Dispatcher(Generic[OwnerT]):
         view.num_unbegun_tokens += ticket.num_uncached_tokens
         view.num_held_tokens += ticket.num_held_tokens
         view.priorities[needs.priority] += 1
-        if self._ledger is not None:
-            self._ledger.charge(needs.tenant, PROMPT_TOKEN_COST * ticket.num_uncached_tokens)
+        if self._accounts is not None:
+            self._accounts.charge(ticket, PROMPT_TOKEN_COST * ticket.num_uncached_tokens)
 
     def _release(self, ticket: Ticket[OwnerT]) -> None:
         """Take a request out of the counts of its engine."""

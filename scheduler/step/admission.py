@@ -391,7 +391,7 @@ class Admission:
         counters.num_prefix_host_hits += len(demand.hit.host) * self._config.block_size
         # Once: a preemption is not the tenant's doing.
         num_to_compute = seq.num_prompt_tokens - seq.num_cached_tokens
-        self._queues.charge(seq.tenant, PROMPT_TOKEN_COST * num_to_compute)
+        self._queues.charge(seq, PROMPT_TOKEN_COST * num_to_compute)
         seq.pending_start = SequenceStart(
             queue_s=now_s - seq.admitted_s, num_cached_tokens=seq.num_cached_tokens
         )

@@ -1,5 +1,6 @@
 """Pauses of the neighbour's stream that are faults of the server, and those that are the machine's."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,19 @@ def test_only_a_standstill_of_the_soak_itself_excuses_a_pause(
         attacks._note_look(late_s=late_s)
     attacks._note_pause(pause_s, late_s=attacks._late_s)
     assert bool(attacks.faults) == is_fault
+
+
+async def test_the_time_for_which_a_process_was_stopped_excuses_a_pause_that_ends_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("campaigns.soak.attacks._STANDS_STILL_EVERY_S", 0.0)
+    monkeypatch.setattr("campaigns.soak.attacks._STANDS_STILL_S", 0.02)
+    sleeper = await asyncio.create_subprocess_exec("sleep", "60")
+    server = OwnServer(pid=sleeper.pid, target=NOWHERE.target, log=NOWHERE.log)
+    monkeypatch.setattr(OwnServer, "engine_pid", sleeper.pid)
+    attacks = Attacks(server, seed=1, is_engine_gone=lambda: False)
+    await attacks._stand_still()
+    sleeper.kill()
+    await sleeper.wait()
+    attacks._note_pause(2.02, late_s=attacks._late_s)
+    assert not attacks.faults

@@ -58,14 +58,14 @@ def server(command: list[str], port: int, folder: Path, output: IO[bytes] | int)
 
 def is_ready(running: RunningServer) -> bool:
     try:
-        return httpx.get(f"{running.url}/health/ready", timeout=5).status_code == 200
+        return httpx.get(f"{running.url}/health/ready").status_code == 200
     except httpx.TransportError:
         return False
 
 
 def ask(running: RunningServer, **fields: Any) -> httpx.Response:
     body = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, **fields}
-    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=20)
+    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
 
 
 def complete(running: RunningServer, **fields: Any) -> dict[str, Any]:
@@ -218,12 +218,12 @@ def test_an_api_process_near_its_limit_of_memory_refuses_what_comes_and_ends_wha
     ):
         begun = [streams.enter_context(client.stream("POST", "/v1/completions", json=streamed)) for _ in "ab"]
         cap_memory(running.process.pid, 24 << 20)
-        wait_for(lambda: ask(running).status_code == 503, within_s=15)
+        wait_for(lambda: ask(running).status_code == 503)
         assert statuses_of(running, large) == {503}
         for stream in begun:
             assert stream.read().endswith(b"data: [DONE]\n\n")
         resource.prlimit(running.process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        wait_for(lambda: ask(running).status_code == 200, within_s=15)
+        wait_for(lambda: ask(running).status_code == 200)
     assert "Error" not in (tmp_path / "server.log").read_text()
 
 
@@ -234,7 +234,8 @@ def test_an_engine_that_gets_no_more_memory_costs_no_request_its_answer_and_serv
     wide = [{"prompt": [5 + i] * 400, "max_tokens": 40, "n": 4, "ignore_eos": True} for i in range(16)]
     with (
         (tmp_path / "server.log").open("wb") as log,
-        server(command_of(tiny_model, port), port, tmp_path, log) as running,
+        # One that stands still for want of memory is replaced before its clients lose their patience.
+        server(command_of(tiny_model, port, "--heartbeat-timeout", "5"), port, tmp_path, log) as running,
     ):
         engine_pid = running.engine_pid
         assert engine_pid is not None

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from random import Random
 from time import process_time
 
@@ -112,6 +113,31 @@ def test_priority_comes_before_fairness() -> None:
     world.add(*(make_sequence(i, prompt(i), tenant="b", priority=0) for i in range(2, 6)))
     world.run()
     assert list(world.ended)[-1] == 1
+
+
+@pytest.mark.parametrize("aging_s", [5.0, inf])
+def test_urgent_requests_of_a_tenant_cost_its_others_no_turn(aging_s: float) -> None:
+    """They ran at once, and for their tokens its others had to wait until all tenants had had as many."""
+    policy = {"policy": SchedulingPolicy.PRIORITY, "priority_aging_s": aging_s}
+    world = fair_world(num_blocks=200, max_model_len=400, **policy)
+    world.add(make_sequence(1, prompt(1), tenant="both", priority=-9, max_tokens=390))
+    for number in range(2, 60):
+        world.add(make_sequence(number, prompt(number), tenant="ab"[number % 2]))
+    world.add(make_sequence(99, prompt(99), tenant="both"))
+    while 99 not in world.ended:
+        world.step()
+    assert len(world.ended) <= 4
+
+
+def test_the_turn_is_that_of_the_priority_with_the_oldest_request_and_in_it_of_who_had_least() -> None:
+    policy = {"policy": SchedulingPolicy.PRIORITY, "priority_aging_s": 5.0, "displacement": Displacement.OFF}
+    world = fair_world(max_num_seqs=1, **policy)
+    world.add(*(make_sequence(number, prompt(number), tenant="old", priority=1) for number in (1, 2)))
+    world.step()
+    world.now_s = 10.0  # later than one level of priority is worth
+    world.add(*(make_sequence(3 + level, prompt(3), tenant="new", priority=level) for level in (0, 1)))
+    world.run()
+    assert list(world.ended) == [1, 4, 2, 3]
 
 
 def test_tenants_that_come_and_go_leave_no_counter_behind() -> None:

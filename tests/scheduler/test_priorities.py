@@ -123,7 +123,7 @@ def test_one_that_was_admitted_in_this_step_is_not_displaced_in_it_again() -> No
     ):
         world.now_s = now_s
         world.add(make_sequence(number, prompt(9, number), tenant=tenant, priority=priority))
-    world.scheduler._queues.charge("b", 1.0)
+    world.scheduler._queues.charge(make_sequence(9, [1], tenant="b"), 1.0)
     world.now_s = 101.0
     plan = world.step()  # checks that nobody who was preempted has a share
     assert len(plan.new_sequences) == 1
