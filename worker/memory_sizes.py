@@ -45,10 +45,20 @@ class WeightBytes:
     """Bytes once loaded, in the dtype that was asked for."""
     converted: int
     """Bytes among them that are converted from the files' dtype, on the host for every device."""
+    codes: int = 0
+    """Bytes among them that are codes of quantized modules, with their scales."""
 
     def on_one_of(self, num_devices: int) -> "WeightBytes":
-        """Return those of one device, where as many have equal parts; each converts all."""
-        return WeightBytes(total=self.total // num_devices, converted=self.converted)
+        """Return what loading takes on one device, of as many that have equal parts, and on their host.
+
+        Codes are whole on each until they are cut, and a process for each device converts all.
+        """
+        plain = self.total - self.codes
+        return WeightBytes(
+            total=self.codes + plain // num_devices,
+            converted=self.converted * num_devices,
+            codes=self.codes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

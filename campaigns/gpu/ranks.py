@@ -1,4 +1,4 @@
-"""Ranks on GPUs: what their exchanges cost in a graph, and the tokens and the speed of two.
+"""Ranks on GPUs: exchanges in a graph, and the tokens and the speed of two.
 
 Owns: the exchanges of a decode by NCCL of one rank, captured as a step captures them; servers of one rank, of
 two that share a GPU, and of two with a GPU each where there are two, and the same requests to each.
@@ -30,26 +30,27 @@ _ROOT = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 120.0
 _WAIT_S = 60.0
 _ONE = "one"
-_MOST_SHARE = 0.02
 _BYTES_PER_S = 4.3e12
 """Bandwidth of an H200, for the shortest decode that there can be."""
 
 
 class RanksDiffer(Exception):
-    """Ranks draw other tokens than one process, or their exchanges take too long; the tables say which."""
+    """Ranks draw other tokens than one process; the table says which."""
 
 
 def run(record: Record, settings: "Settings") -> None:
     """Raises RanksDiffer."""
-    is_cheap = settings.is_smoke or _measure_exchanges(record)
+    if not settings.is_smoke:
+        _measure_exchanges(record)
     if not _compare_servers(record, settings):
         raise RanksDiffer("two ranks draw other tokens than one process")
-    if not is_cheap:
-        raise RanksDiffer(f"exchanges of one rank take more than {_MOST_SHARE:.0%} of the shortest step")
 
 
-def _measure_exchanges(record: Record) -> bool:
-    """Time the exchanges of decodes of Qwen3-0.6B's shape, by NCCL of one rank; whether they are cheap."""
+def _measure_exchanges(record: Record) -> None:
+    """Capture and time the exchanges of decodes of Qwen3-0.6B's shape, by NCCL of one rank.
+
+    It shows that they can be captured. What they cost is for two GPUs to tell.
+    """
     import torch
 
     from worker.devices.device import open_device
@@ -70,11 +71,11 @@ def _measure_exchanges(record: Record) -> bool:
         for num_rows in (1, 8, 64):
             hidden = torch.zeros(num_rows, shape.hidden_size, dtype=torch.bfloat16, device="cuda:0")
             logits = hidden.new_zeros(num_rows, shape.vocab_size)
-            seconds = device.seconds_of(partial(_exchange, ranks, shape, hidden, logits)) or 0.0
+            seconds = device.seconds_of(partial(_exchange, ranks, shape, hidden, logits))
+            assert seconds is not None, "a GPU measures time"
             shares.append(seconds / shortest_s)
             table.add(num_rows, f"{seconds * 1e6:.1f} us", f"{shares[-1]:.1%}")
     record.figure("share_of_exchanges", shares)
-    return shares[0] <= _MOST_SHARE
 
 
 def _exchange(ranks: "DeviceRanks", shape: Shape, hidden: "Tensor", logits: "Tensor") -> None:

@@ -149,18 +149,18 @@ def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
     item_bytes = {name: num_bytes for name, num_bytes in _FLOATS.values()}
     target, target_bytes = _FLOATS.get(dtype or "", ("", 0))
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    total, plain = _quantized_bytes(tensors)
-    converted = 0
+    codes, plain = _quantized_bytes(tensors)
+    as_stored = converted = 0
     for name in plain:
         stored = tensors[name]
         if stored.place is not None and not stored.place.type.is_plain:
-            total += _bytes_of_blocks(stored.place)
+            codes += _bytes_of_blocks(stored.place)
             continue
         if not target or stored.dtype == target or stored.dtype not in item_bytes:
-            total += stored.num_bytes
+            as_stored += stored.num_bytes
             continue
         converted += stored.num_bytes // item_bytes[stored.dtype] * target_bytes
-    return WeightBytes(total=total + converted, converted=converted)
+    return WeightBytes(total=codes + as_stored + converted, converted=converted, codes=codes)
 
 
 def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:

@@ -22,9 +22,9 @@ def staying_on(device: torch.device, module: nn.Module) -> AbstractContextManage
 @contextmanager
 def _keeping(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[None]:
     visiting = [(tensor, tensor.data) for tensor in tensors if tensor.device.type != device.type]
-    for tensor, on_host in visiting:
-        tensor.data = on_host.to(device)
     try:
+        for tensor, on_host in visiting:
+            tensor.data = on_host.to(device)
         yield
     finally:
         for tensor, on_host in visiting:

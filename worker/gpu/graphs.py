@@ -122,6 +122,10 @@ def _refuse_missing(num_missing: int, why: str) -> StartupError:
     )
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _first_of(steps: list[CapturedStep], num_tokens: int) -> CapturedStep | None:
     place = bisect_left([step.sizes.num_tokens for step in steps], num_tokens)
     return steps[place] if place < len(steps) else None
@@ -159,8 +163,8 @@ def capture_all(
             break
         except RuntimeError as error:
             if must_have_all:
-                raise _refuse_missing(len(sizes) - len(graphs), str(error).splitlines()[0]) from error
-            log.warning("steps cannot be captured as CUDA graphs: %s", str(error).splitlines()[0])
+                raise _refuse_missing(len(sizes) - len(graphs), _first_line(error)) from error
+            log.warning("steps cannot be captured as CUDA graphs: %s", _first_line(error))
             return StepGraphs()
         # Done once to set up, and once to record.
         graphs.add(CapturedStep(each, graph, (num_layers_begun() - begun_before) // 2))

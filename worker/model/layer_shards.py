@@ -101,19 +101,22 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
 def bytes_of_a_rank(model: Any, num_ranks: int) -> int:
     """Estimate the bytes of a rank's weights, not too low.
 
-    Products, experts and tables of tokens are divided. Keys and values have a head on each rank at least.
+    Products, experts and tables of tokens are divided. Keys and values have a head on each rank at least. Of
+    tied ends each has its own part, padded to a whole token (vocabulary_shards.py).
     """
     config = model.config.get_text_config(decoder=True)
     num_heads = getattr(config, "num_key_value_heads", None) or num_ranks
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     seen: set[int] = set()
     num_bytes = 0
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
+            if module in ends or id(parameter) not in seen:
                 seen.add(id(parameter))
                 is_divided = type(module) in (nn.Linear, nn.Embedding) or parameter.dim() > 2
                 of = min(num_ranks, num_heads) if name.endswith(_KEYS_AND_VALUES) else num_ranks
-                num_bytes += -(-parameter.nbytes // (of if is_divided else 1))
+                unit = parameter[0].nbytes if module in ends else 1
+                num_bytes += -(-parameter.nbytes // unit // (of if is_divided else 1)) * unit
     return num_bytes
 
 

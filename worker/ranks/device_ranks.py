@@ -83,10 +83,8 @@ class DeviceRanks(GatheringRanks):
         """See Ranks."""
         if self._backend == _NCCL:
             dist.broadcast(numbers, src=0)
-            return
-        on_host = numbers.cpu()
-        dist.broadcast(on_host, src=0)
-        numbers.copy_(on_host)
+        else:
+            super().share(numbers)
 
     def of_all(self, numbers: list[int]) -> Tensor:
         """See World. The host waits."""

@@ -18,9 +18,9 @@ from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, with
 from worker.attention.probe_attention import ProbeAttention
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
-from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.memory_sizes import CacheRequest, CacheSize, WeightBytes, size_cache
 from worker.model.layer_parts import Unrecognised
-from worker.model.layer_shards import refuse_division, shard_layout
+from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
 from worker.model.rope import longest_right_len
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
@@ -74,9 +74,26 @@ class CannotForesee(Exception):
 
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
-    weights = loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
+    weights = _loaded_bytes(config, kind)
     device.check_weights(weights.on_one_of(config.num_devices))
     return weights.total
+
+
+def _loaded_bytes(config: WorkerConfig, kind: ModelKind) -> WeightBytes:
+    return loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
+
+
+def _bytes_on_a_device(config: WorkerConfig, kind: ModelKind, model: Any, num_weight_bytes: int) -> int:
+    """Size the weights on one device when the cache is sized, among them those that are not divided evenly.
+
+    `model` is without content.
+    """
+    if config.num_devices == 1:
+        return num_weight_bytes
+    evenly = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
+    beside = bytes_of_a_rank(model, config.num_devices) - evenly
+    on_one = _loaded_bytes(config, kind).on_one_of(config.num_devices)
+    return on_one.total + beside * _dtype(config, kind).itemsize // model.dtype.itemsize
 
 
 def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
@@ -135,7 +152,7 @@ def forecast(
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
-    budget_bytes = device.foreseen_budget_bytes(num_weight_bytes // config.num_devices)
+    budget_bytes = device.foreseen_budget_bytes(_bytes_on_a_device(config, kind, model, num_weight_bytes))
     if is_stacked:
         budget_bytes = max(0, budget_bytes - adapter_bytes)
     size = size_cache(

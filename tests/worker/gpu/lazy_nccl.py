@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.worker.gpu.lazy_cuda import LazyCuda
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=240)
 _NAMES = ("all_reduce", "all_gather", "broadcast")
 
 

@@ -19,8 +19,12 @@ from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
 from tests.worker.ranks.divided import DividedWorker
 from worker.devices.visiting import let_visit, staying_on
+from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
+from worker.model.linear import linear_of
+from worker.model.vocabulary_shards import divide_ends
 from worker.ranks.device_ranks import DeviceRanks, device_of_rank
+from worker.ranks.ranks import Alone
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -123,7 +127,7 @@ def test_a_model_alone_has_the_first_gpu() -> None:
 
 
 def test_what_a_rank_will_weigh_is_known_before_it_is_divided(folders: dict[str, Path]) -> None:
-    """Keys and values have a head on each rank at least, and norms are whole."""
+    """Keys and values have a head on each rank at least, norms are whole, and tables of tokens padded."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders["llama"])
@@ -132,8 +136,39 @@ def test_what_a_rank_will_weigh_is_known_before_it_is_divided(folders: dict[str,
     norms = sum(size for name, size in sizes.items() if "norm" in name)
     heads = sum(size for name, size in sizes.items() if "k_proj" in name or "v_proj" in name)
     size = 4 * num_heads
-    others = sum(sizes.values()) - norms - heads
+    ends = (model.lm_head.weight, model.model.embed_tokens.weight)
+    padding = sum(-len(end) % size * end[0].nbytes for end in ends)
+    others = sum(sizes.values()) + padding - norms - heads
     assert bytes_of_a_rank(model, size) == pytest.approx(norms + heads / num_heads + others / size, abs=16)
+
+
+class ThreeRanks(Alone):
+    size = 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_tied_ends_weigh_what_is_there_once_they_are_divided(family: str, tmp_path: Path) -> None:
+    """Two parts of a table that only looks up; of one that does more, the whole and a part."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    model.model.layers = nn.ModuleList()
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert output.weight is embedding.weight
+    assert len(output.weight) % ThreeRanks.size
+    foreseen = bytes_of_a_rank(model, ThreeRanks.size)
+    with LazyCuda():
+        torch.cuda.set_device(DEVICE)
+        with staying_on(DEVICE, output):
+            linear = linear_of(output)
+            assert linear is not None
+            divide_ends(model, linear, _OwnOutput, ThreeRanks())
+            del linear
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DEVICE)
+        there = torch.cuda.memory_allocated(DEVICE)
+    assert there == pytest.approx(foreseen, abs=1024), "but for the allocator's units"
 
 
 @pytest.mark.parametrize(

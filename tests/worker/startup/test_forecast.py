@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.quantized_checkpoints import write_quantized
+from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
 from worker.memory_sizes import format_size
+from worker.model.layer_shards import bytes_of_a_rank
 from worker.startup.forecast import forecast, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey
@@ -235,3 +239,29 @@ def test_more_engines_than_the_memory_holds_are_a_fault(tiny_model: Path) -> Non
     found = list(survey(config_of(tiny_model, num_engines=10**7)))
     assert [each.verdict for each in found if each.topic == "memory"] == [Verdict.FAULT]
     assert "for 10000000 engines" in next(each.what for each in found if each.topic == "memory")
+
+
+class NotingGpu(StandInGpu):
+    """Notes the bytes of weights that are expected on it."""
+
+    def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
+        self.num_weight_bytes = num_weight_bytes
+        return super().foreseen_budget_bytes(num_weight_bytes)
+
+
+def test_weights_of_a_gpu_are_parts_of_both_tied_ends_and_all_codes(tmp_path: Path) -> None:
+    """Codes are whole until they are cut, after the cache is sized."""
+    plain, num_ranks = make_checkpoint("llama", tmp_path / "plain", tie_word_embeddings=True), 2
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    expected = bytes_of_a_rank(model, num_ranks)
+    assert weights_on_one(plain, num_ranks) == pytest.approx(expected, abs=num_ranks)
+    coded, _ = write_quantized("llama", "awq", tmp_path)
+    whole = loaded_bytes(find_weights(coded), "float32")
+    assert whole.codes < weights_on_one(coded, num_ranks) < 0.6 * whole.total + 0.4 * whole.codes
+
+
+def weights_on_one(folder: Path, num_ranks: int) -> int:
+    config = config_of(folder, device="cuda", num_ranks=num_ranks)
+    kind, device = find_kind(config), NotingGpu(config)
+    forecast(config, kind, device, weight_bytes(config, kind, device))
+    return device.num_weight_bytes

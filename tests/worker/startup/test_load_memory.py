@@ -70,6 +70,12 @@ def test_weights_are_sized_in_the_dtype_they_will_have(folder: Path) -> None:
     assert loaded_bytes(files, "bfloat16") == WeightBytes(total=stored // 2, converted=stored // 2)
 
 
+def test_codes_are_whole_on_each_device_and_each_rank_converts_all() -> None:
+    weights = WeightBytes(total=1000, converted=100, codes=600)
+    assert weights.on_one_of(1) == weights
+    assert weights.on_one_of(4) == WeightBytes(total=700, converted=400, codes=600)
+
+
 def test_weights_larger_than_memory_are_refused_before_they_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
