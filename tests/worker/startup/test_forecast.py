@@ -257,7 +257,8 @@ def test_weights_of_a_gpu_are_parts_of_both_tied_ends_and_all_codes(tmp_path: Pa
     assert weights_on_one(plain, num_ranks) == pytest.approx(expected, abs=num_ranks)
     coded, _ = write_quantized("llama", "awq", tmp_path)
     whole = loaded_bytes(find_weights(coded), "float32")
-    assert whole.codes < weights_on_one(coded, num_ranks) < 0.6 * whole.total + 0.4 * whole.codes
+    assert whole.codes > whole.total // 4
+    assert whole.on_one_of(num_ranks).total <= weights_on_one(coded, num_ranks) < whole.total
 
 
 def weights_on_one(folder: Path, num_ranks: int) -> int:
