@@ -105,10 +105,7 @@ class TenantLedger:
         self._num_unfinished[tenant] -= 1
         if self._num_unfinished[tenant] == 0:
             del self._num_unfinished[tenant]
-            if not self._num_unfinished:
-                self._service.clear()
-                self._least.clear()
-            elif len(self._service) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
+            if len(self._service) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
                 self._forget_the_idle()
 
     @property

@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
+from engine.frontend.memory_use import available_memory_bytes
 from engine.options.api_keys import given_keys
 from engine.options.edge_config import Page
 from server.access.auth import Auth
@@ -153,7 +154,11 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
             ),
             Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),
             Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
-            Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes),
+            Middleware(
+                BodyLimit,
+                max_body_bytes=settings.max_body_bytes,
+                available_bytes=available_memory_bytes if settings.edge.max_memory_use < 1 else None,
+            ),
         ],
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )

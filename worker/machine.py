@@ -153,8 +153,8 @@ def _limits_of_process(root: Path) -> list[tuple[int, int]]:
     found = []
     for line in _read_text(root / "proc/self/limits").splitlines() if pages else ():
         for name, place in _LIMITS_OF_PROCESS.items():
-            soft = line.removeprefix(name).split()[0]
-            if line.startswith(name) and soft.isdigit():
+            soft = line.removeprefix(name).split()[0] if line.startswith(name) else ""
+            if soft.isdigit() and int(soft):
                 found.append((int(soft), int(pages[place]) * os.sysconf("SC_PAGE_SIZE")))
     return found
 

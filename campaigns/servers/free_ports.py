@@ -42,6 +42,7 @@ class _Block:
         self._next = 0
 
     def take(self, num: int) -> range:
+        assert num <= len(self._ports)
         if self._next + num > len(self._ports):
             self._next = 0
         self._next += num
@@ -61,7 +62,7 @@ def _is_free(port: int) -> bool:
 
 
 def _bound(port: int) -> socket.socket:
-    """Bind at all addresses, without SO_REUSEADDR: nobody has the port at any. Raises OSError."""
+    """Bind at all addresses, without SO_REUSEADDR, so that no process has the port at any. Raises OSError."""
     bound = socket.socket()
     try:
         bound.bind(("", port))

@@ -207,7 +207,7 @@ class Attacks:
         self._note_look(late_s=time.monotonic() - due_s)
 
     def _note_look(self, *, late_s: float) -> None:
-        if late_s > _STOOD_STILL_S:
+        if late_s > _STOOD_STILL_S and not self._is_still:  # the stop of a process is counted by itself
             self._late_s += late_s
 
     def _note_pause(self, pause_s: float, *, late_s: float) -> None:

@@ -320,8 +320,8 @@ class EngineLoop:
     def _observe(self, step: _StepUnderWay, result: ModelRunnerOutput) -> None:
         """Measure the step on the device, which begins it when the step before is done.
 
-        Drafts for the next one are made behind it, in passes of their own. Of a step during which the loop
-        paused nobody knows when it was done: nothing is learnt of it.
+        Drafts for the next one are made behind it, in passes of their own. A step during which the
+        loop paused is not measured: when it was done is not known.
         """
         now_s = self._clock()
         took_s = now_s - max(step.launched_s, self._last_result_s)

@@ -57,14 +57,14 @@ def compute_last(worker: SamplingExecutor, plan: SchedulerOutput) -> tuple[Model
 class LedStep:
     """A step that rank 0 has begun, and that ranks which do not sample wait to learn of."""
 
-    def __init__(self, step: SampledStep, tell: Callable[[list[int]], None]) -> None:
-        """Let `tell` have the tokens, once they are known. Results are collected in the order of steps."""
-        self._step, self._tell = step, tell
+    def __init__(self, step: SampledStep, report: Callable[[list[int]], None]) -> None:
+        """Pass the tokens to `report`, once they are known. Results are collected in the order of steps."""
+        self._step, self._report = step, report
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
         """See Launched."""
         if self._output is None:
             self._output = self._step.result()
-            self._tell(self._step.sampled)
+            self._report(self._step.sampled)
         return self._output

@@ -10,9 +10,7 @@ import contextlib
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -58,6 +56,8 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._trial: asyncio.Task[GrammarVerdict] | None = None
+        """The latest: only this keeps one alive whose client has left."""
         self._num_waiting = 0
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._blamed: OrderedDict[bytes, str] = OrderedDict()
@@ -109,13 +109,23 @@ class GrammarCompiler:
             )
         self._num_waiting += 1
         try:
-            async with self._turn:
-                # The one tried just before may have been the same.
-                verdict = self._recall(grammar) or await _to_its_end(self._try(grammar, info, param))
+            await self._turn.acquire()
+            # A trial goes to its end though its client leaves. Else the process would have to be replaced,
+            # and others would wait for that each time that a client comes and goes.
+            self._trial = asyncio.create_task(self._try_in_turn(grammar, info, param))
+            self._trial.add_done_callback(_mark_as_seen)
+            return await asyncio.shield(self._trial)
         finally:
             self._num_waiting -= 1
-        self._remember(grammar, verdict)
-        return verdict
+
+    async def _try_in_turn(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
+        try:
+            # The one tried just before may have been the same.
+            verdict = self._recall(grammar) or await self._try(grammar, info, param)
+            self._remember(grammar, verdict)
+            return verdict
+        finally:
+            self._turn.release()
 
     async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         try:
@@ -191,17 +201,10 @@ class GrammarCompiler:
             self._verdicts.popitem(last=False)
 
 
-async def _to_its_end(trial: Coroutine[Any, Any, GrammarVerdict]) -> GrammarVerdict:
-    """Wait for a trial, also if this is cancelled: the process would have to be replaced.
-
-    Others would wait for that, each time that a client comes and goes.
-    """
-    trying = asyncio.create_task(trial)
-    try:
-        return await asyncio.shield(trying)
-    except asyncio.CancelledError:
-        await asyncio.wait([trying])
-        raise
+def _mark_as_seen(trial: asyncio.Task[GrammarVerdict]) -> None:
+    """Take note of a refusal, which asyncio would log: its client may have left."""
+    if not trial.cancelled():
+        trial.exception()
 
 
 def _key(grammar: Grammar) -> bytes:

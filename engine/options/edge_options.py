@@ -140,6 +140,7 @@ class EdgeOptions:
         Group.REQUESTS,
         Share(low=0.1, high=1.0),
         "Refuse new requests with 503 from this share of memory in use: of the machine, its control group, "
-        "or what a process may map (ulimit), whichever is fuller. File caches do not count. 1 never refuses.",
+        "or what a process may map (ulimit), whichever is fuller; and a large body where too little is left "
+        "for it. File caches do not count. 1 never refuses.",
         default=0.95,
     )

@@ -3,8 +3,8 @@
 Owns: the waiting queue that serves the tenant with the least service.
 Never: counts the service (tenant_ledger.py), or defines levels of priority (policy.py).
 Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024). Work-conserving; for two tenants that
-both wait all the time, the difference of their service stays below 2 * max(prompt cost, cost of all tokens
-that run at once). A prompt token costs 1, a generated one 2, both divided by the tenant's weight.
+both wait at one priority all the time, the difference of their service stays below 2 * max(prompt cost, cost
+of all tokens that run at once). A prompt token costs 1, a generated one 2, divided by the tenant's weight.
 
 Fairness holds inside a priority, and so does the service that is counted for it: more urgent requests come
 first, whatever their tenant. The turn is that of the priority with the best rank; within a tenant the rank

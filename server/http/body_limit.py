@@ -5,7 +5,10 @@ Never: the meaning of the bytes (json_body.py).
 """
 
 import asyncio
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from math import inf
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,6 +36,8 @@ _FREE_BYTES = 64 * 1024
 """Bytes of each body that are held even beyond the budget: those who send little do not pay for others."""
 _MEMORY_PER_BYTE = 4
 """Bytes of memory that must be left for each byte of a body: it is joined, decoded and parsed."""
+_MEMORY_READ_EVERY_S = 0.05
+"""Time for which a reading of the memory that is left holds: it takes a third of a millisecond."""
 _TRIMMED_BYTES = 1024 * 1024
 
 
@@ -45,12 +50,14 @@ class BodyLimit:
         *,
         max_body_bytes: int,
         idle_s: float = BODY_IDLE_S,
-        available_bytes: Callable[[], int] = available_memory_bytes,
+        available_bytes: Callable[[], int] | None = available_memory_bytes,
     ) -> None:
+        """`available_bytes` is the memory that is left, or None to ask for none."""
         self._app = app
         self._budget_bytes = max(_BUDGET_BYTES, 4 * max_body_bytes)
         self._available_bytes = available_bytes
         self._memory_bytes = self._budget_bytes
+        self._memory_read_s = -inf
         self._held_bytes = 0
         self._max_bytes = max_body_bytes
         self._idle_s = idle_s
@@ -108,12 +115,19 @@ class BodyLimit:
         self._held_bytes += new_bytes
         if num_bytes <= _FREE_BYTES:
             return
-        if num_bytes - new_bytes <= _FREE_BYTES:  # once for each large body
-            self._memory_bytes = self._held_bytes + self._available_bytes() // _MEMORY_PER_BYTE
+        self._read_memory()
         if self._held_bytes > self._budget_bytes:
             raise Overloaded("too many large requests are held; try again later", retry_after_s=1.0)
         if self._held_bytes > self._memory_bytes:
             raise LowMemory
+
+    def _read_memory(self) -> None:
+        now_s = time.monotonic()
+        if self._available_bytes is None or now_s - self._memory_read_s < _MEMORY_READ_EVERY_S:
+            return
+        self._memory_read_s = now_s
+        with suppress(OSError):  # no descriptor is free: what was read before holds
+            self._memory_bytes = self._held_bytes + self._available_bytes() // _MEMORY_PER_BYTE
 
     def _let_go(self, num_bytes: int) -> None:
         self._held_bytes -= num_bytes

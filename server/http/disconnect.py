@@ -38,7 +38,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
 async def stay_connected() -> Message:
     """Receive nothing: there is no client that could leave."""
     await asyncio.Event().wait()
-    raise AssertionError("nobody sets the event")
+    raise AssertionError("the event is never set")
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -139,7 +139,7 @@ def test_an_encoder_answers_a_crowd_and_is_idle_afterwards(encoder: RunningServe
     reply = embed(encoder, inputs)
     again = embed(encoder, inputs[7])
     np.testing.assert_allclose(reply.data[7].embedding, again.data[0].embedding, atol=2e-5)
-    encoder.wait_until_idle(5.0)
+    encoder.wait_until_idle()
 
 
 def test_an_encoder_does_not_generate_and_says_so(encoder: RunningServer) -> None:
@@ -180,7 +180,7 @@ async def test_preempted_chunked_and_mixed_prompts_give_the_same_vectors(
         vectors = await slow
     for ids, vector in list(zip(prompts[30:], vectors, strict=True))[::30]:
         np.testing.assert_allclose(vector, expected_last(decoder_folder, ids), atol=2e-5)
-    decoder.wait_until_idle(5.0)
+    decoder.wait_until_idle()
 
 
 def test_a_shared_prefix_is_taken_from_the_cache(decoder: RunningServer, decoder_folder: Path) -> None:
@@ -202,7 +202,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(decoder: RunningServer
         await decoder.until_in_flight(100, task)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    decoder.wait_until_idle(5.0)
+    decoder.wait_until_idle()
     assert decoder.metric("tokenyard:request_aborts_total") > aborts
 
 
@@ -210,7 +210,7 @@ def test_a_deadline_is_kept(decoder: RunningServer) -> None:
     body = {"input": [[number % 200 + 5] * 60 for number in range(100)], "timeout": 0.01}
     reply = httpx.post(f"{decoder.url}/v1/embeddings", json=body, timeout=30)
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
-    decoder.wait_until_idle(5.0)
+    decoder.wait_until_idle()
 
 
 def expected_score(folder: Path, first: str, second: str) -> float:

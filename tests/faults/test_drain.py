@@ -91,7 +91,7 @@ async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
     deep_model: Path,
     tmp_path: Path,
 ) -> None:
-    options = ("--drain-delay", "2", "--health-port", "0")
+    options = ("--drain-delay", "4", "--health-port", "0")
     with running_server(tmp_path, str(deep_model), *options) as server:
         (probes,) = re.findall(r"probes are answered at (\S+) too", server.text())
         is_gone = asyncio.Event()
@@ -105,7 +105,6 @@ async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
                 assert time.monotonic() - told_s < 30
             assert (await client.get(f"{probes}/health/live")).status_code == 200
             last = asyncio.create_task(stream(server, 480))
-            await asyncio.sleep(0.3)
             assert (await client.get(f"{server.url}/health/ready")).json()["state"] == "draining"
             whole = await client.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
             assert whole.status_code == 200, "still"
@@ -115,7 +114,7 @@ async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
         for ends in await asyncio.gather(*clients):
             assert ends["served"] >= 1
             assert ends.keys() <= {"served", "refused", "gone"}
-        assert time.monotonic() - told_s > 2
+        assert time.monotonic() - told_s > 4
 
 
 async def test_a_second_signal_ends_everything_at_once_the_delay_too(

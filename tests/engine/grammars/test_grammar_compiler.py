@@ -1,6 +1,7 @@
 """A grammar is tried in a process of its own, which may be killed, and which nothing outlives."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -227,6 +228,29 @@ async def test_a_caller_who_gives_up_leaves_no_answer_behind_and_the_process_as_
     assert (await waiting).text == "b"
     assert (await attempt(Grammar(kind=GrammarKind.REGEX, text="a"))).text == "a"
     assert compiler.pid == pid
+
+
+async def test_the_verdict_for_a_caller_who_gave_up_serves_the_next(compiler, attempt, monkeypatch) -> None:
+    await attempt(INTEGER)
+    dear = Grammar(kind=GrammarKind.REGEX, text="[ab]{1,50}")
+    given_up = attempt(dear)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await attempt(Grammar(kind=GrammarKind.REGEX, text="b"))  # behind it
+    monkeypatch.setattr(compiler, "_ask", None)  # nothing is asked again
+    assert (await attempt(dear)).text == "[ab]{1,50}"
+
+
+async def test_a_refusal_for_a_caller_who_gave_up_is_no_error_in_the_log(compiler, attempt, caplog) -> None:
+    hopeless, pid = await busy_with_it(compiler, attempt)
+    hopeless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hopeless
+    os.kill(pid, signal.SIGABRT)
+    assert (await attempt(INTEGER)).text
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(attempt) -> None:

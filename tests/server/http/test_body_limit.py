@@ -100,7 +100,7 @@ async def test_the_bodies_of_all_have_one_budget_until_their_replies_and_small_o
 
 async def test_where_memory_is_left_for_few_bodies_the_others_are_refused_and_small_ones_pass() -> None:
     large, small = [Held(8 << 20) for _ in range(3)], Held(1 << 10)
-    working = limited(*large, small, left_bytes=40 << 20)
+    working = limited(*large, small, left_bytes=80 << 20)
     await asyncio.sleep(0.01)
     assert (sum(each.is_read for each in large), small.is_read) == (2, True)
     assert [type(each.exception()) for each in working if each.done()] == [LowMemory]
