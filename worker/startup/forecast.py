@@ -90,7 +90,7 @@ def _bytes_on_a_device(config: WorkerConfig, kind: ModelKind, model: Any, num_we
     """
     if config.num_devices == 1:
         return num_weight_bytes
-    evenly = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
+    evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
     beside = bytes_of_a_rank(model, config.num_devices) - evenly
     bytes_each: int = model.dtype.itemsize
     on_one = _loaded_bytes(config, kind).on_one_of(config.num_devices)

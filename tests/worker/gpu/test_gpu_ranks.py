@@ -114,6 +114,22 @@ def test_weights_of_the_host_visit_the_device_module_by_module() -> None:
         assert torch.equal(model(x), on_host)
 
 
+def test_a_copy_that_fails_on_the_way_leaves_all_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copied = nn.Linear(4, 4), []
+
+    def copy_one(tensor: torch.Tensor, _device: torch.device) -> torch.Tensor:
+        copied.append(tensor)
+        if len(copied) > 1:
+            raise torch.OutOfMemoryError
+        return tensor.clone()
+
+    on_host = [each.data_ptr() for each in model.parameters()]
+    monkeypatch.setattr(torch.Tensor, "to", copy_one)
+    with pytest.raises(torch.OutOfMemoryError), staying_on(torch.device("meta"), model):
+        pass
+    assert [each.data_ptr() for each in model.parameters()] == on_host
+
+
 @pytest.mark.parametrize(
     ("device", "rank", "own"),
     [("cuda", 1, "cuda:1"), ("cuda:3", 1, "cuda:3"), ("cpu", 1, "cpu")],

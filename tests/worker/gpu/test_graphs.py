@@ -210,6 +210,15 @@ def test_a_step_that_waits_for_the_device_is_not_captured_and_the_log_says_so(
         capture_all(sizes, lambda _: lambda: wait(numbers), device, must_have_all=True)
 
 
+def test_an_error_without_text_is_named_by_its_type(device: InterpretedGpu) -> None:
+    def fail() -> None:
+        raise RuntimeError
+
+    sizes = GraphSizes(Limits(8, 4, 9, 4), max_model_len=36)
+    with pytest.raises(StartupError, match="all ranks need: RuntimeError"):
+        capture_all(sizes, lambda _: fail, device, must_have_all=True)
+
+
 def test_where_memory_runs_out_smaller_steps_take_a_larger_ones_graph(
     device: InterpretedGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

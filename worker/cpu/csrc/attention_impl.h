@@ -232,12 +232,16 @@ struct Tile {
 
   // Takes keys and values of pages [begin, end), at most a span, into the running softmax of all rows.
   void take(const TileState& state, int64_t begin, int64_t end, T* copied) const {
+    const T* held = nullptr;  // the page in `copied`: all rows of a head come to it one after the other
     for_each_page(state, begin, end, 0, [&]<int M>(int64_t head, int64_t row, const T* keys, const T* later,
                                                    float** scores, Sight) {
       const float* queries[M];
       for (int m = 0; m < M; ++m) queries[m] = query_of(head, row + m);
       if (is_copied) {
-        __builtin_memcpy(copied, keys, sizeof(T) * static_cast<uint64_t>(page_size * heads.key_dim));
+        if (keys != held) {
+          __builtin_memcpy(copied, keys, sizeof(T) * static_cast<uint64_t>(page_size * heads.key_dim));
+        }
+        held = keys;
         keys = copied;
       }
       score_rows<M>(queries, keys, later, heads.key_dim, padded_size, scores);
