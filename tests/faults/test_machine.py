@@ -212,13 +212,13 @@ def test_an_api_process_near_its_limit_of_memory_refuses_what_comes_and_ends_wha
     large = [{"prompt": "word " * 800_000}] * 6
     with (
         (tmp_path / "server.log").open("wb") as log,
-        # So late that large bodies are asked for before everything is.
-        server(command_of(tiny_model, port, "--max-memory-use", "0.999"), port, tmp_path, log) as running,
+        server(command_of(tiny_model, port), port, tmp_path, log) as running,
         httpx.Client(base_url=running.url, timeout=60) as client,
         contextlib.ExitStack() as streams,
     ):
         begun = [streams.enter_context(client.stream("POST", "/v1/completions", json=streamed)) for _ in "ab"]
         cap_memory(running.process.pid, 24 << 20)
+        wait_for(lambda: ask(running).status_code == 503)
         assert statuses_of(running, large) == {503}
         for stream in begun:
             assert stream.read().endswith(b"data: [DONE]\n\n")
