@@ -7,23 +7,16 @@ Never: opens a link (engine/nodes), or goes on after an error: any other end wou
 Shapes: N nodes, L ranks on each, T rows, P numbers of one rank, E numbers of a share.
 """
 
-import ctypes
-import logging
-import os
 import time
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from worker.ranks.called_reducer import CalledReducer
 from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.ranks import ExchangeTimes, Ranks, Reducer, World
 from worker.ranks.stage import Stage
-
-log = logging.getLogger(__name__)
-
-_Reduce = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 
 class Peers(Protocol):
@@ -41,7 +34,7 @@ class LinkedRanks(GatheringRanks):
         self.rank, self.size = rank, size
         self.stage: Stage = here.stage
         self._here, self._peers, self._world = here, peers, world
-        self._function = _Reduce(self._reduce_at)
+        self._called = CalledReducer(self.reduce)
         self._linked_s = 0.0
 
     def join(self, library: Path | None) -> None:
@@ -52,9 +45,7 @@ class LinkedRanks(GatheringRanks):
     @property
     def reducer(self) -> Reducer:
         """See Ranks."""
-        function = ctypes.cast(self._function, ctypes.c_void_p).value
-        assert function is not None
-        return Reducer(function, None)
+        return self._called.reducer
 
     def reduce(self, sums: Tensor) -> None:
         """See Ranks."""
@@ -88,12 +79,3 @@ class LinkedRanks(GatheringRanks):
             return self._peers.of_all(own)
         finally:
             self._linked_s += time.monotonic() - begin_s
-
-    def _reduce_at(self, _context: int | None, address: int, count: int) -> None:
-        """Reduce for the kernels, within a layer that cannot be left."""
-        try:
-            numbers = (ctypes.c_float * count).from_address(address)
-            self.reduce(torch.frombuffer(numbers, dtype=torch.float32))
-        except BaseException:
-            log.critical("rank %d cannot exchange sums with other nodes, and ends", self.rank, exc_info=True)
-            os.abort()

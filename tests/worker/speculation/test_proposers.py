@@ -109,20 +109,16 @@ def test_replies_within_reach_are_found_across_the_end_of_the_ring() -> None:
     assert replies.propose(ids(1_100, 1_101), 2, reach=reach).tolist() == []
 
 
-def test_rows_of_a_step_share_what_may_be_searched() -> None:
-    drafter = Drafter(SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=1))
+@pytest.mark.parametrize(("method", "num_rows"), [(DraftMethod.NGRAM, 8), (DraftMethod.SUFFIX, 4)])
+def test_rows_of_a_step_and_sources_of_a_row_share_what_may_be_searched(
+    method: DraftMethod, num_rows: int
+) -> None:
+    """Sources of a row are two where drafts come by suffixes."""
+    drafter = Drafter(SpeculationConfig(method=method, num_speculative_tokens=1))
     drafter.add(0, new_sequence())
     text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
-    assert drafter.propose(0, text, num_rows=8) == (3,)
-    assert drafter.propose(0, text, num_rows=16) == ()
-
-
-def test_two_sources_of_a_row_share_what_it_may_search() -> None:
-    drafter = Drafter(SpeculationConfig(method=DraftMethod.SUFFIX, num_speculative_tokens=1))
-    drafter.add(0, new_sequence())
-    text = np.concatenate((ids(1, 2, 3), np.arange(10, 40_010), ids(1, 2))).astype(np.int32)
-    assert drafter.propose(0, text, num_rows=4) == (3,)
-    assert drafter.propose(0, text, num_rows=8) == ()
+    assert drafter.propose(0, text, num_rows=num_rows) == (3,)
+    assert drafter.propose(0, text, num_rows=2 * num_rows) == ()
 
 
 def test_a_drafter_without_a_method_is_idle_until_a_prediction_comes() -> None:
