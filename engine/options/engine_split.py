@@ -87,15 +87,15 @@ def check_device(options: Options) -> None:
 def check_ranks(options: Options) -> None:
     """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
     asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
-    if options.tensor_parallel_size == 1:
-        return
-    num_gpus = len(visible_gpus())
-    if device_of(options) == "cuda" and options.tensor_parallel_size > num_gpus:
+    num_ranks, num_gpus = num_ranks_of(options), len(visible_gpus())
+    if device_of(options) == "cuda" and num_ranks > max(1, num_gpus):
         raise OptionError(
-            asked,
+            asked if num_ranks == options.tensor_parallel_size else _describe_grid(options),
             f"each rank takes a GPU, and there are {num_gpus}",
             "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
         )
+    if options.tensor_parallel_size == 1:
+        return
     for key, word in (
         ("--quantization", options.quantization),
         ("--quantize-head", options.quantize_head),
@@ -132,7 +132,7 @@ def check_engines(options: Options) -> None:
             "use --device cuda, and CUDA_VISIBLE_DEVICES to choose which GPUs",
         )
     num_gpus = len(visible_gpus())
-    num_ranks = options.tensor_parallel_size
+    num_ranks = num_ranks_of(options)
     gpus = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
     if device_of(options) == "cuda" and options.data_parallel_size * num_ranks > num_gpus:
         raise OptionError(
@@ -142,16 +142,26 @@ def check_engines(options: Options) -> None:
         )
 
 
+def num_ranks_of(options: Options) -> int:
+    """Count the ranks of all stages of an engine."""
+    return options.pipeline_parallel_size * options.tensor_parallel_size
+
+
+def _describe_grid(options: Options) -> str:
+    num_stages, num_ranks = options.pipeline_parallel_size, options.tensor_parallel_size
+    return f"--pipeline-parallel-size {num_stages} and --tensor-parallel-size {num_ranks}"
+
+
 def device_of(options: Options) -> str:
     """Name the device. Several engines or ranks must not choose one each: the last would find no GPU left."""
-    if options.device == "auto" and max(options.data_parallel_size, options.tensor_parallel_size) > 1:
+    if options.device == "auto" and options.data_parallel_size * num_ranks_of(options) > 1:
         return "cuda" if visible_gpus() else "cpu"
     return options.device
 
 
 def share_gpu(options: Options) -> bool:
     """Tell whether all ranks are on one GPU: they exchange through the host, which no graph records."""
-    return options.tensor_parallel_size > 1 and options.device.startswith("cuda:")
+    return num_ranks_of(options) > 1 and options.device.startswith("cuda:")
 
 
 def prefix_journal(options: Options) -> JournalContent | None:
@@ -220,7 +230,7 @@ def ray_config(options: Options) -> RayConfig | None:
         if options.placement_timeout != Options().placement_timeout:
             raise OptionError("--placement-timeout", f"{asked} places nothing", "leave it out")
         return None
-    if options.pipeline_parallel_size * options.tensor_parallel_size == 1:
+    if num_ranks_of(options) == 1:
         raise OptionError(asked, "there is one rank", "give --pipeline-parallel-size 2, say, or leave it out")
     if options.node_rank is not None:
         raise OptionError(f"{asked} with --node-rank", "Ray starts all nodes but this one", "leave it out")
@@ -259,7 +269,7 @@ def _check_several(options: Options, asked: str, num_nodes: int) -> None:
     num_stages, num_ranks = options.pipeline_parallel_size, options.tensor_parallel_size
     if not fits_nodes(num_stages, num_ranks, num_nodes):
         raise OptionError(
-            f"{asked} with --pipeline-parallel-size {num_stages} and --tensor-parallel-size {num_ranks}",
+            f"{asked} with {_describe_grid(options)}",
             "each node computes as many stages, or as large a part of one",
             f"give --pipeline-parallel-size {num_nodes} or a multiple of it; or one stage, and as many ranks",
         )

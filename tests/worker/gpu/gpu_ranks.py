@@ -1,4 +1,4 @@
-"""Two ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
+"""Ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
 
 Owns: the stand-ins of CUDA and NCCL of each rank, and the end of their process group.
 The stand-in of CUDA has one device, the second: it is that of rank 0 too, in a process of its own.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
 from tests.worker.gpu.lazy_nccl import LazyNccl
-from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker, RankProcesses
+from tests.worker.ranks.divided import DividedWorker, RankProcesses
 from tests.worker.ranks.follower import follow
 from worker import worker
 from worker.gpu import gpu_toolkit, graphs
@@ -23,8 +23,8 @@ from worker.ranks import device_ranks
 from worker.ranks.rank_places import RankPlace
 
 SHARED, OWN = "cuda:1", "cuda"
-"""Devices: one for both ranks, or one for each."""
-_AT_ONCE = 2
+"""Devices: one for all ranks, or one for each."""
+AT_ONCE = 2
 """Order in which a device does at once what it is asked: nobody waits for that of the other rank."""
 
 
@@ -39,14 +39,14 @@ def stand_ins(device: str, seed: int | None) -> Iterator[LazyCuda]:
 
 
 @contextmanager
-def two_ranks(device: str, seed: int | None) -> Iterator[tuple[LazyCuda, DividedWorker]]:
-    """Be rank 0."""
+def rank_0(device: str, seed: int | None, division: str) -> Iterator[tuple[LazyCuda, DividedWorker]]:
+    """Be rank 0 of a model that is divided so."""
     processes = RankProcesses("tests.worker.gpu.gpu_ranks", device)
     try:
         with stand_ins(device, seed) as cuda, pytest.MonkeyPatch.context() as patch:
             for module in (worker, device_ranks):
                 patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
-            yield cuda, DividedWorker(processes, TWO_SHARDS)
+            yield cuda, DividedWorker(processes, division)
     finally:
         processes.close()
         if dist.is_initialized():
@@ -55,5 +55,5 @@ def two_ranks(device: str, seed: int | None) -> Iterator[tuple[LazyCuda, Divided
 
 if __name__ == "__main__":
     device, places, folder = sys.argv[1:]
-    with stand_ins(device, _AT_ONCE):
+    with stand_ins(device, AT_ONCE):
         follow(msgspec.json.decode(places, type=dict[str, RankPlace]), Path(folder))

@@ -14,10 +14,10 @@ from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu import test_gpu_worker as whole
 from tests.worker.gpu.ahead import AheadDriver
-from tests.worker.gpu.gpu_ranks import OWN, SHARED, two_ranks
+from tests.worker.gpu.gpu_ranks import OWN, SHARED, rank_0
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
-from tests.worker.ranks.divided import DividedWorker
+from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
 from worker.devices.visiting import let_visit, staying_on
 from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
@@ -50,7 +50,7 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
     """A checkpoint of codes, with sums through the host."""
     folder, _ = write_quantized("llama", "awq", tmp_path)
     expected = whole.expected_from(load_worker(folder, swap_space_bytes=1 << 20)[0])
-    with two_ranks(SHARED, seed=None) as (_, divided):
+    with rank_0(SHARED, None, TWO_SHARDS) as (_, divided):
         facts = divided.load(config_of(folder, SHARED, enforce_eager=True))
         assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
         assert served_by(divided) == expected
@@ -59,7 +59,7 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
     """Sums of experts too."""
     expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
-    with two_ranks(OWN, seed=1) as (cuda, divided):
+    with rank_0(OWN, 1, TWO_SHARDS) as (cuda, divided):
         config = config_of(folders["qwen3_moe"], OWN)
         divided.load(config)
         assert served_by(divided) == expected
