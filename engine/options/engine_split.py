@@ -86,15 +86,17 @@ def check_device(options: Options) -> None:
 
 def check_ranks(options: Options) -> None:
     """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
-    asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
     num_ranks, num_gpus = num_ranks_of(options), len(visible_gpus())
-    if device_of(options) == "cuda" and num_ranks > max(1, num_gpus):
+    if num_ranks == 1:
+        return
+    asked = _describe_ranks(options)
+    if device_of(options) == "cuda" and num_ranks > num_gpus:
         raise OptionError(
-            asked if num_ranks == options.tensor_parallel_size else _describe_grid(options),
+            asked,
             f"each rank takes a GPU, and there are {num_gpus}",
             "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
         )
-    if options.tensor_parallel_size == 1:
+    if options.tensor_parallel_size == 1 and device_of(options) == "cpu":
         return
     for key, word in (
         ("--quantization", options.quantization),
@@ -147,9 +149,13 @@ def num_ranks_of(options: Options) -> int:
     return options.pipeline_parallel_size * options.tensor_parallel_size
 
 
-def _describe_grid(options: Options) -> str:
-    num_stages, num_ranks = options.pipeline_parallel_size, options.tensor_parallel_size
-    return f"--pipeline-parallel-size {num_stages} and --tensor-parallel-size {num_ranks}"
+def _describe_ranks(options: Options) -> str:
+    """Name the options that divide the model."""
+    numbers = {
+        "--pipeline-parallel-size": options.pipeline_parallel_size,
+        "--tensor-parallel-size": options.tensor_parallel_size,
+    }
+    return " and ".join(f"{flag} {number}" for flag, number in numbers.items() if number > 1)
 
 
 def device_of(options: Options) -> str:
@@ -269,7 +275,7 @@ def _check_several(options: Options, asked: str, num_nodes: int) -> None:
     num_stages, num_ranks = options.pipeline_parallel_size, options.tensor_parallel_size
     if not fits_nodes(num_stages, num_ranks, num_nodes):
         raise OptionError(
-            f"{asked} with {_describe_grid(options)}",
+            f"{asked} with --pipeline-parallel-size {num_stages} and --tensor-parallel-size {num_ranks}",
             "each node computes as many stages, or as large a part of one",
             f"give --pipeline-parallel-size {num_nodes} or a multiple of it; or one stage, and as many ranks",
         )

@@ -164,17 +164,8 @@ def forecast(
         budget_bytes = device.foreseen_budget_bytes(num_bytes)
         if is_stacked:
             budget_bytes = max(0, budget_bytes - adapter_bytes)
-        return size_cache(
-            CacheRequest(
-                block_bytes=layout.only(stage.layers_of(len(layout.layers))).block_bytes,
-                block_size=layout.block_size,
-                budget_bytes=budget_bytes // config.num_ranks_on_device * config.num_nodes,
-                num_blocks=config.num_blocks,
-                max_model_len=config.max_model_len,
-                checkpoint_len=checkpoint_len,
-                max_num_seqs=config.max_num_seqs,
-            )
-        )
+        own = layout.only(stage.layers_of(len(layout.layers)))
+        return _size_of_cache(config, own, budget_bytes, checkpoint_len)
 
     sizes = [size_of(stage) for stage in _stages_on_devices(config, model, len(layout.layers))]
     size = min(sizes, key=lambda each: each.num_blocks)
@@ -188,6 +179,22 @@ def forecast(
         checkpoint_len=checkpoint_len,
         adapter_targets=targets,
         adapter_bytes=adapter_bytes,
+    )
+
+
+def _size_of_cache(
+    config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int
+) -> CacheSize:
+    return size_cache(
+        CacheRequest(
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            budget_bytes=budget_bytes // config.num_ranks_on_device * config.num_nodes,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            checkpoint_len=checkpoint_len,
+            max_num_seqs=config.max_num_seqs,
+        )
     )
 
 

@@ -25,6 +25,7 @@ from worker.model.linear import linear_of
 from worker.model.vocabulary_shards import divide_ends
 from worker.ranks.device_ranks import DeviceRanks, device_of_rank
 from worker.ranks.ranks import Alone
+from worker.ranks.stage import Stage
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -132,10 +133,11 @@ def test_a_copy_that_fails_on_the_way_leaves_all_weights_on_the_host(monkeypatch
 
 @pytest.mark.parametrize(
     ("device", "rank", "own"),
-    [("cuda", 1, "cuda:1"), ("cuda:3", 1, "cuda:3"), ("cpu", 1, "cpu")],
+    [("cuda", 3, "cuda:3"), ("cuda:3", 1, "cuda:3"), ("cpu", 1, "cpu")],
 )
-def test_each_rank_has_a_device(device: str, rank: int, own: str) -> None:
-    assert device_of_rank(WorkerConfig(model_path="", device=device, num_ranks=2), rank) == own
+def test_each_rank_of_all_stages_has_a_device(device: str, rank: int, own: str) -> None:
+    config = WorkerConfig(model_path="", device=device, num_stages=2, num_ranks=2)
+    assert device_of_rank(config, rank) == own
 
 
 def test_a_model_alone_has_the_first_gpu() -> None:
@@ -156,6 +158,17 @@ def test_what_a_rank_will_weigh_is_known_before_it_is_divided(folders: dict[str,
     padding = sum(-len(end) % size * end[0].nbytes for end in ends)
     others = sum(sizes.values()) + padding - norms - heads
     assert bytes_of_a_rank(model, size) == pytest.approx(norms + heads / num_heads + others / size, abs=16)
+
+
+def test_a_stage_weighs_its_layers_and_the_end_that_it_has(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path, num_hidden_layers=3))
+    parts = (model.model.layers[0], model.model.norm)
+    layer, norm = (sum(each.nbytes for each in part.parameters()) for part in parts)
+    end = model.lm_head.weight.nbytes
+    first, last = (bytes_of_a_rank(model, 1, Stage(index, 2)) for index in range(2))
+    assert (first, last) == (2 * layer + norm + end, layer + norm + end)
 
 
 class ThreeRanks(Alone):
