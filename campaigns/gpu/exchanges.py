@@ -114,7 +114,7 @@ def _summing_behind_layers(reduce: Callable[["Tensor"], None]) -> Iterator[None]
             reduce(hidden)
         return hidden
 
-    TritonLayer.forward = summing  # type: ignore[method-assign]
+    TritonLayer.forward = summing  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
