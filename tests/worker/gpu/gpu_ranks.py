@@ -1,7 +1,7 @@
 """Ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
 
 Owns: the stand-ins of CUDA and NCCL of each rank, and the end of their process group.
-The stand-in of CUDA has one device, the second: it is that of rank 0 too, in a process of its own.
+The stand-in of CUDA has one device, the second: it is that of each rank, in a process of its own.
 """
 
 import sys
@@ -32,6 +32,8 @@ AT_ONCE = 2
 def stand_ins(device: str, seed: int | None) -> Iterator[LazyCuda]:
     with LazyCuda(seed=seed) as cuda, pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_MIXED", (16,))
+        for module in (worker, device_ranks):
+            patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
         patch.setattr(gpu_toolkit, "choose_products", lambda products, device: None)  # each rank's own
         if device == OWN:
             LazyNccl(cuda).install(patch)
@@ -43,9 +45,7 @@ def rank_0(device: str, seed: int | None, division: str) -> Iterator[tuple[LazyC
     """Be rank 0 of a model that is divided so."""
     processes = RankProcesses("tests.worker.gpu.gpu_ranks", device)
     try:
-        with stand_ins(device, seed) as cuda, pytest.MonkeyPatch.context() as patch:
-            for module in (worker, device_ranks):
-                patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
+        with stand_ins(device, seed) as cuda:
             yield cuda, DividedWorker(processes, division)
     finally:
         processes.close()
