@@ -1,5 +1,8 @@
 """Blocks found again by their content, and the order in which they are given up."""
 
+from array import array
+from hashlib import sha256
+
 from scheduler.blocks.kv_cache_manager import AllocationStatus, KVCacheManager
 from scheduler.messages import SequenceId
 from tests.fakes import continuation, make_sequence
@@ -56,6 +59,18 @@ def test_another_salt_finds_nothing() -> None:
     for i, salt in ((1, "a"), (2, "b"), (3, "a")):
         world.add(make_sequence(i, [*SHARED, 50], max_tokens=1, cache_salt=salt))
         assert world.step().scheduled[0].start == (12 if i == 3 else 0)
+
+
+def test_keys_are_digests_of_all_tokens_before_and_of_the_salt() -> None:
+    """CVE-2025-25183 was a hash whose collisions anyone could compute."""
+    world = World(small_config())
+    seq = make_sequence(1, [*SHARED, 50], cache_salt="a")
+    world.add(seq)
+    world.step()
+    key = sha256(sha256(b"a").digest()).digest()
+    for place, found in enumerate(seq.block_keys[:3]):
+        key = sha256(key + array("I", SHARED[4 * place : 4 * place + 4]).tobytes()).digest()
+        assert found == key
 
 
 def test_equal_tokens_after_different_beginnings_are_different_blocks() -> None:
