@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.core.grammar_desk import GrammarsOfRank
 from engine.core.pulse import StepPulse
 from engine.core.stage_steps import StageSteps, compute_last
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
-from engine.nodes.rank_plans import AdapterOrder, PlansIn, ResultsOut, StageResult
+from engine.nodes.rank_plans import AdapterOrder, GrammarOrder, Order, PlansIn, ResultsOut, StageResult
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from worker.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_REPORT_GRAMMARS_EVERY_S = 0.001
+"""While there are no steps."""
 
 
 def main(directory: Path, parent_pid: int, log_level: int, place: RankPlace) -> int:
@@ -67,6 +71,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
         from engine.nodes.links import Links
         from worker.attention.interface import num_layers_begun
         from worker.ranks.opening import open_ranks_of
+        from worker.sampling.grammar_rows import num_masks_begun
         from worker.worker import Worker
         from worker.worker_errors import StartupError
 
@@ -82,7 +87,8 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     log.info("rank %d loaded in %.1f s", place.rank, time.monotonic() - started_s)
     keep_what_is_loaded()
     if place.num_stages > 1:
-        StepPulse(directory, num_layers_begun).start()  # rank 0 may wait while a later stage computes
+        # Rank 0 may wait while a later stage computes.
+        StepPulse(directory, lambda: num_layers_begun() + num_masks_begun()).start()
     results = (links or ResultsOut(directory)) if place.is_reporting else None
     _carry_out(plans, worker, ranks.stage, results)
     plans.close()
@@ -95,9 +101,17 @@ def _carry_out(
 ) -> None:
     """Compute all steps until goodbye."""
     steps = StageSteps(worker, stage)
-    while (step := plans.receive()) is not None:
+    grammars = None
+    if results is not None:
+        assert worker.grammars is not None, "it samples"
+        grammars = GrammarsOfRank(worker.grammars, results.send)
+    while (step := _next_order(plans, grammars)) is not None:
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
+            continue
+        if isinstance(step, GrammarOrder):
+            if grammars is not None:
+                grammars.carry_out(step)
             continue
         if results is not None:
             results.send(StageResult(*compute_last(worker, step.plan)))
@@ -105,6 +119,15 @@ def _carry_out(
         for token_ids in step.sampled:
             steps.learn(token_ids)
         steps.launch(step.plan)
+
+
+def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank | None) -> Order | None:
+    """Wait for an order; report grammars as soon as they are compiled."""
+    while grammars is not None and grammars.is_busy:
+        grammars.report()
+        if plans.has_any(_REPORT_GRAMMARS_EVERY_S):
+            break
+    return plans.receive()
 
 
 def change_adapters(worker: "Worker", order: AdapterOrder) -> None:

@@ -31,7 +31,7 @@ _ADAPTER_BYPASSES = 16
 _STEPS_BETWEEN_TURNS = 8
 
 # Reasons that concern the first in the queue; the others concern all.
-_REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER, WaitReason.GRAMMAR)
+_REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER)
 
 # Part of the expected time that a prompt certainly takes: the steps it was learnt from may have been slow.
 _SURE = 0.7
@@ -235,8 +235,6 @@ class Admission:
             return self.wait_reason
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if self.wait_reason is WaitReason.GRAMMAR and seq.has_grammar:
-            return WaitReason.GRAMMAR
         if self.wait_reason is WaitReason.ENCODER and seq.encoder_inputs:
             return WaitReason.ENCODER
         if self._kv.blocks_for(seq.num_tokens) > self._kv.pool.num_free:
@@ -264,8 +262,6 @@ class Admission:
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if seq.has_grammar and not seq.is_compiled and not budget.has_room_for_grammar(seq.compile_s):
-            return WaitReason.GRAMMAR
         return None
 
     def _awaits_token(self, seq: Sequence) -> bool:
@@ -371,12 +367,9 @@ class Admission:
         copies = self._kv.allocate(seq, demand)
         plan.swap_in += copies.swap_in
         plan.copies += copies.copies
-        was_compiled = seq.is_compiled
         self._queues.admit(seq)
         self._queues.forecast.note_start(plan.now_s)
         plan.budget.take_slot()
-        if seq.has_grammar and not was_compiled:
-            plan.budget.take_grammar(seq.compile_s)
         seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
         if not seq.num_preemptions:
             self._note_start(seq, demand, plan.now_s)
