@@ -69,7 +69,7 @@ class Admission:
                 return  # a preempted sequence does not come back in the same step
             if self._obstacle(seq, budget) is not None:
                 return  # places and blocks are all that displacing gives
-            demand = self._kv.demand(seq)
+            demand = self._demand(seq, budget)
             if self._is_too_late(seq, demand, plan.now_s):
                 self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
                 continue
@@ -92,7 +92,7 @@ class Admission:
         if self._obstacle(seq, budget) is not None:
             return
         giving_way = self._queues.over_served(seq)
-        demand = self._kv.demand(seq)
+        demand = self._demand(seq, budget)
         if not giving_way or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
             return
         victims = self._preemptor.choose_displaced(
@@ -208,7 +208,7 @@ class Admission:
             reason = self._obstacle(seq, budget)
             if reason in (WaitReason.TOKENS, WaitReason.PREEMPTION):
                 return reason
-            demand = self._kv.demand(seq)
+            demand = self._demand(seq, budget)
             if self._allocation_status(demand) is AllocationStatus.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
                 self._finish(seq, FinishReason.LENGTH, "")
@@ -262,7 +262,12 @@ class Admission:
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        return None
+        return None if budget.may_hash(self._kv.num_unhashed(seq)) else WaitReason.TOKENS
+
+    def _demand(self, seq: Sequence, budget: SchedulingBudget) -> BlockDemand:
+        """Look up what it needs, after `_obstacle`."""
+        budget.remaining_hashed_tokens -= self._kv.num_unhashed(seq)
+        return self._kv.demand(seq)
 
     def _awaits_token(self, seq: Sequence) -> bool:
         """Whether a token of before its preemption is being sampled: the worker must be given all of them."""
@@ -323,7 +328,7 @@ class Admission:
             return None
         for seq in self._candidates(head):
             if self._obstacle(seq, budget) is None:
-                demand = self._kv.demand(seq)
+                demand = self._demand(seq, budget)
                 if self._shortage(seq, demand) is None:
                     return seq, demand
         return None
@@ -340,7 +345,7 @@ class Admission:
         seq = self._queues.first_with({"", *self._adapters_in_use()} if may_pass else {""})
         if seq is None or self._obstacle(seq, budget) is not None:
             return None
-        demand = self._kv.demand(seq)
+        demand = self._demand(seq, budget)
         return None if self._shortage(seq, demand) is not None else (seq, demand)
 
     def _candidates(self, head: Sequence) -> list[Sequence]:

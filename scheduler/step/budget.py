@@ -1,4 +1,4 @@
-"""Budget of one step: tokens and slots.
+"""Budget of one step: tokens, slots and tokens to look up.
 
 Owns: how much a step may have, on a device that has run out of memory too, and what is left of it while it is
 planned.
@@ -19,6 +19,9 @@ _MIN_CHUNK_TOKENS = 16
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
 _RESERVED_PART = 8
+
+_MOST_HASHED_TOKENS = 128 * 1024
+"""Tokens of waiting sequences for which a step computes keys: 16 ms. Others wait for the next step."""
 
 SMALLEST_CHUNK_TOKENS = 64
 """A sequence that is alone in its step and finds too little memory even for these few tokens is failed."""
@@ -72,6 +75,7 @@ class SchedulingBudget:
         "has_chunks",
         "num_decodes_ahead",
         "num_prefills_ahead",
+        "remaining_hashed_tokens",
         "remaining_prefill_tokens",
         "remaining_seqs",
         "remaining_tokens",
@@ -86,6 +90,8 @@ class SchedulingBudget:
         self.has_chunks = False
         self.remaining_seqs = free_seqs
         """Slots for sequences that are not running yet."""
+        self.remaining_hashed_tokens = _MOST_HASHED_TOKENS
+        """Tokens whose keys may still be computed, to look them up; below 0 if the first took more."""
         self.num_decodes_ahead = num_decodes
         """Running sequences not yet planned that need one token each; it is set aside for them."""
         self.num_prefills_ahead = 1
@@ -138,6 +144,12 @@ class SchedulingBudget:
 
     def take_slot(self) -> None:
         self.remaining_seqs -= 1
+
+    def may_hash(self, num_tokens: int) -> bool:
+        """Whether keys of so many more tokens may be computed. The first sequence may always have its own."""
+        return (
+            num_tokens <= self.remaining_hashed_tokens or self.remaining_hashed_tokens == _MOST_HASHED_TOKENS
+        )
 
     def give_back_slot(self) -> None:
         """Note that a running sequence ended or was preempted while the step was planned."""
