@@ -15,6 +15,7 @@ import triton
 from triton import language
 from triton.runtime import interpreter
 
+from tests.worker.gpu.interpreted_calls import REPEATED, repeating, truth_of
 from worker.gpu.kernels import dependent_launch
 
 
@@ -127,20 +128,22 @@ def _patch_once_in_a_launch() -> None:
         return  # another release does it in another way
     patch, patched = interpreter._patch_lang, set[int]()
 
+    @cache
+    def modules_of(fn: Any) -> set[int]:
+        return {id(value) for value in fn.__globals__.values() if value is language or value is language.core}
+
     def patch_new_modules(fn: Any) -> Any:
-        modules = {
-            id(value) for value in fn.__globals__.values() if value is language or value is language.core
-        }
-        if modules <= patched:
+        if modules_of(fn) <= patched:
             return interpreter._LangPatchScope()
         scope = patch(fn)
+        scope.set_attr(language.tensor, "__bool__", truth_of)
         restore = scope.restore
 
         def restore_and_forget() -> None:
             restore()
             patched.clear()
 
-        patched.update(modules)
+        patched.update(modules_of(fn))
         scope.restore = restore_and_forget
         return scope
 
@@ -165,4 +168,4 @@ def _replacements_for(module: Any, builder: Any) -> list[tuple[str, Any]]:
     for name, member in inspect.getmembers(module):
         if language.core.is_builtin(member):
             interpreter._patch_attr(module, name, member, builder, Collector())
-    return found
+    return [(name, repeating(name, member) if name in REPEATED else member) for name, member in found]
