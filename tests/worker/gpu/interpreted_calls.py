@@ -8,6 +8,7 @@ long as the few operations that they end in.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 from triton import language
@@ -17,7 +18,7 @@ _OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"),
     *("gt", "ge", "lt", "le", "eq", "ne"),
 )
-REPEATED = frozenset(
+_REPEATED = frozenset(
     {
         *(f"__{side}{name}__" for name in _OPERATORS for side in ("", "r")),
         *("__neg__", "__invert__", "__getitem__", "to", "cast", "load", "store", "where", "expand_dims"),
@@ -40,9 +41,11 @@ class _Step(NamedTuple):
 
 class _Recipe(NamedTuple):
     constants: tuple[Any, ...]
+    """Values before those of the arguments, which stand before those of the steps."""
     steps: tuple[_Step, ...]
     result: int
-    type: Any
+    fields: dict[str, Any] | None
+    """Fields of the tensor that is returned, beside its handle; None without one."""
 
 
 class _NotTheSame(Exception):
@@ -82,37 +85,50 @@ def truth_of(tensor: Any) -> bool:
     return bool(data)
 
 
-def repeating(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, by recipe where one is known."""
+def repeated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; by recipe, where one is known for its arguments."""
+    if name not in _REPEATED:
+        return function
     recipes: dict[Any, _Recipe | None] = {}
-    tensor, semantic = language.tensor, interpreter.interpreter_semantic
+    semantic = interpreter.interpreter_semantic
     builder = semantic.builder
 
+    @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         handles: list[Any] = []
         try:
-            key = _kind_of(args, handles), _kind_of(named.items(), handles) if named else None
+            key = _kind_of(args, handles)
+            if named:
+                key = key, _kind_of(named.items(), handles)
         except _NotTheSame:
             return function(*args, **named)
-        if key not in recipes:
-            if semantic.builder is not builder or len({id(each) for each in handles}) < len(handles):
-                return function(*args, **named)
-            recorder = semantic.builder = _Recorder(builder)
-            try:
-                result = function(*args, **named)
-            finally:
-                semantic.builder = builder
-            recipes[key] = _recipe_of(recorder, handles, result)
-            return result
-        recipe = recipes[key]
-        if recipe is None:
+        recipe = recipes.get(key)
+        if recipe is not None:
+            return _follow(recipe, builder, handles)
+        is_distinct = len({id(each) for each in handles}) == len(handles)
+        if key in recipes or semantic.builder is not builder or not is_distinct:
             return function(*args, **named)
-        values = [*recipe.constants, *handles]
-        for step in recipe.steps:
-            values.append(getattr(builder, step.name)(*[values[place] for place in step.places]))
-        return None if recipe.type is None else tensor(values[recipe.result], recipe.type)
+        recorder = semantic.builder = _Recorder(builder)
+        try:
+            result = function(*args, **named)
+        finally:
+            semantic.builder = builder
+        recipes[key] = _recipe_of(recorder, handles, result)
+        return result
 
     return call
+
+
+def _follow(recipe: _Recipe, builder: Any, handles: list[Any]) -> Any:
+    values = [*recipe.constants, *handles]
+    for name, places in recipe.steps:
+        values.append(getattr(builder, name)(*[values[place] for place in places]))
+    if recipe.fields is None:
+        return None
+    tensor = object.__new__(language.tensor)
+    tensor.__dict__.update(recipe.fields)
+    tensor.handle = values[recipe.result]
+    return tensor
 
 
 def _kind_of(values: Any, handles: list[Any]) -> tuple[Any, ...]:
@@ -126,7 +142,7 @@ def _kind_of(values: Any, handles: list[Any]) -> tuple[Any, ...]:
         elif kind in _PLAIN:
             kinds.append((kind, value))
         elif kind is language.constexpr:
-            kinds.append(_kind_of((value.value,), handles))
+            kinds.extend(_kind_of((value.value,), handles))
         elif kind is float:
             kinds.append((kind, repr(value)))  # 0.0 == -0.0
         elif isinstance(value, language.dtype):
@@ -134,7 +150,7 @@ def _kind_of(values: Any, handles: list[Any]) -> tuple[Any, ...]:
         elif kind is slice:
             kinds.append((kind, _kind_of((value.start, value.stop, value.step), handles)))
         elif kind in (tuple, list, language.tuple):
-            kinds.append(_kind_of(value, handles))
+            kinds.append((kind, _kind_of(value, handles)))
         else:
             raise _NotTheSame
     return tuple(kinds)
@@ -172,5 +188,5 @@ def _recipe_of(recorder: _Recorder, handles: list[Any], result: Any) -> _Recipe 
             for name, places in steps
         ),
         number + first * is_made,
-        None if result is None else result.type,
+        None if result is None else {name: each for name, each in vars(result).items() if name != "handle"},
     )
