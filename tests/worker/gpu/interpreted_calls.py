@@ -29,7 +29,7 @@ _REPEATED = frozenset(
 """Functions that read of their arguments nothing but types and Python's numbers."""
 _PLAIN = frozenset({int, bool, str, type(None)})
 _CONSTANT = frozenset({"create_splat"})
-"""What gives the same for the same, and is asked for to bring a number of Python into shape."""
+"""Calls of the builder that bring a number of Python into shape: the same each time."""
 
 
 class _Step(NamedTuple):
@@ -59,7 +59,7 @@ class _Recorder:
         self._builder = builder
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
         self.has_looked = False
-        """Whether what comes next depends on a number of a tensor."""
+        """Whether a number in a tensor decided what came next."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._builder, name)
@@ -132,7 +132,7 @@ def _follow(recipe: _Recipe, builder: Any, handles: list[Any]) -> Any:
 
 
 def _kind_of(values: Any, handles: list[Any]) -> tuple[Any, ...]:
-    """What a call with these depends on beside numbers in tensors, whose handles are added to the list."""
+    """Kind of these arguments: all but the numbers in tensors, whose handles are added to the list."""
     kinds: list[Any] = []
     for value in values:
         kind = type(value)
