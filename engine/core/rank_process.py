@@ -19,10 +19,18 @@ import msgspec
 
 from engine.core.grammar_desk import GrammarsOfRank
 from engine.core.pulse import StepPulse
-from engine.core.stage_steps import StageSteps, compute_last
+from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
-from engine.nodes.rank_plans import AdapterOrder, GrammarOrder, Order, PlansIn, ResultsOut, StageResult
+from engine.nodes.rank_plans import (
+    AdapterOrder,
+    GrammarOrder,
+    Order,
+    PlansIn,
+    RankStep,
+    ResultsOut,
+    StageResult,
+)
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -80,7 +88,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     ranks = open_ranks_of(config.worker, place, directory, links)
     worker = Worker(config.worker, ranks=ranks)
     try:
-        worker.load(lambda _progress: None)
+        facts = worker.load(lambda _progress: None)
     except StartupError as error:
         PulseSide(directory).send_last(StartFailed(what=error.what, fix=error.fix))
         return EXIT_START_FAILED
@@ -89,45 +97,53 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     if place.num_stages > 1:
         # Rank 0 may wait while a later stage computes.
         StepPulse(directory, lambda: num_layers_begun() + num_masks_begun()).start()
-    results = (links or ResultsOut(directory)) if place.is_reporting else None
-    _carry_out(plans, worker, ranks.stage, results)
+    if place.is_reporting:
+        _report(plans, worker, links or ResultsOut(directory), runs_ahead=facts.runs_ahead)
+    else:
+        _carry_out(plans, worker, ranks.stage)
     plans.close()
     worker.close()
     return 0
 
 
-def _carry_out(
-    plans: "PlansIn | Links", worker: "Worker", stage: "Stage", results: "ResultsOut | Links | None"
+def _report(
+    plans: "PlansIn | Links", worker: "Worker", results: "ResultsOut | Links", *, runs_ahead: bool
 ) -> None:
-    """Compute all steps until goodbye."""
-    steps = StageSteps(worker, stage)
-    grammars = None
-    if results is not None:
-        assert worker.grammars is not None, "it samples"
-        grammars = GrammarsOfRank(worker.grammars, results.send)
-    while (step := _next_order(plans, grammars)) is not None:
-        if isinstance(step, AdapterOrder):
-            change_adapters(worker, step)
-            continue
-        if isinstance(step, GrammarOrder):
-            if grammars is not None:
-                grammars.carry_out(step)
-            continue
-        if results is not None:
-            results.send(StageResult(*compute_last(worker, step.plan)))
-            continue
-        for token_ids in step.sampled:
-            steps.learn(token_ids)
-        steps.launch(step.plan)
+    """Compute all steps until goodbye, and report their results."""
+    steps = ReportedSteps(
+        worker, lambda output, token_ids: results.send(StageResult(output, token_ids)), runs_ahead=runs_ahead
+    )
+    assert worker.grammars is not None, "it samples"
+    grammars = GrammarsOfRank(worker.grammars, results.send)
+    while (order := _next_order(plans, grammars)) is not None:
+        if isinstance(order, AdapterOrder):
+            change_adapters(worker, order)
+        elif isinstance(order, GrammarOrder):
+            grammars.carry_out(order)
+        else:
+            steps.launch(order.plan)
+        steps.report(plans.has_any)
 
 
-def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank | None) -> Order | None:
+def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank) -> Order | None:
     """Wait for an order; report grammars as soon as they are compiled."""
-    while grammars is not None and grammars.is_busy:
+    while grammars.is_busy:
         grammars.report()
         if plans.has_any(_REPORT_GRAMMARS_EVERY_S):
             break
     return plans.receive()
+
+
+def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> None:
+    """Compute all steps until goodbye."""
+    steps = StageSteps(worker, stage)
+    while (order := plans.receive()) is not None:
+        if isinstance(order, AdapterOrder):
+            change_adapters(worker, order)
+        elif isinstance(order, RankStep):  # others are for the rank that samples
+            for token_ids in order.sampled:
+                steps.learn(token_ids)
+            steps.launch(order.plan)
 
 
 def change_adapters(worker: "Worker", order: AdapterOrder) -> None:

@@ -78,7 +78,7 @@ class Links:
         """Return the way to the next stage."""
         return LinkedSender(self._sockets[OUTLET])
 
-    def has_any(self, wait_s: float) -> bool:
+    def has_any(self, wait_s: float = 0.0) -> bool:
         """Wait so many seconds for an order; tell whether there is one."""
         return bool(self._sockets[PLANS].poll(int(wait_s * 1000)))
 

@@ -116,7 +116,7 @@ class PlansIn:
         self._socket.set_hwm(0)
         self._socket.connect(_address(directory, rank))
 
-    def has_any(self, wait_s: float) -> bool:
+    def has_any(self, wait_s: float = 0.0) -> bool:
         """Wait so many seconds for an order; tell whether there is one."""
         return bool(self._socket.poll(int(wait_s * 1000)))
 

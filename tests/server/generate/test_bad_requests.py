@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from dataclasses import replace
 
 import httpx
@@ -431,23 +430,6 @@ async def test_a_header_that_stands_for_a_field_must_be_a_number(client, name, v
     assert check(response)["code"] == "invalid_value"
 
 
-def test_one_key_twice_among_very_many_is_found_in_time():
-    """To look for each key among all others would take minutes."""
-    entries = ",".join(f'"k{number}":0' for number in range(100_000))
-    began_s = time.process_time()
-    with pytest.raises(RequestRejected, match="a key appears twice"):
-        parse_object(f'{{"a":{{{entries},"k_":0,"k_":0}}}}'.encode())
-    assert time.process_time() - began_s < 5
-
-
-@pytest.mark.parametrize("num_entries", [1, 300_000])
-def test_a_body_without_a_doubled_key_is_parsed_once(num_entries: int, monkeypatch) -> None:
-    """The second parser holds the interpreter's lock for a tenth of a second at the most entries."""
-    monkeypatch.setattr(json_body.json, "loads", None)
-    entries = ",".join(f'"{number}":1' for number in range(num_entries))
-    assert len(parse_object(f'{{"a":{{{entries}}}}}'.encode())["a"]) == num_entries
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -459,21 +441,6 @@ FIELDS = st.sampled_from(
 NEARLY = st.dictionaries(FIELDS, JSON, max_size=5).map(
     lambda body: {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body}
 )
-
-
-def num_members(value: object) -> int:
-    if isinstance(value, list):
-        return sum(map(num_members, value))
-    return len(value) + sum(map(num_members, value.values())) if isinstance(value, dict) else 0
-
-
-@settings(max_examples=120, deadline=None)
-@given(value=JSON, piece_bytes=st.integers(1, 9))
-def test_members_are_counted_wherever_a_text_begins_or_ends(value: object, piece_bytes: int) -> None:
-    raw = json.dumps([value, {'\\"': "\\\\", "\\": ':"'}], ensure_ascii=False).encode(errors="replace")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "_INLINE_BYTES", piece_bytes)
-        assert json_body.check_num_items(raw) == num_members(value) + 2
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
