@@ -22,15 +22,7 @@ from engine.core.pulse import StepPulse
 from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
-from engine.nodes.rank_plans import (
-    AdapterOrder,
-    GrammarOrder,
-    Order,
-    PlansIn,
-    RankStep,
-    ResultsOut,
-    StageResult,
-)
+from engine.nodes.rank_plans import AdapterOrder, GrammarOrder, Order, PlansIn, ResultsOut, StageResult
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -115,14 +107,28 @@ def _report(
     )
     assert worker.grammars is not None, "it samples"
     grammars = GrammarsOfRank(worker.grammars, results.send)
-    while (order := _next_order(plans, grammars)) is not None:
-        if isinstance(order, AdapterOrder):
-            change_adapters(worker, order)
-        elif isinstance(order, GrammarOrder):
-            grammars.carry_out(order)
+    while (step := _next_order(plans, grammars)) is not None:
+        if isinstance(step, AdapterOrder):
+            change_adapters(worker, step)
+        elif isinstance(step, GrammarOrder):
+            grammars.carry_out(step)
         else:
-            steps.launch(order.plan)
+            steps.launch(step.plan)
         steps.report(plans.has_any)
+
+
+def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> None:
+    """Compute all steps until goodbye."""
+    steps = StageSteps(worker, stage)
+    while (step := plans.receive()) is not None:
+        if isinstance(step, AdapterOrder):
+            change_adapters(worker, step)
+            continue
+        if isinstance(step, GrammarOrder):
+            continue
+        for token_ids in step.sampled:
+            steps.learn(token_ids)
+        steps.launch(step.plan)
 
 
 def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank) -> Order | None:
@@ -132,18 +138,6 @@ def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank) -> Order | N
         if plans.has_any(_REPORT_GRAMMARS_EVERY_S):
             break
     return plans.receive()
-
-
-def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> None:
-    """Compute all steps until goodbye."""
-    steps = StageSteps(worker, stage)
-    while (order := plans.receive()) is not None:
-        if isinstance(order, AdapterOrder):
-            change_adapters(worker, order)
-        elif isinstance(order, RankStep):  # others are for the rank that samples
-            for token_ids in order.sampled:
-                steps.learn(token_ids)
-            steps.launch(order.plan)
 
 
 def change_adapters(worker: "Worker", order: AdapterOrder) -> None:
