@@ -119,7 +119,6 @@ def _config(random: Random) -> SchedulerConfig:
         max_encoder_tokens=6,
         encoder_cache_tokens=6,
         max_adapters=2,
-        max_grammar_s=0.05,
     )
 
 
