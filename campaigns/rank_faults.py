@@ -29,13 +29,13 @@ from campaigns.servers.processes import processor_s, ranks_of
 from server.http.http_client import ExchangeFailed, Timeouts, exchange
 
 HEARTBEAT_S = 3.0
-_NUM_STREAMS, _LONG = 4, 1900
-_DEATHS_OF_A_SERVER = 3
+NUM_STREAMS, LONG = 4, 1900
+DEATHS_OF_A_SERVER = 3
 """After one more within five minutes it gives up."""
 _TIMEOUTS = Timeouts(whole_s=120.0)
 _STOP_EVERY = 5
 _KILLED_WITHIN_S, _STOPPED_WITHIN_S = 1.0, HEARTBEAT_S + 2.0
-_READY_WITHIN_S = 120.0
+READY_WITHIN_S = 120.0
 _MOST_IDLE_CORE = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -53,7 +53,7 @@ class Round:
     faults: tuple[str, ...]
 
 
-async def _ask(server: OwnServer, num_tokens: int) -> bool:
+async def ask(server: OwnServer, num_tokens: int) -> bool:
     """Return whether all tokens came."""
     body = {"model": SERVED_NAME, "prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True}
     wire = server.target.request("POST", "/v1/completions", orjson.dumps(body))
@@ -67,7 +67,7 @@ async def strike(server: OwnServer, how: signal.Signals, dice: random.Random) ->
     """Begin streams, end a rank, and judge what follows."""
     pids = ranks_of(server.engine_pid)
     shared = set(os.listdir(_SHARED_MEMORY))
-    streams = [asyncio.create_task(_ask(server, _LONG)) for _ in range(_NUM_STREAMS)]
+    streams = [asyncio.create_task(ask(server, LONG)) for _ in range(NUM_STREAMS)]
     await asyncio.sleep(dice.uniform(0.05, 0.8))
     rank = dice.randrange(len(pids))
     struck_s = time.monotonic()
@@ -78,9 +78,9 @@ async def strike(server: OwnServer, how: signal.Signals, dice: random.Random) ->
     within_s = _KILLED_WITHIN_S if how is signal.SIGKILL else _STOPPED_WITHIN_S
     if ended_s > within_s:
         faults.append(f"the streams ended after {ended_s:.2f} s")
-    while not await _ask(server, 4):
-        if time.monotonic() - struck_s > _READY_WITHIN_S:
-            raise SystemExit(f"no answer {_READY_WITHIN_S:g} s after rank {rank} got {how.name}")
+    while not await ask(server, 4):
+        if time.monotonic() - struck_s > READY_WITHIN_S:
+            raise SystemExit(f"no answer {READY_WITHIN_S:g} s after rank {rank} got {how.name}")
         await asyncio.sleep(0.1)
     ready_s = time.monotonic() - struck_s
     faults += [f"process {pid} is left" for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -108,7 +108,7 @@ async def rounds(server: OwnServer, numbers: range) -> list[Round]:
 
 async def idle_cores(server: OwnServer, seconds: float) -> list[float]:
     """Measure the share of a core that each rank uses without requests."""
-    await _ask(server, 4)
+    await ask(server, 4)
     pids = ranks_of(server.engine_pid)
     before_s = [processor_s(pid) for pid in pids]
     await asyncio.sleep(seconds)
@@ -128,13 +128,13 @@ def main(argv: Sequence[str]) -> int:
     ranks = (*division, "--num-threads", "1", "--heartbeat-timeout", f"{HEARTBEAT_S:g}")
     words, num_faults = (*ranks, *options.args.split()), 0
     end = options.first + options.rounds
-    for first in range(options.first, end, _DEATHS_OF_A_SERVER):
+    for first in range(options.first, end, DEATHS_OF_A_SERVER):
         with own_server(words) as server:
             if first == 0:
                 cores = asyncio.run(idle_cores(server, options.idle_seconds))
                 print("idle ranks:", ", ".join(f"{core:.2%} of a core" for core in cores))
                 num_faults += sum(core > _MOST_IDLE_CORE for core in cores)
-            numbers = range(first, min(first + _DEATHS_OF_A_SERVER, end))
+            numbers = range(first, min(first + DEATHS_OF_A_SERVER, end))
             num_faults += sum(bool(each.faults) for each in asyncio.run(rounds(server, numbers)))
     print(f"{num_faults} rounds or idle ranks are not as promised")
     return 1 if num_faults else 0

@@ -16,7 +16,7 @@ from worker.devices.device import Device, open_device
 from worker.machine import return_freed_memory
 from worker.progress import LoadStage, run_reporting
 from worker.ranks.device_ranks import device_of_rank
-from worker.ranks.ranks import ALONE, Ranks, is_divided
+from worker.ranks.ranks import ALONE, Ranks, is_divided, number_of
 from worker.sampling.compile_ahead import CompileAhead
 from worker.speculation.unsupported import refuse_speculation
 from worker.startup.loader import find_kind, refuse_ranks
@@ -56,7 +56,7 @@ class Worker:
         line that says what is wrong and what to do.
         """
         # Here and not in the loading thread: the number of compute threads is set for each thread.
-        own_device = device_of_rank(self._config, self._ranks.rank)
+        own_device = device_of_rank(self._config, number_of(self._ranks))
         device = self._open_device(replace(self._config, device=own_device))
         facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
         self._device = device

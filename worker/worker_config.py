@@ -140,12 +140,12 @@ class WorkerConfig:
     @property
     def num_devices(self) -> int:
         """Count the devices of all ranks: GPUs where each has one, else the one that all of them share."""
-        return self.num_ranks if self.device == "cuda" else 1
+        return self.num_stages * self.num_ranks if self.device == "cuda" else 1
 
     @property
     def num_ranks_on_device(self) -> int:
         """Count the ranks of a stage whose caches are on one device."""
-        return self.num_ranks // self.num_devices
+        return self.num_ranks if self.num_devices == 1 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

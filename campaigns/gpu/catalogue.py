@@ -124,7 +124,7 @@ PARTS = (
         name="ranks",
         title="Ranks on GPUs",
         module="campaigns.gpu.ranks",
-        limit_s=180,
+        limit_s=230,
         least_s=60,
         needs=_SERVER,
     ),

@@ -1,37 +1,32 @@
-"""Ranks on GPUs: exchanges in a graph, and the tokens and the speed of two.
+"""Ranks on GPUs: what their exchanges cost, and the tokens and the speed of shards and of stages.
 
-Owns: the exchanges of a decode by NCCL of one rank, captured as a step captures them; servers of one rank, of
-two that share a GPU, and of two with a GPU each where there are two, and the same requests to each.
-Never: exchanges by other code than a worker's.
+Owns: servers of one rank, of two shards and of two stages that share a GPU, and of as many with a GPU each
+where there are two or four, and the same requests to each.
+Never: measures exchanges (exchanges.py).
 """
 
 import json
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
+from campaigns.gpu.exchanges import measure_one_rank, measure_two_ranks
 from campaigns.gpu.results import Record, Table
-from campaigns.gpu.shapes import SHAPES, Shape, write_checkpoint
+from campaigns.gpu.shapes import SHAPES, write_checkpoint
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.running import Launch, running
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from campaigns.gpu.cli import Settings
-    from worker.ranks.device_ranks import DeviceRanks
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 120.0
 _WAIT_S = 60.0
 _ONE = "one"
-_BYTES_PER_S = 4.3e12
-"""Bandwidth of an H200, for the shortest decode that there can be."""
 
 
 class RanksDiffer(Exception):
@@ -40,55 +35,24 @@ class RanksDiffer(Exception):
 
 def run(record: Record, settings: "Settings") -> None:
     """Raises RanksDiffer."""
-    if not settings.is_smoke:
-        _measure_exchanges(record)
+    measure_one_rank(record, settings)
+    if settings.is_smoke or _num_gpus() > 1:
+        measure_two_ranks(record, settings)
     if not _compare_servers(record, settings):
-        raise RanksDiffer("two ranks draw other tokens than one process")
+        raise RanksDiffer("ranks draw other tokens than one process")
 
 
-def _measure_exchanges(record: Record) -> None:
-    """Capture and time the exchanges of decodes of Qwen3-0.6B's shape, by NCCL of one rank.
-
-    It shows that they can be captured. What they cost is for two GPUs to tell.
-    """
+def _num_gpus() -> int:
     import torch
 
-    from worker.devices.device import open_device
-    from worker.ranks.device_ranks import DeviceRanks
-    from worker.worker_config import WorkerConfig
-
-    shape = SHAPES["qwen3-0.6b"]
-    num_layer = shape.hidden_size * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * 128
-    num_layer += 3 * shape.hidden_size * shape.intermediate_size
-    num_numbers = shape.num_hidden_layers * num_layer + shape.vocab_size * shape.hidden_size
-    shortest_s = 2 * num_numbers / _BYTES_PER_S
-    table = record.table("NCCL of one rank in a graph", "Sequences", "Exchanges", "Of the shortest step")
-    shares = []
-    with tempfile.TemporaryDirectory() as folder:
-        config = WorkerConfig(model_path="", device="cuda:0")
-        device, ranks = open_device(config), DeviceRanks(Path(folder), config, rank=0)
-        ranks.join(None)
-        for num_rows in (1, 8, 64):
-            hidden = torch.zeros(num_rows, shape.hidden_size, dtype=torch.bfloat16, device="cuda:0")
-            logits = hidden.new_zeros(num_rows, shape.vocab_size)
-            seconds = device.seconds_of(partial(_exchange, ranks, shape, hidden, logits))
-            assert seconds is not None, "a GPU measures time"
-            shares.append(seconds / shortest_s)
-            table.add(num_rows, f"{seconds * 1e6:.1f} us", f"{shares[-1]:.1%}")
-    record.figure("share_of_exchanges", shares)
-
-
-def _exchange(ranks: "DeviceRanks", shape: Shape, hidden: "Tensor", logits: "Tensor") -> None:
-    """Make the exchanges of a step: the embedding, two for each layer, the logits."""
-    ranks.reduce(hidden.float())
-    for _ in range(2 * shape.num_hidden_layers):
-        ranks.reduce(hidden)
-    ranks.gather(logits)
+    return torch.cuda.device_count()
 
 
 def _compare_servers(record: Record, settings: "Settings") -> bool:
     """Whether the same requests to all servers have the same answers."""
-    table = record.table("Two ranks, float32, greedy", "Ranks", "Ready", "Alike", "Output tokens per second")
+    table = record.table(
+        "Several ranks, float32, greedy", "Ranks", "Ready", "Alike", "Output tokens per second"
+    )
     with tempfile.TemporaryDirectory() as folder:
         model: tuple[str, ...] = ()
         if not settings.is_smoke:
@@ -106,16 +70,26 @@ def _compare_servers(record: Record, settings: "Settings") -> bool:
 
 def _servers(settings: "Settings") -> dict[str, tuple[str, ...]]:
     """Options of each server, by name; the first has one rank."""
-    two = ("--tensor-parallel-size", "2")
+    shards, stages = ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")
     if settings.is_smoke:
         cpu = ("--device", "cpu", "--num-threads", "1")
-        return {_ONE: cpu, "two by shared memory": (*cpu, *two)}
-    import torch
-
-    found = {_ONE: ("--device", "cuda"), "two on one GPU, by gloo": ("--device", "cuda:0", *two)}
-    if torch.cuda.device_count() > 1:
-        found["two GPUs, by NCCL"] = ("--device", "cuda", *two)
-        found["two GPUs, by NCCL, without graphs"] = ("--device", "cuda", *two, "--enforce-eager")
+        return {
+            _ONE: cpu,
+            "two shards by shared memory": (*cpu, *shards),
+            "two stages by shared memory": (*cpu, *stages),
+        }
+    shared, own = ("--device", "cuda:0"), ("--device", "cuda")
+    found = {
+        _ONE: own,
+        "two shards on one GPU": (*shared, *shards),
+        "two stages on one GPU": (*shared, *stages),
+    }
+    if _num_gpus() > 1:
+        found["two GPUs, shards"] = (*own, *shards)
+        found["two GPUs, shards, without graphs"] = (*own, *shards, "--enforce-eager")
+        found["two GPUs, stages"] = (*own, *stages)
+    if _num_gpus() > 3:
+        found["four GPUs, two stages of two shards"] = (*own, *shards, *stages)
     return found
 
 

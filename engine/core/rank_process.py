@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.core.pulse import StepPulse
-from engine.core.stage_steps import StageSteps, compute_last
+from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.nodes.rank_plans import AdapterOrder, PlansIn, ResultsOut, StageResult
@@ -75,7 +75,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     ranks = open_ranks_of(config.worker, place, directory, links)
     worker = Worker(config.worker, ranks=ranks)
     try:
-        worker.load(lambda _progress: None)
+        facts = worker.load(lambda _progress: None)
     except StartupError as error:
         PulseSide(directory).send_last(StartFailed(what=error.what, fix=error.fix))
         return EXIT_START_FAILED
@@ -83,24 +83,36 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     keep_what_is_loaded()
     if place.num_stages > 1:
         StepPulse(directory, num_layers_begun).start()  # rank 0 may wait while a later stage computes
-    results = (links or ResultsOut(directory)) if place.is_reporting else None
-    _carry_out(plans, worker, ranks.stage, results)
+    if place.is_reporting:
+        _report(plans, worker, links or ResultsOut(directory), runs_ahead=facts.runs_ahead)
+    else:
+        _carry_out(plans, worker, ranks.stage)
     plans.close()
     worker.close()
     return 0
 
 
-def _carry_out(
-    plans: "PlansIn | Links", worker: "Worker", stage: "Stage", results: "ResultsOut | Links | None"
+def _report(
+    plans: "PlansIn | Links", worker: "Worker", results: "ResultsOut | Links", *, runs_ahead: bool
 ) -> None:
+    """Compute all steps until goodbye, and report their results."""
+    steps = ReportedSteps(
+        worker, lambda output, token_ids: results.send(StageResult(output, token_ids)), runs_ahead=runs_ahead
+    )
+    while (step := plans.receive()) is not None:
+        if isinstance(step, AdapterOrder):
+            change_adapters(worker, step)
+        else:
+            steps.launch(step.plan)
+        steps.report(plans.has_any)
+
+
+def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> None:
     """Compute all steps until goodbye."""
     steps = StageSteps(worker, stage)
     while (step := plans.receive()) is not None:
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
-            continue
-        if results is not None:
-            results.send(StageResult(*compute_last(worker, step.plan)))
             continue
         for token_ids in step.sampled:
             steps.learn(token_ids)

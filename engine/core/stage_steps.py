@@ -48,10 +48,29 @@ class StageSteps:
         self._pending.popleft().result()
 
 
-def compute_last(worker: SamplingExecutor, plan: SchedulerOutput) -> tuple[ModelRunnerOutput, list[int]]:
-    """Compute a step on the rank that samples; returns its result, and the tokens for all others."""
-    step = worker.launch(plan)
-    return step.result(), step.sampled
+class ReportedSteps:
+    """Steps of the rank of the last stage that samples. Results are reported in the order of steps."""
+
+    def __init__(
+        self,
+        worker: SamplingExecutor,
+        report: Callable[[ModelRunnerOutput, list[int]], None],
+        *,
+        runs_ahead: bool,
+    ) -> None:
+        """Pass each result, and the tokens for all other ranks, to `report`."""
+        self._worker, self._report = worker, report
+        self._most_in_flight = 1 if runs_ahead else 0
+        self._pending: deque[SampledStep] = deque()
+
+    def launch(self, plan: SchedulerOutput) -> None:
+        self._pending.append(self._worker.launch(plan))
+
+    def report(self, has_plan: Callable[[], bool]) -> None:
+        """Report all steps; but the last waits where the device works ahead and there is a plan to launch."""
+        while self._pending and (len(self._pending) > self._most_in_flight or not has_plan()):
+            step = self._pending.popleft()
+            self._report(step.result(), step.sampled)
 
 
 class LedStep:

@@ -83,6 +83,10 @@ class Links:
         message = self._sockets[PLANS].recv()
         return decode_order(message) if message else None
 
+    def has_any(self) -> bool:
+        """Tell whether there is something to receive."""
+        return bool(self._sockets[PLANS].poll(0))
+
     def send(self, result: StageResult) -> None:
         """Post the result of a step."""
         self._sockets[RESULTS].send(encode_plan(result))

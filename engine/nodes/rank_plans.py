@@ -100,6 +100,10 @@ class PlansIn:
         message = self._socket.recv()
         return None if message == _GOODBYE else decode_order(message)
 
+    def has_any(self) -> bool:
+        """Tell whether there is something to receive."""
+        return bool(self._socket.poll(0))
+
     def close(self) -> None:
         self._context.destroy(linger=0)
 

@@ -86,16 +86,18 @@ def check_device(options: Options) -> None:
 
 def check_ranks(options: Options) -> None:
     """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
-    asked = f"--tensor-parallel-size {options.tensor_parallel_size}"
-    if options.tensor_parallel_size == 1:
+    num_ranks, num_gpus = num_ranks_of(options), len(visible_gpus())
+    if num_ranks == 1:
         return
-    num_gpus = len(visible_gpus())
-    if device_of(options) == "cuda" and options.tensor_parallel_size > num_gpus:
+    asked = _describe_ranks(options)
+    if device_of(options) == "cuda" and num_ranks > num_gpus:
         raise OptionError(
             asked,
             f"each rank takes a GPU, and there are {num_gpus}",
             "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
         )
+    if options.tensor_parallel_size == 1 and device_of(options) == "cpu":
+        return
     for key, word in (
         ("--quantization", options.quantization),
         ("--quantize-head", options.quantize_head),
@@ -132,7 +134,7 @@ def check_engines(options: Options) -> None:
             "use --device cuda, and CUDA_VISIBLE_DEVICES to choose which GPUs",
         )
     num_gpus = len(visible_gpus())
-    num_ranks = options.tensor_parallel_size
+    num_ranks = num_ranks_of(options)
     gpus = "a GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
     if device_of(options) == "cuda" and options.data_parallel_size * num_ranks > num_gpus:
         raise OptionError(
@@ -142,16 +144,30 @@ def check_engines(options: Options) -> None:
         )
 
 
+def num_ranks_of(options: Options) -> int:
+    """Count the ranks of all stages of an engine."""
+    return options.pipeline_parallel_size * options.tensor_parallel_size
+
+
+def _describe_ranks(options: Options) -> str:
+    """Name the options that divide the model."""
+    numbers = {
+        "--pipeline-parallel-size": options.pipeline_parallel_size,
+        "--tensor-parallel-size": options.tensor_parallel_size,
+    }
+    return " and ".join(f"{flag} {number}" for flag, number in numbers.items() if number > 1)
+
+
 def device_of(options: Options) -> str:
     """Name the device. Several engines or ranks must not choose one each: the last would find no GPU left."""
-    if options.device == "auto" and max(options.data_parallel_size, options.tensor_parallel_size) > 1:
+    if options.device == "auto" and options.data_parallel_size * num_ranks_of(options) > 1:
         return "cuda" if visible_gpus() else "cpu"
     return options.device
 
 
 def share_gpu(options: Options) -> bool:
     """Tell whether all ranks are on one GPU: they exchange through the host, which no graph records."""
-    return options.tensor_parallel_size > 1 and options.device.startswith("cuda:")
+    return num_ranks_of(options) > 1 and options.device.startswith("cuda:")
 
 
 def prefix_journal(options: Options) -> JournalContent | None:
@@ -220,7 +236,7 @@ def ray_config(options: Options) -> RayConfig | None:
         if options.placement_timeout != Options().placement_timeout:
             raise OptionError("--placement-timeout", f"{asked} places nothing", "leave it out")
         return None
-    if options.pipeline_parallel_size * options.tensor_parallel_size == 1:
+    if num_ranks_of(options) == 1:
         raise OptionError(asked, "there is one rank", "give --pipeline-parallel-size 2, say, or leave it out")
     if options.node_rank is not None:
         raise OptionError(f"{asked} with --node-rank", "Ray starts all nodes but this one", "leave it out")

@@ -103,7 +103,7 @@ def device_environment(config: EngineConfig) -> dict[str, str]:
     """Let each of several engines see the GPUs of its ranks."""
     if config.num_engines == 1 or config.worker.device != "cuda":
         return {}
-    num_ranks = config.worker.num_ranks
+    num_ranks = config.worker.num_stages * config.worker.num_ranks
     own = visible_gpus()[config.engine * num_ranks : (config.engine + 1) * num_ranks]
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from campaigns.servers.free_ports import free_port
+from campaigns.servers.relay import Relay, relaying
 from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
@@ -26,7 +27,6 @@ from engine.processes import engine_processes as lives
 from engine.types import GenerationRequest, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine.nodes.test_switchboard import KEY
-from tests.faults.relay import Relay, relaying
 from tests.worker.plan_driver import PlanDriver
 from worker.worker import Worker
 

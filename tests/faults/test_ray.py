@@ -3,8 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,21 +39,32 @@ def config_of(model: Path, **more: str) -> EngineConfig:
     return resolve(read_options(given, {}), environment={})[0]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tiny_model: Path) -> AsyncIterator[Served]:
-    with ray_cluster() as cluster, pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
-        patch.setenv("RAY_ADDRESS", cluster.address)
-        cluster.add(num_processors=1)
-        cluster.add(num_processors=1)
-        engine = AsyncEngine(config_of(tiny_model))
-        engine.start()
-        await asyncio.wait_for(engine.ready(), WAIT_S)
+        patch.setenv("RAY_ADDRESS", found.address)
+        found.add(num_processors=1)
+        found.add(num_processors=1)
+        yield found
+
+
+@asynccontextmanager
+async def placed(cluster: RayCluster, config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(config)
+    engine.start()
+    await asyncio.wait_for(engine.ready(), WAIT_S)
+    yield engine
+    await engine.close()
+    async with asyncio.timeout(WAIT_S):
+        while agents_below(cluster):  # Ray ends them with the placement
+            await asyncio.sleep(0.05)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(cluster: RayCluster, tiny_model: Path) -> AsyncIterator[Served]:
+    async with placed(cluster, config_of(tiny_model)) as engine:
         yield Served(engine, cluster)
-        await engine.close()
-        async with asyncio.timeout(WAIT_S):
-            while agents_below(cluster):  # Ray ends them with the placement
-                await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +83,15 @@ def agents_below(cluster: RayCluster) -> list[int]:
             for thread in process.glob("task/*/children"):
                 below += map(int, thread.read_text().split())
     return found
+
+
+async def test_a_stage_is_divided_between_two_nodes_of_ray(
+    cluster: RayCluster, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    config = config_of(tiny_model, pipeline_parallel_size="1", tensor_parallel_size="2", nnodes="2")
+    async with placed(cluster, config) as engine:
+        assert len(agents_below(cluster)) == 1
+        assert await all_tokens(engine) == expected
 
 
 async def test_ray_finds_two_nodes_which_sample_the_tokens_of_one_process(

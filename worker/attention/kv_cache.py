@@ -70,6 +70,11 @@ class BlockLayout:
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Scales of a layer's keys and values, where the dtype is FLOAT8."""
 
+    def only(self, places: Iterable[int]) -> "BlockLayout":
+        """Keep the layers at these places in the order of all."""
+        keys = list(self.layers)
+        return replace(self, layers={keys[place]: self.layers[keys[place]] for place in places})
+
     @property
     def storage(self) -> torch.dtype:
         """Dtype of pools: bytes where the numbers are such, since torch can copy rows of them."""

@@ -28,7 +28,7 @@ from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, re
 from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
 
@@ -79,7 +79,7 @@ class GpuSteps:
         """
         self._logits_NV = logits_NV
         tried = dict.fromkeys((sizes.decodes[0], sizes.decodes[-1]))
-        is_alone = self._ranks.size == 1
+        is_alone = not is_divided(self._ranks)
         is_early = is_alone and gains_by_early_launches(map(self._on_trial, tried), self._device)
 
         def work_on(each: BatchSizes) -> "_Work":
@@ -101,7 +101,8 @@ class GpuSteps:
             return logits_NV
         self._buffers.fill(inputs, self._draws_of(inputs), captured.sizes)
         self._rows_N = self._rows_of[captured.sizes]
-        captured.graph.replay()
+        with self._ranks.stage.around_graph(captured.sizes.num_tokens):
+            captured.graph.replay()
         note_layers_begun(captured.num_layers)
         self._num_replayed += 1
         self._num_padding += captured.sizes.num_tokens - len(inputs.input_ids_T)
@@ -124,7 +125,9 @@ class GpuSteps:
 
     @torch.inference_mode()
     def remember(self, token_ids_N: Tensor) -> None:
-        """See StepRunner. On several ranks they are those of rank 0."""
+        """See StepRunner. On several ranks they are those of rank 0; stages learn them with a later plan."""
+        if self._ranks.stage.count > 1:
+            return
         self._ranks.share(token_ids_N)
         remember_tokens(self._last_token_C, self._rows_N, token_ids_N)
 
@@ -140,7 +143,7 @@ class GpuSteps:
         logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
         with self._runner.logits_into(logits_NV):
             found_NV = self._forward(batch)
-        if found_NV.data_ptr() != logits_NV.data_ptr():
+        if self._ranks.stage.is_last and found_NV.data_ptr() != logits_NV.data_ptr():
             logits_NV.copy_(found_NV)
         return logits_NV
 
@@ -209,7 +212,7 @@ class GpuSteps:
     @torch.inference_mode()
     def draw(self, logits_NV: Tensor, batch: DeviceBatch) -> None:
         """Sample the tokens of a batch without drafts, and keep them for a next step built without them."""
-        if len(batch.rows_N):
+        if len(batch.rows_N) and self._ranks.stage.is_last:
             token_ids_N = self._sampler.draw_in_step(logits_NV, batch.draws_NF)
             if self._ranks.size == 1:  # else each step is followed by `remember`
                 remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)

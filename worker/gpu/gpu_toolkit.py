@@ -40,7 +40,7 @@ from worker.model.mixture import (
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.model.quantized_layers import QuantizedEmbedding
 from worker.model.vocabulary_shards import divide_ends
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.worker_errors import StartupError
 
 
@@ -94,6 +94,7 @@ class GpuToolkit:
         replaced = replace_experts(model, self._own_experts, self._device.torch_device)
         if self._ranks.size > 1:
             self._divide_ends(model)
+        if is_divided(self._ranks):
             model.to(self._device.torch_device)  # the rest, which each rank has whole
         replace_code_modules(model, self._rounding.head)
         replace_frame(model, TAKEN, max_model_len)

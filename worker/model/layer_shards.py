@@ -17,6 +17,7 @@ from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeigh
 from worker.model.linear import Axis, Cut, Linear, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
+from worker.ranks.stage import ONLY_STAGE, Stage
 from worker.worker_errors import StartupError
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj")
@@ -98,22 +99,33 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     )
 
 
-def bytes_of_a_rank(model: Any, num_ranks: int) -> int:
+def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> int:
     """Estimate the bytes of a rank's weights, not too low.
 
     Products, experts and tables of tokens are divided. Keys and values have a head on each rank at least. Of
-    tied ends each has its own part, padded to a whole token (vocabulary_shards.py).
+    tied ends each has its own part, padded to a whole token (vocabulary_shards.py). A stage has no layers of
+    another, the embedding only if it is the first, and then whole, and the output layer if it is the last.
     """
     config = model.config.get_text_config(decoder=True)
     num_heads = getattr(config, "num_key_value_heads", None) or num_ranks
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = embedding, output = (model.get_input_embeddings(), model.get_output_embeddings())
+    elsewhere = {embedding} if stage.index else set()
+    elsewhere |= set() if stage.is_last else {output}
+    layers = [each for each in model.modules() if "self_attn" in dict(each.named_children())]
+    own = stage.layers_of(len(layers))
+    for place, layer in enumerate(layers):
+        elsewhere |= set() if place in own else set(layer.modules())
+    whole = () if stage.is_last else (embedding,)
     seen: set[int] = set()
     num_bytes = 0
     for name, module in model.named_modules():
+        if module in elsewhere:
+            continue
         for parameter in module.parameters(recurse=False):
             if module in ends or id(parameter) not in seen:
                 seen.add(id(parameter))
                 is_divided = type(module) in (nn.Linear, nn.Embedding) or parameter.dim() > 2
+                is_divided &= module not in whole
                 of = min(num_ranks, num_heads) if name.endswith(_KEYS_AND_VALUES) else num_ranks
                 unit = parameter[0].nbytes if module in ends else 1
                 num_bytes += -(-parameter.nbytes // unit // (of if is_divided else 1)) * unit

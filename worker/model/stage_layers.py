@@ -54,7 +54,8 @@ class _NoEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return zeros [..., H]."""
-        return torch.zeros((*token_ids.shape, self._hidden_size), dtype=self._dtype)
+        shape = (*token_ids.shape, self._hidden_size)
+        return torch.zeros(shape, dtype=self._dtype, device=token_ids.device)
 
 
 class _NoOutput(nn.Module):

@@ -1,7 +1,8 @@
 """Ranks on GPUs of one machine, by torch.distributed.
 
-Owns: the process group: NCCL between ranks that have a GPU each, whose exchanges are part of the device's
-work and are captured with it; gloo between ranks that share one, through the host's memory.
+Owns: the process groups: NCCL between ranks that have a GPU each, whose exchanges are part of the device's
+work and are captured with it; gloo between ranks that share one, through the host's memory. One group has all
+ranks. Where there are stages, each has one of its own, and so has each way from a stage to the next.
 Never: notices that another rank has ended: one inside an exchange waits on its device, until the engine
 process, which watches all of them, ends it (engine/core/rank_group.py).
 
@@ -9,6 +10,7 @@ Shapes: T tokens, P numbers of one rank.
 """
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,102 +18,179 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker.ranks.device_stage import DeviceReceiver, DeviceSender, around_graph, open_host_ends
 from worker.ranks.gathering_ranks import GatheringRanks
+from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer
-from worker.ranks.stage import ONLY_STAGE
+from worker.ranks.stage import Stage
 from worker.worker_config import WorkerConfig
 
 _TIMEOUT = timedelta(minutes=30)
 """Time that a rank may be later than another while they load: kernels are compiled, and files read."""
 _NCCL, _GLOO = "nccl", "gloo"
 _STORE = "ranks"
-# They are on one machine: nothing listens on other addresses of it.
-_INTERFACES = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+_SETTINGS = {
+    # They are on one machine: nothing listens on other addresses of it.
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # A way has a group of its own, in which sends come one after the other anyway.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
+
+
+class DeviceWorld:
+    """All ranks of all stages: see World."""
+
+    def __init__(self, directory: Path, config: WorkerConfig, rank: int) -> None:
+        """Meet over a file in a directory that all ranks have for themselves, once `join` is called."""
+        self.rank = rank
+        self.is_by_nccl = not shares_device(config)
+        self._size = config.num_stages * config.num_ranks
+        self._store = directory / _STORE
+        self._device = torch.device(device_of_rank(config, rank))
+
+    def join(self, library: Path | None) -> None:  # noqa: ARG002 - for ranks on CPUs
+        """See Ranks."""
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        dist.init_process_group(
+            _NCCL if self.is_by_nccl else _GLOO,
+            store=dist.FileStore(str(self._store), self._size),  # type: ignore[attr-defined]
+            rank=self.rank,
+            world_size=self._size,
+            timeout=_TIMEOUT,
+            # At once, and not within the first exchange, which may be in a capture.
+            device_id=self._device if self.is_by_nccl else None,
+        )
+
+    def of_all(self, numbers: list[int]) -> Tensor:
+        """See World. The host waits."""
+        return self.numbers_of(None, self._size, numbers)
+
+    def new_group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """Make a group of some ranks, which all ranks do; None for those that are not in it."""
+        found = dist.new_group(list(ranks), timeout=_TIMEOUT)
+        return found if isinstance(found, dist.ProcessGroup) else None
+
+    def numbers_of(self, group: dist.ProcessGroup | None, size: int, numbers: list[int]) -> Tensor:
+        """Return the numbers of all ranks of a group, or of all groups. The host waits."""
+        return self.gathered(group, size, torch.tensor(numbers, device=self._device)).cpu()
+
+    def gathered(self, group: dist.ProcessGroup | None, size: int, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks of a group, [ranks, ...], on the device."""
+        if self.is_by_nccl:
+            whole = own.new_empty((size, *own.shape))
+            dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
+            return whole
+        on_host = own.cpu().contiguous()
+        parts = [torch.empty_like(on_host) for _ in range(size)]
+        dist.all_gather(parts, on_host, group=group)
+        return torch.stack(parts).to(own.device)
 
 
 class DeviceRanks(GatheringRanks):
     """See Ranks. Not for several threads at once."""
 
-    stage = ONLY_STAGE
-
-    def __init__(self, directory: Path, config: WorkerConfig, *, rank: int) -> None:
-        """Meet over a file in a directory that all ranks have for themselves, once `join` is called."""
-        self.rank, self.size = rank, config.num_ranks
-        self._store = directory / _STORE
-        self._device = torch.device(device_of_rank(config, rank))
-        self._backend = _GLOO if shares_device(config) else _NCCL
-        self._world = self
+    def __init__(self, directory: Path, config: WorkerConfig, place: RankPlace) -> None:
+        """See DeviceWorld."""
+        self.rank, self.size = place.shard, place.num_shards
+        self._all = DeviceWorld(directory, config, place.rank)
+        self._world = self._all
+        self._group: dist.ProcessGroup | None = None
+        self._inlet: DeviceReceiver | None = None
+        self._outlet: DeviceSender | None = None
         self._is_open = False
+        self.stage = self._open_stage(place, config.max_num_batched_tokens)
 
-    def join(self, library: Path | None) -> None:  # noqa: ARG002 - for ranks on CPUs
+    def _open_stage(self, place: RankPlace, max_tokens: int) -> Stage:
+        index, count = place.stage, place.num_stages
+        if not self._all.is_by_nccl:
+            inlet, outlet = open_host_ends(place.inlet, place.outlet)
+            return Stage(index, count, inlet=inlet, outlet=outlet)
+        if index > 0:
+            self._inlet = DeviceReceiver(max_tokens)
+        if index < count - 1:
+            self._outlet = DeviceSender(max_tokens)
+        around = around_graph(self._inlet, self._outlet)
+        return Stage(index, count, inlet=self._inlet, outlet=self._outlet, around_graph=around)
+
+    def join(self, library: Path | None) -> None:
         """See Ranks. Later calls do nothing."""
         if self._is_open:
             return
-        for name, interface in _INTERFACES.items():
-            os.environ.setdefault(name, interface)
-        dist.init_process_group(
-            self._backend,
-            store=dist.FileStore(str(self._store), self.size),  # type: ignore[attr-defined]
-            rank=self.rank,
-            world_size=self.size,
-            timeout=_TIMEOUT,
-            # At once, and not within the first exchange, which may be in a capture.
-            device_id=self._device if self._backend == _NCCL else None,
-        )
+        self._all.join(library)
+        if self.stage.count > 1:
+            self._open_groups()
         self._is_open = True
+
+    def _open_groups(self) -> None:
+        """Make the groups of all stages and ways, in one order on all ranks."""
+        own, num_shards = self._all.rank, self.size
+        num_ranks = self.stage.count * num_shards
+        if num_shards > 1:
+            for first in range(0, num_ranks, num_shards):
+                self._group = self._all.new_group(range(first, first + num_shards)) or self._group
+        if not self._all.is_by_nccl:
+            return
+        for rank in range(num_ranks - num_shards):
+            way = self._all.new_group((rank, rank + num_shards))
+            if own == rank and self._outlet is not None and way is not None:
+                self._outlet.open(way)
+            elif own == rank + num_shards and self._inlet is not None and way is not None:
+                self._inlet.open(way)
 
     @property
     def reducer(self) -> Reducer:
         raise NotImplementedError("sums of GPUs are no part of a C function")
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the stage has no other rank."""
+        return self.size == 1 and self.stage.count > 1
+
     def reduce(self, sums: Tensor) -> None:
         """See Ranks."""
-        if self._backend == _NCCL:
-            dist.all_reduce(sums)
+        if self._is_alone:
+            return
+        if self._all.is_by_nccl:
+            dist.all_reduce(sums, group=self._group)
             return
         on_host = sums.cpu()
-        dist.all_reduce(on_host)
+        dist.all_reduce(on_host, group=self._group)
         sums.copy_(on_host)
 
     def gather(self, part_TP: Tensor) -> Tensor:
         """See Ranks."""
+        if self._is_alone:
+            return part_TP
         num_rows, num_own = part_TP.shape
-        parts_STP = self._gathered(part_TP)
+        parts_STP = self._all.gathered(self._group, self.size, part_TP)
         return parts_STP.transpose(0, 1).reshape(num_rows, self.size * num_own)
 
     def share(self, numbers: Tensor) -> None:
-        """See Ranks."""
-        if self._backend == _NCCL:
+        """See Ranks. Not with several stages, whose tokens come with a later plan."""
+        if self._all.is_by_nccl:
             dist.broadcast(numbers, src=0)
         else:
             super().share(numbers)
 
     def of_all(self, numbers: list[int]) -> Tensor:
         """See World. The host waits."""
-        return self._gathered(torch.tensor(numbers, device=self._device)).cpu()
+        return self._all.numbers_of(self._group, self.size, numbers)
 
     def times(self) -> ExchangeTimes:
         """Return none: exchanges are a part of the device's work."""
         return ExchangeTimes()
 
-    def _gathered(self, own: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [ranks, ...], on the device."""
-        shape = (self.size, *own.shape)
-        if self._backend == _NCCL:
-            whole = own.new_empty(shape)
-            dist.all_gather_into_tensor(whole, own.contiguous())
-            return whole
-        on_host = own.cpu().contiguous()
-        parts = [torch.empty_like(on_host) for _ in range(self.size)]
-        dist.all_gather(parts, on_host)
-        return torch.stack(parts).to(own.device)
-
 
 def shares_device(config: WorkerConfig) -> bool:
     """Tell whether all ranks are on one GPU, which is the case where its number was asked for."""
-    return config.num_ranks_on_device > 1
+    return config.num_stages * config.num_ranks > config.num_devices
 
 
 def device_of_rank(config: WorkerConfig, rank: int) -> str:
-    """Name the device of a rank: each has one of those in CUDA_VISIBLE_DEVICES, in their order."""
+    """Name the device of a rank, by its number among all stages'.
+
+    Each has one of those in CUDA_VISIBLE_DEVICES, in their order.
+    """
     return f"cuda:{rank}" if config.num_devices > 1 else config.device

@@ -140,6 +140,11 @@ def is_divided(ranks: Ranks) -> bool:
     return ranks.size > 1 or ranks.stage.count > 1
 
 
+def number_of(ranks: Ranks) -> int:
+    """Number a rank among those of all stages."""
+    return ranks.stage.index * ranks.size + ranks.rank
+
+
 def samples(ranks: Ranks) -> bool:
     """Tell whether a rank has the logits, and samples for all others."""
     return ranks.rank == 0 and ranks.stage.is_last

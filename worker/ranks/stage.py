@@ -11,6 +11,8 @@ it and sends a byte back. Both sleep in the system while they wait, and end with
 import mmap
 import socket
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,6 +57,8 @@ class Stage:
     """Tokens of steps, on a rank that does not sample: they come with a later plan."""
     head_layers: float = 0.0
     """Number of layers that the output layer, which the last stage has too, counts for."""
+    around_graph: Callable[[int], AbstractContextManager[None]] = lambda _num_tokens: nullcontext()
+    """Receive before a graph of so many tokens, and send behind it: on GPUs no graph records that."""
 
     @property
     def is_last(self) -> bool:

@@ -22,6 +22,7 @@ from worker.memory_sizes import CacheRequest, CacheSize, WeightBytes, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
 from worker.model.rope import longest_right_len
+from worker.ranks.stage import ONLY_STAGE, Stage
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
@@ -30,8 +31,10 @@ from worker.startup.loader import (
     describe_division,
     dtype_name,
     find_kind,
+    head_layers,
     model_config_of,
     refuse_layers,
+    vocab_size_of,
 )
 from worker.startup.quantized_loading import without_quantization
 from worker.startup.start_adapters import most_bytes, stacked_bytes, targets_of
@@ -83,15 +86,17 @@ def _loaded_bytes(config: WorkerConfig, kind: ModelKind) -> WeightBytes:
     return loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
 
 
-def _bytes_on_a_device(config: WorkerConfig, kind: ModelKind, model: Any, num_weight_bytes: int) -> int:
+def _bytes_on_a_device(
+    config: WorkerConfig, kind: ModelKind, model: Any, num_weight_bytes: int, stage: Stage
+) -> int:
     """Size the weights on one device when the cache is sized, among them those that are not divided evenly.
 
-    `model` is without content.
+    `model` is without content, and `stage` the one that the device has.
     """
     if config.num_devices == 1:
         return num_weight_bytes
     evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
-    beside = bytes_of_a_rank(model, config.num_devices) - evenly
+    beside = bytes_of_a_rank(model, config.num_ranks, stage) - evenly
     bytes_each: int = model.dtype.itemsize
     on_one = _loaded_bytes(config, kind).on_one_of(config.num_devices)
     return on_one.total + beside * _dtype(config, kind).itemsize // bytes_each
@@ -153,20 +158,17 @@ def forecast(
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
-    budget_bytes = device.foreseen_budget_bytes(_bytes_on_a_device(config, kind, model, num_weight_bytes))
-    if is_stacked:
-        budget_bytes = max(0, budget_bytes - adapter_bytes)
-    size = size_cache(
-        CacheRequest(
-            block_bytes=layout.block_bytes,
-            block_size=layout.block_size,
-            budget_bytes=budget_bytes // config.num_ranks_on_device * config.num_nodes,
-            num_blocks=config.num_blocks,
-            max_model_len=config.max_model_len,
-            checkpoint_len=checkpoint_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-    )
+
+    def size_of(stage: Stage) -> CacheSize:
+        num_bytes = _bytes_on_a_device(config, kind, model, num_weight_bytes, stage)
+        budget_bytes = device.foreseen_budget_bytes(num_bytes)
+        if is_stacked:
+            budget_bytes = max(0, budget_bytes - adapter_bytes)
+        own = layout.only(stage.layers_of(len(layout.layers)))
+        return _size_of_cache(config, own, budget_bytes, checkpoint_len)
+
+    sizes = [size_of(stage) for stage in _stages_on_devices(config, model, len(layout.layers))]
+    size = min(sizes, key=lambda each: each.num_blocks)
     device.check_swap_space(
         swap_bytes=config.swap_space_bytes,
         cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks // config.num_nodes,
@@ -178,6 +180,32 @@ def forecast(
         adapter_targets=targets,
         adapter_bytes=adapter_bytes,
     )
+
+
+def _size_of_cache(
+    config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int
+) -> CacheSize:
+    return size_cache(
+        CacheRequest(
+            block_bytes=layout.block_bytes,
+            block_size=layout.block_size,
+            budget_bytes=budget_bytes // config.num_ranks_on_device * config.num_nodes,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            checkpoint_len=checkpoint_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+    )
+
+
+def _stages_on_devices(config: WorkerConfig, model: Any, num_layers: int) -> list[Stage]:
+    """List the stages that have devices of their own, or the one of all layers where they share one."""
+    if config.num_devices == 1:
+        return [ONLY_STAGE]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    text_config = model.config.get_text_config(decoder=True)
+    head = head_layers(text_config, vocab_size_of(model), num_parameters, num_layers)
+    return [Stage(index, config.num_stages, head_layers=head) for index in range(config.num_stages)]
 
 
 def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:

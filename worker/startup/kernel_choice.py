@@ -5,6 +5,7 @@ Never: compiles (cpu/cpu_kernel_choice.py, gpu/gpu_kernel_choice.py).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from worker.progress import LoadStage
 from worker.ranks.ranks import is_divided
 from worker.startup.loader import LoadedModel
 from worker.worker_config import WorkerConfig
+
+_HIDDEN_STATES_OF_A_STAGE = 4
+"""Received, left by a graph, and twice on their way (ranks/device_stage.py)."""
 
 
 class KernelChoice(NamedTuple):
@@ -57,8 +61,17 @@ def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
     )
     if not is_divided(loaded.ranks):
         return found
-    num_bytes = found.buffer_bytes + bytes_of_a_rank(loaded.model, loaded.ranks.size)
-    return Reserve(found.num_graphs, num_bytes * config.num_ranks_on_device)
+    ranks = loaded.ranks
+    num_layers, hidden_size = loaded.text_config.num_hidden_layers, loaded.text_config.hidden_size
+    buffer_bytes = found.buffer_bytes
+    if ranks.stage.count > 1:
+        num_numbers = config.max_num_batched_tokens * hidden_size
+        buffer_bytes += _HIDDEN_STATES_OF_A_STAGE * num_numbers * loaded.dtype.itemsize
+    if config.num_devices == 1:  # the others' weights and buffers are beside this rank's
+        num_bytes = ranks.stage.count * buffer_bytes + bytes_of_a_rank(loaded.model, ranks.size)
+        return Reserve(found.num_graphs, num_bytes * ranks.size)
+    stage = replace(ranks.stage, head_layers=loaded.head_layers(num_layers))
+    return Reserve(found.num_graphs, buffer_bytes + bytes_of_a_rank(loaded.model, ranks.size, stage))
 
 
 _ON_CPU = KernelChoice(

@@ -127,6 +127,10 @@ class LoadedModel:
     end_visits: Callable[[], None] = lambda: None
     """Let weights no longer visit the device for each call; for when they are there."""
 
+    def head_layers(self, num_layers: int) -> float:
+        """Count the output layer's weights in layers, of so many."""
+        return head_layers(self.text_config, self.vocab_size, self.num_parameters, num_layers)
+
 
 def find_kind(config: WorkerConfig) -> ModelKind:
     """Read config.json, and compare all texts with their checksums. Raises StartupError to refuse them."""
@@ -175,7 +179,7 @@ def load_model(
         end_visits = let_visit(model, device.torch_device)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
-    vocab_size = _vocab_size(model)
+    vocab_size = vocab_size_of(model)
     parameters = list(model.parameters())
     quantized = [] if modules is None else modules.weights_of(model)
     return LoadedModel(
@@ -240,10 +244,9 @@ def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
     if config.num_ranks == config.num_stages == 1:
         return
     asked = describe_division(config)
-    if device.torch_device.type != "cpu" and max(config.num_stages, config.num_nodes) > 1:
+    if device.torch_device.type != "cpu" and config.num_nodes > 1:
         raise StartupError(
-            f"{asked}: stages and several machines are for CPUs only so far",
-            fix="take --tensor-parallel-size on one machine, or add --device cpu",
+            f"{asked}: several machines are for CPUs only so far", fix="take one machine, or add --device cpu"
         )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(
@@ -384,7 +387,7 @@ def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
     return named.removeprefix("torch.") if isinstance(named, str) else None
 
 
-def _vocab_size(model: Any) -> int:
+def vocab_size_of(model: Any) -> int:
     """Count the tokens that can be both read and sampled: some families read more than they sample."""
     embedding = model.get_input_embeddings()
     num_read = (
@@ -394,6 +397,13 @@ def _vocab_size(model: Any) -> int:
     )
     output = model.get_output_embeddings()
     return num_read if output is None else min(num_read, int(output.out_features))
+
+
+def head_layers(text_config: Any, vocab_size: int, num_parameters: int, num_layers: int) -> float:
+    """Count the output layer's weights in layers; the embedding is looked up, which costs nothing."""
+    num_head = vocab_size * int(text_config.hidden_size)
+    num_ends = num_head if text_config.tie_word_embeddings else 2 * num_head
+    return num_head * num_layers / max(num_head, num_parameters - num_ends)
 
 
 def _numbers_of(weight: GroupedWeight) -> int:

@@ -103,7 +103,7 @@ def start_loaded(
     adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // config.num_ranks_on_device
-    size = _agreed(_size(config, layouts.all_stages, budget_bytes, checkpoint_len, ranks), ranks)
+    size = _agreed(_size(config, layouts, budget_bytes, checkpoint_len, ranks), ranks)
     cache = _allocate(device, layouts.own, size)
     host_pool = _open_host_pool(config, device, layouts, cache, ranks)
     _correct(loaded, size.max_model_len)
@@ -245,7 +245,7 @@ def _divide(loaded: LoadedModel, layout: BlockLayout) -> _Layouts:
     """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
     ranks = loaded.ranks
     if ranks.stage.count > 1:
-        ranks.stage = replace(ranks.stage, head_layers=_head_layers(loaded, len(layout.layers)))
+        ranks.stage = replace(ranks.stage, head_layers=loaded.head_layers(len(layout.layers)))
     try:
         divided = shard_layout(layout, ranks.size)
         return _Layouts(divided, _of_stage(divided, ranks))
@@ -258,16 +258,7 @@ def _of_stage(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
     num_layers, stage = len(layout.layers), ranks.stage
     if num_layers < stage.count:
         raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
-    keys = list(layout.layers)
-    own = [keys[place] for place in stage.layers_of(num_layers)]
-    return replace(layout, layers={key: layout.layers[key] for key in own})
-
-
-def _head_layers(loaded: LoadedModel, num_layers: int) -> float:
-    """Count the output layer's weights in layers; the embedding is looked up, which costs nothing."""
-    num_head = loaded.vocab_size * int(loaded.text_config.hidden_size)
-    num_ends = num_head if loaded.text_config.tie_word_embeddings else 2 * num_head
-    return num_head * num_layers / max(num_head, loaded.num_parameters - num_ends)
+    return layout.only(stage.layers_of(num_layers))
 
 
 def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
@@ -275,11 +266,10 @@ def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> f
     if config.num_nodes == 1:
         return 1.0
     num_layers, stage = len(layout.layers), ranks.stage
-    keys = list(layout.layers)
     stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
-    own = {keys[place]: layout.layers[keys[place]] for each in stages for place in each.layers_of(num_layers)}
+    own = layout.only(place for each in stages for place in each.layers_of(num_layers))
     nodes_of_a_stage = max(1, config.num_nodes // stage.count)
-    return replace(layout, layers=own).block_bytes / layout.block_bytes / nodes_of_a_stage
+    return own.block_bytes / layout.block_bytes / nodes_of_a_stage
 
 
 def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
@@ -404,12 +394,15 @@ def _measure_scales(device: Device, loaded: LoadedModel, runner: Runner) -> dict
 
 
 def _size(
-    config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int, ranks: Ranks
+    config: WorkerConfig, layouts: _Layouts, budget_bytes: int, checkpoint_len: int, ranks: Ranks
 ) -> CacheSize:
+    layout = layouts.all_stages
     window = layout.sliding_window
+    # On a device of its own a rank needs room for its own layers alone.
+    on_device = layout if config.num_devices == 1 else layouts.own
     return size_cache(
         CacheRequest(
-            block_bytes=layout.block_bytes,
+            block_bytes=on_device.block_bytes,
             block_size=layout.block_size,
             budget_bytes=int(budget_bytes / _share_of_node(config, layout, ranks)),
             num_blocks=config.num_blocks,

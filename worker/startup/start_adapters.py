@@ -20,7 +20,7 @@ from worker.devices.device import Device, Reserve
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import LoadedModel, ModelKind
+from worker.startup.loader import LoadedModel, ModelKind, describe_division
 from worker.worker_config import AdapterFacts, WorkerConfig, padded_rank
 from worker.worker_errors import AdapterRefused, StartupError
 
@@ -40,10 +40,13 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
             f"{_OPTIONS}: adapters on a GPU need its kernels, and there are none: {reason}",
             fix=f"leave --gpu-kernels on, add --device cpu, or {_LEFT_OUT}",
         )
-    if config.num_ranks > 1 and (lacking := kernels_of(device).why_ranks_adapt_none) is not None:
+    if (
+        config.num_stages * config.num_ranks > 1
+        and (lacking := kernels_of(device).why_ranks_adapt_none) is not None
+    ):
         raise StartupError(
             f"{_OPTIONS}: {lacking}",
-            fix=f"leave --tensor-parallel-size out, add --device cpu, or {_LEFT_OUT}",
+            fix=f"leave {describe_division(config)} out, add --device cpu, or {_LEFT_OUT}",
         )
     if kind.task is not Task.GENERATE:
         raise StartupError(

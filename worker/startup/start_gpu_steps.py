@@ -7,6 +7,7 @@ Never: runs on a machine without Triton.
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from worker.adapters.adapter_targets import AdapterWay
 from worker.devices.device import Device
@@ -24,8 +25,8 @@ from worker.ranks.ranks import Ranks, is_divided, samples
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import RowSampler
 from worker.startup.ready_model import ReadyModel
-from worker.steps.model_runner import ModelRunner, StepRunner
-from worker.worker_config import WorkerConfig
+from worker.steps.model_runner import ModelRunner, StepRunner, no_logits
+from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import StartupError
 
 
@@ -54,7 +55,7 @@ def open_steps(
     sizes = GraphSizes(limits, facts.max_model_len)
     dtype: torch.dtype = getattr(torch, facts.dtype)
     try:
-        logits = device.zeros(num_graph_logits(config, sizes, facts.vocab_size), dtype)
+        logits_NV = _open_logits(num_graph_logits(config, sizes, facts.vocab_size), facts, device, ranks)
         buffers = StepBuffers(device, limits)
         sampler = _open_sampler(facts.vocab_size, limits.num_sequences, device, grammars, ranks)
         with toolkit.refusing_kernels():
@@ -65,7 +66,6 @@ def open_steps(
         ) from error
     if ready.host_pool.block_bytes % WORD_BYTES == 0:
         ready.host_pool.copy_with(copy_blocks)
-    logits_NV = logits.view(-1, facts.vocab_size)
     # The toolkit of a GPU made it.
     backend = cast("PagedAttention", ready.backend)
     with toolkit.refusing_kernels():
@@ -74,6 +74,13 @@ def open_steps(
         stage.enter(LoadPhase.CAPTURING)
         steps.capture(sizes, logits_NV)
     return steps, sampler
+
+
+def _open_logits(num_logits: int, facts: ModelFacts, device: Device, ranks: Ranks) -> Tensor:
+    """Allocate the memory [N, V] for the logits of graphs, where this stage computes some."""
+    if not ranks.stage.is_last:
+        return no_logits(num_logits // facts.vocab_size, facts.vocab_size, device.torch_device)
+    return device.zeros(num_logits, getattr(torch, facts.dtype)).view(-1, facts.vocab_size)
 
 
 def _open_sampler(

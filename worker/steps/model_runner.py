@@ -170,7 +170,12 @@ class StageRunner(ModelRunner):
     ) -> Tensor:
         """See ModelRunner."""
         super().forward(input_ids_1T, position_ids_1T, logits_indices_N[:0], executor)
-        return torch.zeros(()).expand(len(logits_indices_N), self._vocab_size)
+        return no_logits(len(logits_indices_N), self._vocab_size, input_ids_1T.device)
+
+
+def no_logits(num_lines: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Return zeros that take the memory of one, where the logits are another stage's."""
+    return torch.zeros((), device=device).expand(num_lines, vocab_size)
 
 
 class StepRunner(Protocol):

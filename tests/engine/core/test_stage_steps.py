@@ -1,6 +1,10 @@
 """Tokens of steps in flight, on their way to ranks that do not sample."""
 
-from engine.core.stage_steps import LedStep, StageSteps
+from typing import Any
+
+import pytest
+
+from engine.core.stage_steps import LedStep, ReportedSteps, StageSteps
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.ranks.stage import Stage
 
@@ -24,10 +28,10 @@ class Step:
 
 
 class Worker:
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Any]) -> None:
         self._steps = iter(steps)
 
-    def launch(self, plan: SchedulerOutput) -> Step:
+    def launch(self, plan: SchedulerOutput) -> Any:
         del plan
         return next(self._steps)
 
@@ -55,6 +59,23 @@ def test_tokens_of_steps_in_flight_are_told_once_each_in_their_order() -> None:
         each.result()
     assert told == [[3, 4], [], [5]]
     assert [step.num_results for step in steps] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("runs_ahead", "has_plan", "num_reported"), [(0, 1, 2), (1, 1, 1), (1, 0, 2)])
+def test_a_result_waits_for_the_launch_of_a_plan_that_is_there_where_the_device_works_ahead(
+    runs_ahead: int, has_plan: int, num_reported: int
+) -> None:
+    told: list[list[int]] = []
+    worker = Worker([LeadingStep([3, 4]), LeadingStep([5])])
+    steps = ReportedSteps(
+        worker, lambda _output, token_ids: told.append(token_ids), runs_ahead=bool(runs_ahead)
+    )
+    steps.launch(PLAN)
+    steps.launch(PLAN)
+    steps.report(lambda: bool(has_plan))
+    assert told == [[3, 4], [5]][:num_reported]
+    steps.report(lambda: False)
+    assert told == [[3, 4], [5]]
 
 
 def test_a_rank_learns_of_each_step_what_it_sampled() -> None:

@@ -140,7 +140,11 @@ def test_the_secret_is_in_no_text_of_the_configuration() -> None:
         ),
         ({"tensor_parallel_size": "4"}, "--tensor-parallel-size 4: each rank takes a GPU, and there are 2"),
         (
-            {"tensor_parallel_size": "2", "data_parallel_size": "2"},
+            {"tensor_parallel_size": "2", "pipeline_parallel_size": "2"},
+            "--pipeline-parallel-size 2 and --tensor-parallel-size 2: each rank takes a GPU",
+        ),
+        (
+            {"pipeline_parallel_size": "2", "data_parallel_size": "2"},
             "--data-parallel-size 2: each engine takes 2 GPUs, and there are 2",
         ),
         ({"tensor_parallel_size": "2", "gpu_kernels": "off"}, "--gpu-kernels off: only layers of the GPU"),
@@ -149,8 +153,8 @@ def test_the_secret_is_in_no_text_of_the_configuration() -> None:
             "--cpu-kernels off: only layers of the CPU",
         ),
         (
-            {"tensor_parallel_size": "2", "quantization": "int8"},
-            "rounded numbers are not divided among ranks",
+            {"pipeline_parallel_size": "2", "quantization": "int8"},
+            "--pipeline-parallel-size 2 with --quantization int8: rounded numbers are not divided",
         ),
     ],
 )
@@ -163,21 +167,21 @@ def test_a_division_that_devices_do_not_allow_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("division", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize(("device", "is_shared"), [("auto", False), ("cuda", False), ("cuda:1", True)])
 def test_ranks_have_a_gpu_each_unless_one_is_named(
-    device: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, is_shared: bool, division: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    given = {"tensor_parallel_size": "2", "device": device}
-    worker = resolve(read_options(given, {}), environment={})[0].worker
+    worker = resolve(read_options({division: "2", "device": device}, {}), environment={})[0].worker
     assert worker.device == ("cuda:1" if is_shared else "cuda")
-    assert worker.num_ranks_on_device == (2 if is_shared else 1)
+    assert worker.num_devices == (1 if is_shared else 2)
     assert worker.enforce_eager == is_shared, "no graph records the way through the host"
 
 
 def test_engines_have_the_gpus_of_their_ranks_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,1,0")
-    given = {"tensor_parallel_size": "2", "data_parallel_size": "2"}
+    given = {"pipeline_parallel_size": "2", "data_parallel_size": "2"}
     config, _ = resolve(read_options(given, {}), environment={})
     seen = [device_environment(config_of(config, engine)) for engine in range(2)]
     assert seen == [{"CUDA_VISIBLE_DEVICES": "4,7"}, {"CUDA_VISIBLE_DEVICES": "1,0"}]

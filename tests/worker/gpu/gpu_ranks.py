@@ -1,7 +1,7 @@
-"""Two ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
+"""Ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
 
 Owns: the stand-ins of CUDA and NCCL of each rank, and the end of their process group.
-The stand-in of CUDA has one device, the second: it is that of rank 0 too, in a process of its own.
+The stand-in of CUDA has one device, the second: it is that of each rank, in a process of its own.
 """
 
 import sys
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
 from tests.worker.gpu.lazy_nccl import LazyNccl
-from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker, RankProcesses
+from tests.worker.ranks.divided import DividedWorker, RankProcesses
 from tests.worker.ranks.follower import follow
 from worker import worker
 from worker.gpu import gpu_toolkit, graphs
@@ -23,8 +23,8 @@ from worker.ranks import device_ranks
 from worker.ranks.rank_places import RankPlace
 
 SHARED, OWN = "cuda:1", "cuda"
-"""Devices: one for both ranks, or one for each."""
-_AT_ONCE = 2
+"""Devices: one for all ranks, or one for each."""
+AT_ONCE = 2
 """Order in which a device does at once what it is asked: nobody waits for that of the other rank."""
 
 
@@ -32,6 +32,8 @@ _AT_ONCE = 2
 def stand_ins(device: str, seed: int | None) -> Iterator[LazyCuda]:
     with LazyCuda(seed=seed) as cuda, pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_MIXED", (16,))
+        for module in (worker, device_ranks):
+            patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
         patch.setattr(gpu_toolkit, "choose_products", lambda products, device: None)  # each rank's own
         if device == OWN:
             LazyNccl(cuda).install(patch)
@@ -39,14 +41,12 @@ def stand_ins(device: str, seed: int | None) -> Iterator[LazyCuda]:
 
 
 @contextmanager
-def two_ranks(device: str, seed: int | None) -> Iterator[tuple[LazyCuda, DividedWorker]]:
-    """Be rank 0."""
+def rank_0(device: str, seed: int | None, division: str) -> Iterator[tuple[LazyCuda, DividedWorker]]:
+    """Be rank 0 of a model that is divided so."""
     processes = RankProcesses("tests.worker.gpu.gpu_ranks", device)
     try:
-        with stand_ins(device, seed) as cuda, pytest.MonkeyPatch.context() as patch:
-            for module in (worker, device_ranks):
-                patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
-            yield cuda, DividedWorker(processes, TWO_SHARDS)
+        with stand_ins(device, seed) as cuda:
+            yield cuda, DividedWorker(processes, division)
     finally:
         processes.close()
         if dist.is_initialized():
@@ -55,5 +55,5 @@ def two_ranks(device: str, seed: int | None) -> Iterator[tuple[LazyCuda, Divided
 
 if __name__ == "__main__":
     device, places, folder = sys.argv[1:]
-    with stand_ins(device, _AT_ONCE):
+    with stand_ins(device, AT_ONCE):
         follow(msgspec.json.decode(places, type=dict[str, RankPlace]), Path(folder))

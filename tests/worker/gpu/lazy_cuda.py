@@ -277,6 +277,7 @@ class LazyCuda:
             "graph": graphs.graph,
             "graph_pool_handle": graphs.graph_pool_handle,
             "is_available": lambda: True,
+            "is_current_stream_capturing": lambda: self.driver.stream_id in self.driver.captures,
             "device_count": lambda: DEVICE_INDEX + 1,
             "_lazy_init": lambda: None,
             "is_initialized": lambda: True,

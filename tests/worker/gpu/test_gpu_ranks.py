@@ -14,10 +14,10 @@ from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu import test_gpu_worker as whole
 from tests.worker.gpu.ahead import AheadDriver
-from tests.worker.gpu.gpu_ranks import OWN, SHARED, two_ranks
+from tests.worker.gpu.gpu_ranks import OWN, SHARED, rank_0
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
-from tests.worker.ranks.divided import DividedWorker
+from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
 from worker.devices.visiting import let_visit, staying_on
 from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
@@ -25,6 +25,7 @@ from worker.model.linear import linear_of
 from worker.model.vocabulary_shards import divide_ends
 from worker.ranks.device_ranks import DeviceRanks, device_of_rank
 from worker.ranks.ranks import Alone
+from worker.ranks.stage import Stage
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -50,7 +51,7 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
     """A checkpoint of codes, with sums through the host."""
     folder, _ = write_quantized("llama", "awq", tmp_path)
     expected = whole.expected_from(load_worker(folder, swap_space_bytes=1 << 20)[0])
-    with two_ranks(SHARED, seed=None) as (_, divided):
+    with rank_0(SHARED, None, TWO_SHARDS) as (_, divided):
         facts = divided.load(config_of(folder, SHARED, enforce_eager=True))
         assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
         assert served_by(divided) == expected
@@ -59,7 +60,7 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
     """Sums of experts too."""
     expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
-    with two_ranks(OWN, seed=1) as (cuda, divided):
+    with rank_0(OWN, 1, TWO_SHARDS) as (cuda, divided):
         config = config_of(folders["qwen3_moe"], OWN)
         divided.load(config)
         assert served_by(divided) == expected
@@ -132,10 +133,11 @@ def test_a_copy_that_fails_on_the_way_leaves_all_weights_on_the_host(monkeypatch
 
 @pytest.mark.parametrize(
     ("device", "rank", "own"),
-    [("cuda", 1, "cuda:1"), ("cuda:3", 1, "cuda:3"), ("cpu", 1, "cpu")],
+    [("cuda", 3, "cuda:3"), ("cuda:3", 1, "cuda:3"), ("cpu", 1, "cpu")],
 )
-def test_each_rank_has_a_device(device: str, rank: int, own: str) -> None:
-    assert device_of_rank(WorkerConfig(model_path="", device=device, num_ranks=2), rank) == own
+def test_each_rank_of_all_stages_has_a_device(device: str, rank: int, own: str) -> None:
+    config = WorkerConfig(model_path="", device=device, num_stages=2, num_ranks=2)
+    assert device_of_rank(config, rank) == own
 
 
 def test_a_model_alone_has_the_first_gpu() -> None:
@@ -156,6 +158,17 @@ def test_what_a_rank_will_weigh_is_known_before_it_is_divided(folders: dict[str,
     padding = sum(-len(end) % size * end[0].nbytes for end in ends)
     others = sum(sizes.values()) + padding - norms - heads
     assert bytes_of_a_rank(model, size) == pytest.approx(norms + heads / num_heads + others / size, abs=16)
+
+
+def test_a_stage_weighs_its_layers_and_the_end_that_it_has(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint("llama", tmp_path, num_hidden_layers=3))
+    parts = (model.model.layers[0], model.model.norm)
+    layer, norm = (sum(each.nbytes for each in part.parameters()) for part in parts)
+    end = model.lm_head.weight.nbytes
+    first, last = (bytes_of_a_rank(model, 1, Stage(index, 2)) for index in range(2))
+    assert (first, last) == (2 * layer + norm + end, layer + norm + end)
 
 
 class ThreeRanks(Alone):

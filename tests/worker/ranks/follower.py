@@ -4,6 +4,7 @@ Owns: one worker after another, with the steps of each, from standard input. An 
 Importing torch takes seconds, and is done once for all models. PLACES are by the name of a division.
 """
 
+import select
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from engine.core.rank_process import change_adapters
-from engine.core.stage_steps import StageSteps, compute_last
+from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.nodes.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from tests.worker.ranks.gloo_ranks import GlooRanks
 from worker.ranks import opening
@@ -38,9 +39,17 @@ def send(pipe: BinaryIO, message: bytes) -> None:
     pipe.flush()
 
 
-def _messages(pipe: BinaryIO) -> Iterator[bytes]:
-    while length := pipe.read(_LENGTH_BYTES):
-        yield pipe.read(int.from_bytes(length, "big"))
+def _messages() -> Iterator[bytes]:
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:  # what has come shows in a poll
+        while length := pipe.read(_LENGTH_BYTES):
+            message = b""
+            while len(message) < int.from_bytes(length, "big"):
+                message += pipe.read(int.from_bytes(length, "big") - len(message))
+            yield message
+
+
+def _has_message() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def open_ranks_of(order: Order, place: RankPlace, folder: Path) -> Ranks:
@@ -52,7 +61,7 @@ def open_ranks_of(order: Order, place: RankPlace, folder: Path) -> Ranks:
 def follow(places: dict[str, RankPlace], folder: Path) -> None:
     opened: dict[str, Ranks] = {}
     outlets: dict[str, ResultsOut] = {}
-    messages = _messages(sys.stdin.buffer)
+    messages = _messages()
     for message in messages:
         division, config = order = msgspec.json.decode(message, type=Order)
         if division not in opened:
@@ -61,27 +70,42 @@ def follow(places: dict[str, RankPlace], folder: Path) -> None:
                 outlets[division] = ResultsOut(folder / division)
         worker = Worker(config, ranks=opened[division])
         try:
-            worker.load(lambda _progress: None)
+            facts = worker.load(lambda _progress: None)
         except StartupError:
             continue  # rank 0 refuses too
-        carry_out(worker, opened[division], outlets.get(division), messages)
+        if division in outlets:
+            report(worker, outlets[division], messages, runs_ahead=facts.runs_ahead)
+        else:
+            carry_out(worker, opened[division], messages)
+        worker.close()
+        opened[division].stage.sampled.clear()
 
 
-def carry_out(worker: Worker, ranks: Ranks, results: ResultsOut | None, messages: Iterator[bytes]) -> None:
+def report(worker: Worker, results: ResultsOut, messages: Iterator[bytes], *, runs_ahead: bool) -> None:
+    """Carry out what comes until the worker ends, and report it."""
+    steps = ReportedSteps(
+        worker, lambda output, token_ids: results.send(StageResult(output, token_ids)), runs_ahead=runs_ahead
+    )
+    while message := next(messages, b""):
+        step = decode_order(message)
+        if isinstance(step, AdapterOrder):
+            change_adapters(worker, step)
+        else:
+            steps.launch(step.plan)
+        steps.report(_has_message)
+
+
+def carry_out(worker: Worker, ranks: Ranks, messages: Iterator[bytes]) -> None:
     """Carry out what comes until the worker ends."""
     steps = StageSteps(worker, ranks.stage)
     while message := next(messages, b""):
         step = decode_order(message)
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
-        elif results is not None:
-            results.send(StageResult(*compute_last(worker, step.plan)))
         else:
             for token_ids in step.sampled:
                 steps.learn(token_ids)
             steps.launch(step.plan)
-    worker.close()
-    ranks.stage.sampled.clear()
 
 
 if __name__ == "__main__":

@@ -224,15 +224,16 @@ def test_ranks_are_told_what_each_has_of_weights_and_heads(tiny_model: Path) -> 
 
 
 def test_ranks_with_a_gpu_each_have_its_memory_to_themselves(tiny_model: Path) -> None:
-    """A cache for twice as many tokens, since each has half of the heads."""
+    """A cache for twice as many tokens, since each has half of the heads, or of the layers."""
     found = []
-    for device, num_ranks in (("cuda", 1), ("cuda", 2), ("cuda:0", 2)):
-        config = config_of(tiny_model, device=device, num_ranks=num_ranks)
+    for device, num_ranks, num_stages in (("cuda", 1, 1), ("cuda", 2, 1), ("cuda:0", 2, 1), ("cuda", 1, 2)):
+        config = config_of(tiny_model, device=device, num_ranks=num_ranks, num_stages=num_stages)
         kind, stand_in = find_kind(config), StandInGpu(config)
         found.append(forecast(config, kind, stand_in, weight_bytes(config, kind, stand_in)).size.num_blocks)
-    alone, own, shared = found
+    alone, own, shared, own_layers = found
     assert 2 * alone <= own <= 2 * alone + 2
     assert alone - 1 <= shared <= alone + 1
+    assert 1.4 * alone <= own_layers <= 2 * alone + 2
 
 
 def test_more_engines_than_the_memory_holds_are_a_fault(tiny_model: Path) -> None:

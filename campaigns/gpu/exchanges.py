@@ -1,0 +1,180 @@
+"""Exchanges of ranks on GPUs: what those of one rank cost in the graph of a step, and the time of two ranks'.
+
+    python -m campaigns.gpu.exchanges FOLDER DEVICE    # the second of two ranks
+
+Owns: decodes with and without two sums over one rank behind each layer, by NCCL within their graphs; and the
+sums and logits of a decode between two processes with a GPU each.
+Never: exchanges by other code than a worker's.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from campaigns.gpu.driving import Drive, open_worker, scheduler_config
+from campaigns.gpu.results import Record
+from campaigns.gpu.shapes import SHAPES, Shape, checkpoint
+from scheduler.config import PrefixCaching
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from campaigns.gpu.cli import Settings
+    from worker.ranks.device_ranks import DeviceRanks
+
+_ROOT = Path(__file__).resolve().parents[2]
+_NUM_ROWS = (1, 8, 64)
+_GOAL = "1.02"
+_SHAPE = "qwen3-0.6b"
+_BYTES_PER_S = 4.3e12
+"""Bandwidth of an H200, for the shortest decode that there can be."""
+_NUM_TIMED = 5
+
+
+def measure_one_rank(record: Record, settings: "Settings") -> None:
+    """Time decodes whose graphs have the sums of a divided model, over one rank, and decodes without."""
+    table = record.table("Sums over one rank in the graph", "Sequences", "Step", "With sums", "Ratio", "Goal")
+    folder = checkpoint("tiny" if settings.is_smoke else _SHAPE, settings.checkpoints)
+    plain = _decodes(folder, settings)
+    with tempfile.TemporaryDirectory() as meeting:
+        ranks = None if settings.is_smoke else _join(Path(meeting), "cuda:0", rank=0, num_ranks=1)
+        with _summing_behind_layers(lambda sums: None if ranks is None else ranks.reduce(sums)):
+            summed = _decodes(folder, settings)
+    ratios = [with_sums / without for with_sums, without in zip(summed, plain, strict=True)]
+    for cells in zip(_num_rows(settings), plain, summed, ratios, strict=True):
+        num_rows, without_s, with_s, ratio = cells
+        table.add(num_rows, f"{without_s * 1e3:.3f} ms", f"{with_s * 1e3:.3f} ms", f"{ratio:.3f}", _GOAL)
+    record.figure("ratio_of_sums_over_one_rank", ratios)
+
+
+def measure_two_ranks(record: Record, settings: "Settings") -> None:
+    """Time the exchanges of a decode between this process and another; on GPUs where there are two."""
+    shape = SHAPES["tiny" if settings.is_smoke else _SHAPE]
+    device = "cpu" if settings.is_smoke else "cuda"
+    table = record.table("Exchanges of two ranks", "Sequences", "Exchanges", "Of the shortest step")
+    with tempfile.TemporaryDirectory() as meeting:
+        command = (sys.executable, "-m", "campaigns.gpu.exchanges", meeting, device)
+        with subprocess.Popen(command, cwd=_ROOT) as second:
+            found = _exchange_times(Path(meeting), device, shape, rank=0)
+        assert second.returncode == 0
+    shares = [seconds / _shortest_s(shape) for seconds in found]
+    for num_rows, seconds, share in zip(_NUM_ROWS, found, shares, strict=True):
+        table.add(num_rows, f"{seconds * 1e6:.1f} us", f"{share:.1%}")
+    record.figure("share_of_exchanges_of_two", shares)
+
+
+def _num_rows(settings: "Settings") -> tuple[int, ...]:
+    return _NUM_ROWS[:1] if settings.is_smoke else _NUM_ROWS
+
+
+def _decodes(folder: Path, settings: "Settings") -> list[float]:
+    """Return the median times of steps of so many sequences each."""
+    options: dict[str, Any] = {"max_num_seqs": _NUM_ROWS[-1], "max_model_len": 512, "num_blocks": 4096}
+    num_tokens = 64
+    if settings.is_smoke:
+        options = {"max_num_seqs": 2, "max_model_len": 32, "num_blocks": 32, "block_size": 8}
+        options |= {"dtype": "float32", "max_num_batched_tokens": 16}
+        num_tokens = 4
+    worker, facts = open_worker(folder, settings.target, **options)
+    found = []
+    for num_rows in _num_rows(settings):
+        config = scheduler_config(
+            facts,
+            max_num_seqs=options["max_num_seqs"],
+            max_num_batched_tokens=options.get("max_num_batched_tokens", 2048),
+            prefix_caching=PrefixCaching.OFF,
+        )
+        drive = Drive(worker, config)
+        for number in range(num_rows):
+            drive.add([3 + number % 50, 5, 7], num_tokens)
+        drive.run().free_rows()
+        times_s = [each.took_s for each in drive.steps if each.is_decode and each.num_sequences == num_rows]
+        found.append(statistics.median(times_s[len(times_s) // 4 :]))
+    worker.close()
+    return found
+
+
+@contextmanager
+def _summing_behind_layers(reduce: Callable[["Tensor"], None]) -> Iterator[None]:
+    """Let each layer sum its hidden state twice, as the shard of one does; over one rank it is the same."""
+    from worker.gpu.triton_layer import TritonLayer
+
+    forward = TritonLayer.forward
+
+    def summing(layer: TritonLayer, *arguments: Any, **others: Any) -> "Tensor":
+        hidden = forward(layer, *arguments, **others)
+        for _ in range(2):
+            reduce(hidden)
+        return hidden
+
+    TritonLayer.forward = summing  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TritonLayer.forward = forward  # type: ignore[method-assign]
+
+
+def _join(meeting: Path, device: str, *, rank: int, num_ranks: int) -> "DeviceRanks":
+    from worker.ranks.device_ranks import DeviceRanks
+    from worker.ranks.rank_places import make_places
+    from worker.worker_config import WorkerConfig
+
+    config = WorkerConfig(model_path="", device=device, num_ranks=num_ranks)
+    ranks = DeviceRanks(meeting, config, make_places(1, num_ranks)[rank])
+    ranks.join(None)
+    return ranks
+
+
+def _exchange_times(meeting: Path, device: str, shape: Shape, *, rank: int) -> list[float]:
+    """Meet the other rank, and return the seconds of the exchanges of decodes."""
+    import torch
+
+    from worker.devices.device import open_device
+    from worker.worker_config import WorkerConfig
+
+    own = device if device == "cpu" else f"{device}:{rank}"
+    opened = open_device(WorkerConfig(model_path="", device=own))
+    ranks = _join(meeting, device, rank=rank, num_ranks=2)
+    found = []
+    for num_rows in _NUM_ROWS:
+        hidden = torch.zeros(num_rows, shape.hidden_size, dtype=torch.bfloat16, device=own)
+        logits = hidden.new_zeros(num_rows, shape.vocab_size // 2)
+        work = partial(_exchange, ranks, shape, hidden, logits)
+        found.append(opened.seconds_of(work) or _seconds_of(work))
+    return found
+
+
+def _seconds_of(work: Callable[[], None]) -> float:
+    """Time the work of a CPU."""
+    started_s = time.perf_counter()
+    for _ in range(_NUM_TIMED):
+        work()
+    return (time.perf_counter() - started_s) / _NUM_TIMED
+
+
+def _exchange(ranks: "DeviceRanks", shape: Shape, hidden: "Tensor", logits: "Tensor") -> None:
+    """Make the exchanges of a step: the embedding, two for each layer, the logits."""
+    ranks.reduce(hidden.float())
+    for _ in range(2 * shape.num_hidden_layers):
+        ranks.reduce(hidden)
+    ranks.gather(logits)
+
+
+def _shortest_s(shape: Shape) -> float:
+    """Return the time in which an H200 reads the weights, in 16 bits."""
+    heads = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
+    num_layer = shape.hidden_size * (heads * shape.head_dim + 3 * shape.intermediate_size)
+    num_numbers = shape.num_hidden_layers * num_layer + shape.vocab_size * shape.hidden_size
+    return 2 * num_numbers / _BYTES_PER_S
+
+
+if __name__ == "__main__":
+    folder, device = sys.argv[1:]
+    _exchange_times(Path(folder), device, SHAPES["tiny" if device == "cpu" else _SHAPE], rank=1)

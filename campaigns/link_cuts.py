@@ -1,0 +1,139 @@
+"""A link between two nodes that is cut: seconds until begun requests have ended, and until it serves again.
+
+    python -m campaigns.link_cuts [--rounds 3] [--by tensor,pipeline]
+
+Starts `tokenyard serve` on the built-in model as two nodes of this machine, which reach each other over a
+relay alone: once with each layer divided between them, and once with a stage on each. In each round streams
+begin, and at a random moment the relay carries nothing any more. Both ends are left to notice that, as with a
+pulled cable. Once all streams have ended it carries again.
+
+Owns: the rounds and their judgement.
+Never: closes a connection itself.
+"""
+
+import argparse
+import asyncio
+import random
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from campaigns.rank_faults import DEATHS_OF_A_SERVER, LONG, NUM_STREAMS, READY_WITHIN_S, ask
+from campaigns.servers.free_ports import free_port
+from campaigns.servers.own_server import OwnServer, own_server
+from campaigns.servers.relay import Relay, relaying
+from campaigns.servers.running import ROOT
+
+_ENDED_WITHIN_S = 6.0
+_HOST = "127.0.0.1"
+_LEAVES_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut."""
+
+    ended_s: float
+    """From the cut to the end of the last stream."""
+    healed_s: float
+    """From the end of the cut to the first answer."""
+    faults: tuple[str, ...]
+
+
+@contextmanager
+def _second_node(words: Sequence[str]) -> Iterator[None]:
+    node = subprocess.Popen(
+        (sys.executable, "-m", "server", "serve", *words), cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        node.terminate()
+        node.wait(_LEAVES_WITHIN_S)
+
+
+@asynccontextmanager
+async def two_nodes(division: Sequence[str]) -> AsyncIterator[tuple[OwnServer, Relay]]:
+    """Serve from two nodes; the second reaches the first over the relay."""
+    port, key = free_port(), secrets.token_hex(32)
+    both = (*division, "--num-threads", "1", "--nnodes", "2", "--cluster-key", key)
+    first = (*both, "--node-rank", "0", "--master-addr", _HOST, "--cluster-port", str(port))
+    async with relaying((_HOST, port)) as relay:
+        second = (
+            *both,
+            "--node-rank",
+            "1",
+            "--master-addr",
+            relay.address,
+            "--cluster-port",
+            str(relay.port),
+        )
+        with _second_node(second):
+            serving = own_server(first)
+            server = await asyncio.to_thread(serving.__enter__)
+            try:
+                await _answer(server)
+                yield server, relay
+            finally:
+                await asyncio.to_thread(serving.__exit__, None, None, None)
+
+
+async def _answer(server: OwnServer) -> float:
+    """Return the seconds until the first answer."""
+    started_s = time.monotonic()
+    while not await ask(server, 4):
+        if time.monotonic() - started_s > READY_WITHIN_S:
+            raise SystemExit(f"no answer within {READY_WITHIN_S:g} s")
+        await asyncio.sleep(0.1)
+    return time.monotonic() - started_s
+
+
+async def cut(server: OwnServer, relay: Relay, dice: random.Random) -> Cut:
+    """Begin streams, cut, and judge what follows."""
+    streams = [asyncio.create_task(ask(server, LONG)) for _ in range(NUM_STREAMS)]
+    await asyncio.sleep(dice.uniform(0.2, 0.8))
+    cut_s = time.monotonic()
+    relay.cut()
+    answers = await asyncio.gather(*streams)
+    ended_s = time.monotonic() - cut_s
+    relay.mend()
+    faults = ["a stream ended as if nothing had happened"] * sum(answers)
+    if ended_s > _ENDED_WITHIN_S:
+        faults.append(f"the streams ended after {ended_s:.2f} s")
+    return Cut(ended_s, await _answer(server), tuple(faults))
+
+
+async def cuts(by: str, numbers: range) -> list[Cut]:
+    """Cut once for each number."""
+    done = []
+    for first in range(numbers.start, numbers.stop, DEATHS_OF_A_SERVER):
+        async with two_nodes((f"--{by}-parallel-size", "2")) as (server, relay):
+            for number in range(first, min(first + DEATHS_OF_A_SERVER, numbers.stop)):
+                done.append(await cut(server, relay, random.Random(number)))
+                print(
+                    f"{by} {number + 1:3}: streams ended after {done[-1].ended_s:.2f} s, "
+                    f"an answer {done[-1].healed_s:.1f} s after the mend",
+                    *(f"FAULT: {fault}" for fault in done[-1].faults),
+                    flush=True,
+                )
+    return done
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 1 if anything was not as promised."""
+    parser = argparse.ArgumentParser(prog="python -m campaigns.link_cuts", allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
+    parser.add_argument("--by", default="tensor,pipeline", metavar="NAMES", help="default %(default)s")
+    options = parser.parse_args(list(argv))
+    done = [each for by in options.by.split(",") for each in asyncio.run(cuts(by, range(options.rounds)))]
+    num_faults = sum(bool(each.faults) for each in done)
+    print(f"{num_faults} of {len(done)} cuts did not end as promised")
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

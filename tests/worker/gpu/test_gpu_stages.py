@@ -1,0 +1,83 @@
+"""Stages on GPUs: tokens of one process on a CPU, with several plans on their way through the stages."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scheduler.config import PreemptionMode
+from tests.checkpoints import make_checkpoint
+from tests.worker.gpu import test_gpu_worker as whole
+from tests.worker.gpu.gpu_ranks import AT_ONCE, OWN, SHARED, rank_0
+from tests.worker.gpu.interpreted_gpu import HAS_GPU
+from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
+from tests.worker.ranks import histories
+from tests.worker.ranks.divided import GRID, TWO_STAGES, DividedWorker
+from tests.worker.ranks.histories import config_of, load_alone, serve
+from worker.devices.device import CudaDevice
+from worker.ranks.device_stage import DeviceSender, around_graph
+from worker.worker_config import WorkerConfig
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")
+
+
+def config_for(divided: DividedWorker, folder: Path, device: str) -> WorkerConfig:
+    return replace(
+        config_of(folder),
+        device=device,
+        num_stages=divided.num_stages,
+        num_ranks=divided.num_shards,
+        max_num_batched_tokens=24,
+        enforce_eager=device == SHARED,
+    )
+
+
+def test_what_a_graph_leaves_is_sent_as_it_was_although_later_ones_are_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device computes all that it may before it sends anything."""
+    arrived: list[float] = []
+    with LazyCuda() as cuda:
+        device = CudaDevice(WorkerConfig(model_path=""), DEVICE)
+
+        def isend(hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
+            content, way = cuda.shadow(hidden), torch.cuda.Stream()
+            way.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(way):
+                cuda.ask("send", lambda: arrived.append(float(content.mean())))
+            return SimpleNamespace(wait=lambda: torch.cuda.current_stream().wait_stream(way))
+
+        monkeypatch.setattr(dist, "isend", isend)
+        sender = DeviceSender(max_tokens=4)
+        hidden = torch.ones(1, 3, 8, device=DEVICE)
+        graph = device.capture(lambda: sender.send(hidden + 0.5))
+        for number in range(5):
+            hidden.fill_(number)
+            with around_graph(None, sender)(3):
+                graph.replay()
+        device.wait()
+    assert arrived == [1.5, 0.5, 1.5, 2.5, 3.5, 4.5], "the first one before it was recorded"
+
+
+@pytest.mark.parametrize(
+    ("division", "device", "mode"),
+    [(TWO_STAGES, SHARED, PreemptionMode.RECOMPUTE), (GRID, OWN, PreemptionMode.SWAP)],
+)
+def test_stages_draw_the_tokens_of_one_process(
+    tmp_path: Path, division: str, device: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, shared prefixes and preemptions: through the host, and by NCCL around graphs of two shards."""
+    for name, number in {"_NUM_REQUESTS": 6, "_NUM_TOKENS_SERVED": 8, "_FEW_BLOCKS": 10}.items():
+        monkeypatch.setattr(histories, name, number)
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
+    expected = serve(*load_alone(folder), mode)
+    with rank_0(device, AT_ONCE, division) as (_, divided):
+        facts = divided.load(config_for(divided, folder, device))
+        assert (facts.num_stages, facts.runs_ahead) == (2, True)
+        assert serve(divided, facts, mode) == expected
+        assert divided._worker is not None
+        assert bool(whole.steps_of(divided._worker)._num_replayed) == (device == OWN)

@@ -1,0 +1,134 @@
+"""Hidden states on their way between stages on GPUs.
+
+Owns: a one-way channel over NCCL, whose sends wait beside the device's work and not within it; and one
+through the host's memory, for stages that share a GPU.
+Never: opens a process group (device_ranks.py), or sums.
+
+A stage with a GPU of its own goes on with its next step while the hidden states of up to two others wait for
+the next stage. So sends are no part of a graph: the last layer in a graph leaves its result at a fixed place,
+and what is there is sent once the graph was launched. The first layer of the next stage finds it at a fixed
+place too, where it was received before.
+
+Shapes: T tokens, H numbers of a hidden state.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker.ranks.rank_places import PipeEnd
+from worker.ranks.stage import SharedReceiver, SharedSender
+
+_FIRST, _SECOND = 0, 1
+"""The ranks of a channel, in its group."""
+_MOST_UNDER_WAY = 2
+
+
+class _DeviceEnd:
+    def __init__(self, max_tokens: int) -> None:
+        """Prepare an end for steps of so many tokens; `open` comes before the first."""
+        self._max_tokens = max_tokens
+        self._group: dist.ProcessGroup | None = None
+        self._kept_1TH: Tensor
+
+    def open(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def close(self) -> None:
+        """Do nothing: the group is open as long as the process."""
+
+    def _keep(self, hidden_1TH: Tensor) -> None:
+        """Allocate the place for graphs. Each graph is computed once before it is recorded."""
+        if not hasattr(self, "_kept_1TH"):
+            self._kept_1TH = hidden_1TH.new_empty((1, self._max_tokens, hidden_1TH.shape[-1]))
+
+    def _kept_of(self, num_tokens: int) -> Tensor:
+        return self._kept_1TH[:, :num_tokens]
+
+
+class DeviceReceiver(_DeviceEnd):
+    """See HiddenReceiver."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """See HiddenReceiver. The device waits, and not the host."""
+        if torch.cuda.is_current_stream_capturing():
+            hidden.copy_(self._kept_of(hidden.shape[1]))
+            return
+        self._keep(hidden)
+        dist.recv(hidden, group=self._group, group_src=_FIRST)
+
+    def receive_for_graph(self, num_tokens: int) -> None:
+        self.receive(self._kept_of(num_tokens))
+
+
+class DeviceSender(_DeviceEnd):
+    """See HiddenSender."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._under_way: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def send(self, hidden: Tensor) -> None:
+        """See HiddenSender. The device waits for the last but one; `hidden` must not be changed any more."""
+        if torch.cuda.is_current_stream_capturing():
+            self._kept_of(hidden.shape[1]).copy_(hidden)
+            return
+        self._keep(hidden)
+        while len(self._under_way) >= _MOST_UNDER_WAY:
+            _, earlier = self._under_way.popleft()
+            earlier.wait()
+        work = dist.isend(hidden, group=self._group, group_dst=_SECOND)
+        assert work is not None, "this rank is in the group"
+        self._under_way.append((hidden, work))
+
+    def send_from_graph(self, num_tokens: int) -> None:
+        self.send(self._kept_of(num_tokens).clone())
+
+
+class HostReceiver(SharedReceiver):
+    """See HiddenReceiver."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """See HiddenReceiver. The host waits."""
+        on_host = torch.empty(hidden.shape, dtype=hidden.dtype)
+        super().receive(on_host)
+        hidden.copy_(on_host)
+
+
+class HostSender(SharedSender):
+    """See HiddenSender."""
+
+    def send(self, hidden: Tensor) -> None:
+        """See HiddenSender. The host waits for the device."""
+        super().send(hidden.cpu())
+
+
+def open_host_ends(
+    inlet: PipeEnd | None, outlet: PipeEnd | None
+) -> tuple[HostReceiver | None, HostSender | None]:
+    """Open what a rank has inherited."""
+    return (
+        None if inlet is None else HostReceiver(inlet),
+        None if outlet is None else HostSender(outlet),
+    )
+
+
+def around_graph(
+    inlet: DeviceReceiver | None, outlet: DeviceSender | None
+) -> Callable[[int], AbstractContextManager[None]]:
+    """Make what a stage does before and behind a graph of so many tokens."""
+
+    @contextmanager
+    def around(num_tokens: int) -> Iterator[None]:
+        with torch.inference_mode():
+            if inlet is not None:
+                inlet.receive_for_graph(num_tokens)
+            yield
+            if outlet is not None:
+                outlet.send_from_graph(num_tokens)
+
+    return around
