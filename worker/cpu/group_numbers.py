@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from worker.cpu.large_pages import WEIGHTS
 from worker.cpu.native import COLUMNS, CGroupNumbers, pointer
 
 _HIGHEST_BYTE = 127
@@ -93,4 +94,5 @@ def _multiples(values: Tensor, units: Tensor) -> Tensor | None:
 def _in_blocks(values: Tensor) -> Tensor:
     """[N, G] to [B, G, 32]."""
     padded = pad(values, (0, 0, 0, -len(values) % COLUMNS))
-    return padded.view(-1, COLUMNS, padded.shape[1]).transpose(1, 2).contiguous()
+    in_blocks = padded.view(-1, COLUMNS, padded.shape[1]).transpose(1, 2)
+    return WEIGHTS.zeros(in_blocks.shape, padded.dtype).copy_(in_blocks)

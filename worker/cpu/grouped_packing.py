@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from worker.cpu.group_numbers import pack_offsets, pack_scales
+from worker.cpu.large_pages import WEIGHTS
 from worker.cpu.native import (
     COLUMNS,
     WIDEST_VECTOR,
@@ -176,16 +177,16 @@ def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
         halves = fours.view(-1, 2, _HALF, weight.num_inputs // 4).permute(1, 0, 3, 2)
         # [B, K / 4, lane, input of four], or input of a pair, pair; the first half's code in the lower bits
         low, high = (_spread(half, keeps_order=takes_bytes) for half in halves)
-        packed = low.bitwise_or_(high << 4).view(torch.uint8)
-        return packed.view(*low.shape, 4) if takes_bytes else packed.view(*low.shape, 2, 2)
+        packed = WEIGHTS.zeros((*low.shape, 4) if takes_bytes else (*low.shape, 2, 2), torch.uint8)
+        torch.bitwise_or(low, high << 4, out=packed.view(-1).view(torch.int32).view(low.shape))
+        return packed
     codes = pad(weight.codes.view(torch.uint8), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs)
     if takes_bytes:  # [B, K / 4, half, lane, input of four], without a sign
-        return (
-            codes.view(-1, 2, _HALF, weight.num_inputs // 4, 4).permute(0, 3, 1, 2, 4) ^ _ZERO_OF_INT8
-        ).contiguous()
+        by_four = codes.view(-1, 2, _HALF, weight.num_inputs // 4, 4).permute(0, 3, 1, 2, 4)
+        return torch.bitwise_xor(by_four, _ZERO_OF_INT8, out=WEIGHTS.zeros(by_four.shape, torch.uint8))
     # [B, K / 2, four lanes of a half, half, lane of four, input of a pair]: what unpacking bytes undoes
-    by_four = codes.view(-1, 2, _HALF // 4, 4, weight.num_inputs // 2, 2)
-    return by_four.permute(0, 4, 2, 1, 3, 5).contiguous()
+    by_two = codes.view(-1, 2, _HALF // 4, 4, weight.num_inputs // 2, 2).permute(0, 4, 2, 1, 3, 5)
+    return WEIGHTS.zeros(by_two.shape, torch.uint8).copy_(by_two)
 
 
 def _spread(fours: Tensor, *, keeps_order: bool) -> Tensor:

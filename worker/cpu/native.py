@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from worker.cpu.large_pages import WEIGHTS
 from worker.model.layer_parts import GateActivation
 from worker.ranks.ranks import Reducer
 
@@ -272,7 +273,7 @@ def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
     num_outputs, num_inputs = weight_NK.shape
     num_blocks = -(-num_outputs // COLUMNS)
     whole = num_outputs // COLUMNS
-    data = weight_NK.new_zeros((num_blocks, num_inputs // step, COLUMNS, step))
+    data = WEIGHTS.zeros((num_blocks, num_inputs // step, COLUMNS, step), weight_NK.dtype)
     data[:whole] = weight_NK[: whole * COLUMNS].view(whole, COLUMNS, num_inputs // step, step).transpose(1, 2)
     if whole < num_blocks:
         rest = weight_NK[whole * COLUMNS :]

@@ -87,7 +87,9 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         _refuse_so_many_engines(config, device, num_weight_bytes)
     num_processes = config.num_ranks * config.num_stages
     if num_processes > 1:
-        weights += f", {format_size(num_weight_bytes // num_processes)} on each of {num_processes} ranks"
+        weights += (
+            f", about {format_size(num_weight_bytes // num_processes)} on each of {num_processes} ranks"
+        )
     if config.num_nodes > 1:
         weights += f" on {config.num_nodes} nodes"
     refuse_ranks(config, kind, device)

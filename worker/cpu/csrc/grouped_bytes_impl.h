@@ -9,10 +9,11 @@ constexpr float kLeastSize = 1e-30f;  // rows below are zeros: scales of theirs 
 
 // Bytes and starts of one row. A sum of the run begins at `bits`; see RunStart.
 template <typename T>
-inline void quantize_runs(const T* input, const PackedWeight<T>& weight, const Prepared<T>& memory, int64_t row) {
+inline void quantize_runs(const T* input, const Product<T>& product, const Prepared<T>& memory, int64_t row) {
+  const PackedWeight<T>& weight = product.weight;
   const T* x = input + row * weight.num_inputs;
   uint8_t* bytes = memory.bytes + row * weight.num_inputs;
-  RunStart* starts = memory.run_starts + row * weight.num_runs();
+  const auto start_of = [&](const Run& run) -> RunStart& { return memory.run_starts[run.index * product.num_rows + row]; };
   Floats poison = {};  // not a number if one of the row is not finite
   float highest = 0;
   for_each_run(weight, 0, [&](const Run& run) {
@@ -22,13 +23,13 @@ inline void quantize_runs(const T* input, const PackedWeight<T>& weight, const P
       most = larger(value < 0 ? -value : value, most);
       poison += value * 0.0f;
     }
-    starts[run.index].zero = largest(most);
-    highest = starts[run.index].zero > highest ? starts[run.index].zero : highest;
+    const float highest_of_run = start_of(run).zero = largest(most);
+    highest = highest_of_run > highest ? highest_of_run : highest;
   });
   memory.scales[row] = highest / 127 + sum(poison);
   const float inverse = highest > kLeastSize ? 127 / highest : 0;
   for_each_run(weight, 0, [&](const Run& run) {
-    const float ratio = highest / starts[run.index].zero;  // of a run of zeros: not finite, or not a number
+    const float ratio = highest / start_of(run).zero;  // of a run of zeros: not finite, or not a number
     int finer = static_cast<int>(__builtin_bit_cast(uint32_t, ratio) >> 23 & 255) - 127;
     finer = finer < kFinest ? finer : kFinest;
     const float scale = inverse * static_cast<float>(1 << finer);
@@ -44,9 +45,9 @@ inline void quantize_runs(const T* input, const PackedWeight<T>& weight, const P
     for (int lane = 0; lane < kV; ++lane) all += total[lane];
     const float unit = 1.0f / static_cast<float>(1 << finer), zero = 12582912.0f * unit;
     const uint32_t bits = __builtin_bit_cast(uint32_t, zero) - static_cast<uint32_t>(weight.grouped.shift) * all;
-    starts[run.index] = {static_cast<int32_t>(bits), zero};
+    start_of(run) = {static_cast<int32_t>(bits), zero};
     if (memory.run_sums == nullptr) return;
-    memory.run_sums[row * weight.num_runs() + run.index] = unit * static_cast<float>(static_cast<int32_t>(all));
+    memory.run_sums[run.index * product.num_rows + row] = unit * static_cast<float>(static_cast<int32_t>(all));
   });
 }
 
@@ -57,6 +58,11 @@ struct ByteColumns {
   using Sum = Ints;
   using Vector = Words;
   static constexpr int kInputs = 4, kSteps = 1;
+#if defined(TOKENYARD_BYTE_DOT)
+  static constexpr int kStraightInputs = 32;
+#else
+  static constexpr int kStraightInputs = kInputs;
+#endif
   static constexpr int kDirectRows = kTileRows, kSharingTileRows = kScaledTileRows;
   template <typename T>
   static const uint8_t* rows(const Product<T>& product) { return product.bytes; }

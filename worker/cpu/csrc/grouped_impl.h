@@ -5,7 +5,7 @@
 // whether columns are decoded for one tile of rows or once for many.
 
 // Rows that share a run's decoded columns, if there are more than a tile of them.
-constexpr int kSharingRows = 96;
+constexpr int kSharingRows = 192;
 
 // Inputs that are decoded at once: a block of them stays in the nearest cache while all rows read it.
 constexpr int64_t kSharedInputs = kRunInputs;
@@ -39,6 +39,7 @@ template <typename T>
 struct FloatColumns : PlainInputs<T> {
   using Vector = Floats;
   static constexpr int kInputs = 4, kSteps = 4;  // inputs that are read at once, and vectors that they are
+  static constexpr int kStraightInputs = kInputs;  // of a run: they have no loop
   // One where there are products of bf16: models in float32 are for trials there, and each row takes long to compile.
 #if defined(TOKENYARD_BF16_DOT)
   static constexpr int kDirectRows = 1;
@@ -128,7 +129,7 @@ struct DecodedFloats : FloatColumns<T> {
 // Columns as pairs of bf16: four inputs are two vectors a part.
 struct PairColumns : PlainInputs<Bf16> {
   using Vector = __m512bh;
-  static constexpr int kInputs = 4, kSteps = 2;
+  static constexpr int kInputs = 4, kSteps = 2, kStraightInputs = 32;
   static constexpr int kDirectRows = kTileRows;
   static void add(Floats& total, const Bf16* x, int step, Vector columns) {
     int32_t pair;
@@ -195,29 +196,48 @@ inline void fetch(const uint8_t* from) {
   for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// The next run of M rows, of which `data` has the codes of B blocks, `stride` bytes apart; moves `data` on.
+// The next inputs of M rows, of which `data` has the codes of B blocks, `stride` bytes apart.
+template <int M, int B, class Codes>
+[[gnu::always_inline]] inline void sum_inputs(const Codes& codes, const uint8_t* data, int64_t stride,
+                                              const typename Codes::Input* x, int64_t num_inputs,
+                                              typename Codes::Sum (*sums)[B * kParts]) {
+#pragma GCC unroll 4
+  for (int b = 0; b < B; ++b) {
+    const uint8_t* from = data + b * stride;
+    if constexpr (!Codes::kIsDecoded) {
+      fetch<Codes::kInputs * Codes::kBytesPerInput>(from + kSharedInputs * Codes::kBytesPerInput);
+    }
+    typename Codes::Vector columns[Codes::kSteps][kParts];
+    codes.read(from, columns);
+#pragma GCC unroll 4
+    for (int step = 0; step < Codes::kSteps; ++step) {
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+        for (int part = 0; part < kParts; ++part) {
+          Codes::add(sums[m][b * kParts + part], x + m * num_inputs, step, columns[step][part]);
+        }
+      }
+    }
+  }
+}
+
+// The next run of M rows; moves `data` on. Groups of 32 are straight code where products are fast: the end of a short
+// loop would be foreseen wrongly too often.
 template <int M, int B, class Codes>
 inline void sum_run(const Codes& codes, const uint8_t*& data, int64_t stride, const typename Codes::Input* x,
                     int64_t num_inputs, int64_t size, typename Codes::Sum (*sums)[B * kParts]) {
-  for (int64_t k = 0; k < size; k += Codes::kInputs, data += Codes::kInputs * Codes::kBytesPerInput) {
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) {
-      const uint8_t* from = data + b * stride;
-      if constexpr (!Codes::kIsDecoded) {
-        fetch<Codes::kInputs * Codes::kBytesPerInput>(from + kSharedInputs * Codes::kBytesPerInput);
-      }
-      typename Codes::Vector columns[Codes::kSteps][kParts];
-      codes.read(from, columns);
-#pragma GCC unroll 4
-      for (int step = 0; step < Codes::kSteps; ++step) {
-#pragma GCC unroll 12
-        for (int m = 0; m < M; ++m) {
+  constexpr int64_t kBytes = Codes::kInputs * Codes::kBytesPerInput;
+  int64_t left = size;
+  for (; left >= Codes::kStraightInputs; left -= Codes::kStraightInputs) {
 #pragma GCC unroll 8
-          for (int part = 0; part < kParts; ++part) {
-            Codes::add(sums[m][b * kParts + part], x + m * num_inputs + k, step, columns[step][part]);
-          }
-        }
-      }
+    for (int k = 0; k < Codes::kStraightInputs; k += Codes::kInputs, data += kBytes, x += Codes::kInputs) {
+      sum_inputs<M, B>(codes, data, stride, x, num_inputs, sums);
+    }
+  }
+  if constexpr (Codes::kStraightInputs > Codes::kInputs) {
+    for (; left > 0; left -= Codes::kInputs, data += kBytes, x += Codes::kInputs) {
+      sum_inputs<M, B>(codes, data, stride, x, num_inputs, sums);
     }
   }
 }
@@ -229,7 +249,7 @@ template <int M, int B, class Codes, class Runs, typename T>
                                 const Runs& runs, int64_t row, Floats (*totals)[B * kParts]) {
   constexpr int kAll = B * kParts;
   constexpr bool kInRegisters = M * kAll <= kScaledTileRows * kParts;
-  const int64_t num_inputs = product.weight.num_inputs, num_runs = product.weight.num_runs();
+  const int64_t num_inputs = product.weight.num_inputs, num_rows = product.num_rows;
   const bool has_offsets = product.weight.grouped.offsets.data != nullptr;
   Floats here[M][kAll];
   if (kInRegisters) {
@@ -240,18 +260,18 @@ template <int M, int B, class Codes, class Runs, typename T>
     }
   }
   runs.for_each([&](const Run& run, const Floats* scales, const Floats* offsets) {
-    const int64_t first = row * num_runs + run.index;
+    const int64_t first = run.index * num_rows + row;
     typename Codes::Sum sums[M][kAll];
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      const auto start = Codes::begin(product, first + m * num_runs);
+      const auto start = Codes::begin(product, first + m);
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) sums[m][part] = start;
     }
     sum_run<M, B>(codes, data, stride, Codes::rows(product) + row * num_inputs + run.first, num_inputs, run.size, sums);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      const auto zero = Codes::zero(product, first + m * num_runs);
+      const auto zero = Codes::zero(product, first + m);
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) {
         Floats& total = kInRegisters ? here[m][part] : totals[m][part];
@@ -261,7 +281,7 @@ template <int M, int B, class Codes, class Runs, typename T>
     if (!has_offsets) return;
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      const Floats inputs = splat(product.run_sums[first + m * num_runs]);
+      const Floats inputs = splat(product.run_sums[first + m]);
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) {
         Floats& total = kInRegisters ? here[m][part] : totals[m][part];
@@ -325,36 +345,36 @@ template <class Codes, class Decoded, bool kDecodes, typename T>
 inline void multiply_many_grouped_rows(const Product<T>& product, const Codes& codes, int64_t block) {
   const PackedWeight<T>& weight = product.weight;
   const uint8_t* data = weight.grouped.data + block * weight.num_inputs * Codes::kBytesPerInput;
-  alignas(64) uint8_t decoded[kDecodes ? kSharedInputs * Decoded::kBytesPerInput : 1];
+  constexpr int64_t kStepBytes = Codes::kInputs * Codes::kBytesPerInput;
+  typename Codes::Vector decoded[kDecodes ? kSharedInputs / Codes::kInputs : 1][Codes::kSteps][kParts];
   const bool is_small = weight.grouped.group_size <= kSmallGroup;
   const int64_t most = !kDecodes ? Codes::kSharingTileRows : is_small ? kScaledTileRows : kTileRows;
-  for (int64_t first = 0; first < product.num_rows; first += kSharingRows) {
-    const int64_t left = product.num_rows - first, num_rows = left < kSharingRows ? left : kSharingRows;
-    const int64_t num_tiles = (num_rows + most - 1) / most, tile = (num_rows + num_tiles - 1) / num_tiles;
+  const int64_t num_passes = (product.num_rows + kSharingRows - 1) / kSharingRows;
+  for (int64_t pass = 0; pass < num_passes; ++pass) {
+    const int64_t first = product.num_rows * pass / num_passes;
+    const int64_t num_rows = product.num_rows * (pass + 1) / num_passes - first, num_tiles = (num_rows + most - 1) / most;
     Floats totals[kSharingRows][kParts];
     __builtin_memset(totals, 0, sizeof totals[0] * static_cast<uint64_t>(num_rows));
     for_some_runs(weight, block, [&](const KeptRuns& kept) {
       const uint8_t* const codes_of_runs = data + kept.runs[0].first * Codes::kBytesPerInput;
-      if constexpr (kDecodes) {
-        const uint8_t* from = codes_of_runs;
-        uint8_t* to = decoded;
-        for (int64_t k = 0; k < kept.size; k += Codes::kInputs, from += Codes::kInputs * Codes::kBytesPerInput) {
-          typename Codes::Vector columns[Codes::kSteps][kParts];
-          codes.read(from, columns);
-          __builtin_memcpy(to, columns, sizeof columns);
-          to += sizeof columns;
-        }
-        // What comes next, of this block or the one after it, is on its way while these are multiplied.
-        for (int64_t i = 0; i < kept.size * Codes::kBytesPerInput; i += 64) __builtin_prefetch(from + i, 0, 2);
-      }
-      for (int64_t row = 0; row < num_rows; row += tile) {
-        const int64_t here = num_rows - row < tile ? num_rows - row : tile;
+      const int64_t num_steps = kept.size / Codes::kInputs;
+      for (int64_t i = 0; i < num_steps && kDecodes; ++i) codes.read(codes_of_runs + i * kStepBytes, decoded[i]);
+      for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const int64_t row = num_rows * tile / num_tiles, here = num_rows * (tile + 1) / num_tiles - row;
         if constexpr (!kDecodes) {
           add_kept_runs<Codes::kSharingTileRows>(product, codes, codes_of_runs, kept, first + row, here, totals + row);
-        } else if (is_small) {
-          add_kept_runs<kScaledTileRows>(product, Decoded(), decoded, kept, first + row, here, totals + row);
+          continue;
+        }
+        // What comes next, of this block or the one after it, is on its way while these are multiplied: a share for each
+        // tile, since all at once would have to wait for one another.
+        for (int64_t i = num_steps * tile / num_tiles; i < num_steps * (tile + 1) / num_tiles; ++i) {
+          fetch<kStepBytes>(codes_of_runs + (num_steps + i) * kStepBytes);
+        }
+        const uint8_t* const columns = reinterpret_cast<const uint8_t*>(decoded);
+        if (is_small) {
+          add_kept_runs<kScaledTileRows>(product, Decoded(), columns, kept, first + row, here, totals + row);
         } else {
-          add_kept_runs<kTileRows>(product, Decoded(), decoded, kept, first + row, here, totals + row);
+          add_kept_runs<kTileRows>(product, Decoded(), columns, kept, first + row, here, totals + row);
         }
       }
     });
@@ -428,11 +448,11 @@ void prepare(const Product<T>& product, const Prepared<T>& memory, int64_t begin
     input = memory.permuted;
   }
   if (grouped.takes_bytes) {
-    for (int64_t row = begin; row < end; ++row) quantize_runs(input, weight, memory, row);
+    for (int64_t row = begin; row < end; ++row) quantize_runs(input, product, memory, row);
     return;
   }
   for (int64_t row = begin; row < end && memory.run_sums != nullptr; ++row) {
-    float* sums = memory.run_sums + row * weight.num_runs();
-    for_each_run(weight, 0, [&](const Run& run) { sums[run.index] = sum_of_run(input + row * size + run.first, run.size); });
+    float* sums = memory.run_sums + row;
+    for_each_run(weight, 0, [&](const Run& run) { sums[run.index * product.num_rows] = sum_of_run(input + row * size + run.first, run.size); });
   }
 }

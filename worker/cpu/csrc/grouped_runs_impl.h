@@ -43,12 +43,13 @@ inline void for_each_run(const PackedWeight<T>& weight, int64_t block, const Wor
 // Scales and offsets of all columns of B blocks, in whatever form. A function of its own: inlined where they are used,
 // its branches would be compiled into each loop.
 template <int B, typename T>
-[[gnu::noinline]] void load_any_scales(const PackedWeight<T>& weight, const Run& run, Floats (*found)[B * kParts]) {
+[[gnu::noinline]] void load_any_scales(const PackedWeight<T>& weight, int64_t first_place, int64_t first_unit,
+                                       Floats (*found)[B * kParts]) {
   const GroupedCodes& grouped = weight.grouped;
   for (int i = 0; i < B * kParts; ++i) {
     const int64_t block = i / kParts, column = i % kParts * kV;
-    const int64_t place = run.place + block * (weight.num_inputs / grouped.group_size * kColumns) + column;
-    const int64_t unit = run.unit_place + block * (weight.num_inputs / kUnitInputs * kColumns) + column;
+    const int64_t place = first_place + block * (weight.num_inputs / grouped.group_size * kColumns) + column;
+    const int64_t unit = first_unit + block * (weight.num_inputs / kUnitInputs * kColumns) + column;
     found[0][i] = load_numbers(grouped.scales, place, unit);
     if (grouped.offsets.data == nullptr) continue;
     found[1][i] = load_numbers(grouped.offsets, place, unit);
@@ -62,7 +63,7 @@ inline void load_scales(const PackedWeight<T>& weight, const Run& run, Floats* s
   const GroupedCodes& grouped = weight.grouped;
   if (grouped.scales.form != NumberForm::kHalf || grouped.offsets.data != nullptr) {
     Floats found[2][B * kParts] = {};
-    load_any_scales<B>(weight, run, found);
+    load_any_scales<B>(weight, run.place, run.unit_place, found);
 #pragma GCC unroll 32
     for (int i = 0; i < B * kParts; ++i) scales[i] = found[0][i], offsets[i] = found[1][i];
     return;

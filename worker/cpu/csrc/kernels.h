@@ -134,9 +134,9 @@ struct Product {
   const uint8_t* bytes;  // [T, K]
   const float* scales;   // [T]
   float multiplier = 1;  // of the sums, before the residual is added; not with an activation
-  const float* run_sums = nullptr;  // [T, num_runs] of the input; read where grouped codes have offsets
+  const float* run_sums = nullptr;  // [num_runs, T] of the input; read where grouped codes have offsets
   const float* shrunk = nullptr;    // [T, max_ranks], as `shrink` makes them; null: the step has no adapters
-  const RunStart* run_starts = nullptr;  // [T, num_runs]; read where grouped codes take bytes
+  const RunStart* run_starts = nullptr;  // [num_runs, T]; read where grouped codes take bytes
 };
 
 // Memory for a product's input in another form.
