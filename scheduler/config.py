@@ -128,7 +128,10 @@ class SchedulerOptions:
     """While sequences decode, prefill gets so few tokens of a step that it takes about this long. None: what
     costs the device little, which is known when the model is loaded."""
     least_prefill_share: float = 0.0
-    """Part of the time of such a step that prefill gets all the same, where decodes alone take most of it."""
+    """Part of the time of such a step that prefill gets all the same, once the target leaves it less than two
+    thirds of that, or a prompt has waited for `prefill_patience_s`."""
+    prefill_patience_s: float = 0.0
+    """Before that, prefill gets a part of its share in proportion to the wait. 0: all of it at once."""
     max_prefill_tokens: int | None = 0
     """Most tokens of a step that prompts get, all together. 0 is no limit; None: as many as the device
     computes best, which is known when the model is loaded. Where the time of a step is linear in its tokens,
@@ -209,7 +212,7 @@ class SchedulerConfig(SchedulerOptions):
 
 
 _AT_LEAST_ZERO = (
-    *("max_bypasses", "max_chunk_tokens", "max_prefill_tokens", "prefill_delay_factor"),
+    *("max_bypasses", "max_chunk_tokens", "max_prefill_tokens", "prefill_delay_factor", "prefill_patience_s"),
     *("max_encoder_tokens", "encoder_cache_tokens", "max_adapters"),
 )
 

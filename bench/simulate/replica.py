@@ -135,6 +135,7 @@ class Replica:
         self._live: dict[SequenceId, _Live] = {}
         self._plan: SchedulerOutput | None = None
         self._computing_s = 0.0
+        self._waited_s = 0.0
         self._sampled: dict[SequenceId, tuple[int, ...]] = {}  # of the last step that ended
         self._sampled_s = 0.0  # when it ended
         self._num_pauses = 0
@@ -213,7 +214,7 @@ class Replica:
         sampled = {share[0]: _TOKEN for share in plan.scheduled if share[3]}
         if self._drafts is not None:
             self._drafts.verify(plan, sampled)
-        self.scheduler.observe_step(plan, self._computing_s, self._passes)
+        self.scheduler.observe_step(plan, self._computing_s, self._passes, waited_s=self._waited_s)
         followed = {} if self._drafts is None else self._drafts.followed(plan, sampled)
         outputs = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
@@ -311,6 +312,7 @@ class Replica:
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
         self._plan, self._computing_s = plan, seconds * self._step_time.computing_share
+        self._waited_s = seconds - self._computing_s
         if self._drafts is not None:
             self._passes = self._drafts.passes(plan)
             seconds += sum([each for _, each in self._passes])

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 # Without a target of the operator's: a pause that a reader hardly minds. Where few tokens are computed at the
 # best rate already, shorter ones cost prompts next to nothing.
 _TARGET_ITL_S = 0.2
-_TARGET_ITL_OF_SMALL_CHUNKS_S = 0.075
+_TARGET_ITL_OF_SMALL_CHUNKS_S = 0.07
 
 # As long as the dearest grammar that is accepted.
 _MAX_COMPILING_S = 0.05

@@ -16,6 +16,9 @@ from scheduler.step.step_time import StepTimeModel
 # Least share of prefill under a target for the time between tokens: it goes on, if slowly.
 _MIN_CHUNK_TOKENS = 16
 
+# Part of its least share, below which a target leaves prefill too little to be kept.
+_LITTLE = 2 / 3
+
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
 _RESERVED_PART = 8
@@ -161,7 +164,12 @@ class SchedulingBudget:
 
 
 def budget_for_step(
-    config: SchedulerConfig, queues: RequestQueues, step_time: StepTimeModel, limits: StepLimits
+    config: SchedulerConfig,
+    queues: RequestQueues,
+    step_time: StepTimeModel,
+    limits: StepLimits,
+    *,
+    now_s: float,
 ) -> SchedulingBudget:
     """Budget within `limits`, with fewer tokens where decodes would else miss their target."""
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
@@ -169,8 +177,9 @@ def budget_for_step(
     num_decodes += queues.num_steady
     if num_decodes and config.target_itl_s != inf:
         decodes_s = step_time.seconds(num_decodes)
-        target_s = max(config.target_itl_s, decodes_s / (1 - config.least_prefill_share))
-        within = step_time.tokens_within(target_s)
+        share = _prefill_share(config, queues, decodes_s, now_s=now_s)
+        expected_s = max(config.target_itl_s / step_time.headroom, decodes_s / (1 - share))
+        within = step_time.tokens_within(expected_s)
         if within is not None:
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
@@ -179,3 +188,19 @@ def budget_for_step(
         free_seqs=config.max_num_seqs - queues.num_running,
         num_decodes=num_decodes - queues.num_steady,
     )
+
+
+def _prefill_share(
+    config: SchedulerConfig, queues: RequestQueues, decodes_s: float, *, now_s: float
+) -> float:
+    """Part of the step's time that prefill gets, whatever the target.
+
+    All of its least share where the target would leave it little, else in proportion to the longest wait.
+    """
+    share, patience_s = config.least_prefill_share, config.prefill_patience_s
+    if not share or not patience_s or decodes_s > (1 - _LITTLE * share) * config.target_itl_s:
+        return share
+    since_s = [seq.admitted_s for seq in queues.running if seq.num_tokens - seq.num_computed_tokens > 1]
+    if len(queues.waiting):
+        since_s.append(queues.waiting.peek().admitted_s)
+    return share * min((now_s - min(since_s, default=now_s)) / patience_s, 1.0)

@@ -103,7 +103,7 @@ class Planner:
         if self._config.max_encoder_tokens:
             self._shares.encoder_cache.next_plan()
         running = self._queues.running
-        budget = budget_for_step(self._config, self._queues, self._step_time, self._limits())
+        budget = budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
         if self._config.max_chunk_tokens:
             budget.num_prefills_ahead = len(running) - budget.num_decodes_ahead + self._num_admissible(budget)
         plan = PlanDraft(budget, now_s)
@@ -143,7 +143,11 @@ class Planner:
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
         num_tokens = plan.num_scheduled_tokens + self._queues.num_steady
-        self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill)
+        keeps_waiting = has_prefill and (
+            self._queues.num_steady or any(share.num_tokens == 1 for share in plan.scheduled)
+        )
+        pause_s = seconds + waited_s if keeps_waiting else 0.0
+        self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
         if not has_prefill:
             self._shares.observe_step(plan, seconds, waited_s)
 

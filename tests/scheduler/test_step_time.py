@@ -51,6 +51,38 @@ def test_one_slow_step_does_not_spoil_the_slope_for_good() -> None:
     assert (model.tokens_within(0.05) or 0) > 1500
 
 
+def test_one_pause_in_a_hundred_is_longer_than_headroom_lets_expect() -> None:
+    model, random = StepTimeModel(), Random(1)
+    num_slow = 0
+    for number in range(6000):
+        num_tokens = 8 if number % 2 else random.randrange(30, 50)
+        took_s = (0.01 + 0.001 * num_tokens) * random.lognormvariate(0, 0.1)
+        if number % 2:
+            model.observe(num_tokens, took_s)
+            continue
+        if number >= 2000:
+            num_slow += took_s > model.headroom * model.seconds(num_tokens)
+        model.observe(num_tokens, took_s, has_prefill=True, pause_s=took_s)
+    assert 0.005 * 2000 < num_slow < 0.015 * 2000
+    assert 1.1 < model.headroom < 1.5
+
+
+def test_headroom_that_is_not_used_is_given_back_and_one_accident_takes_little_of_it() -> None:
+    model = StepTimeModel()
+
+    def observe_steps(num: int, *, pause_s: float = 0.0) -> None:
+        for num_tokens in (8, 40) * num:
+            took_s = 0.01 + 0.001 * num_tokens
+            model.observe(num_tokens, took_s)
+            if num_tokens == 40:
+                model.observe(num_tokens, took_s, has_prefill=True, pause_s=pause_s or took_s)
+
+    observe_steps(1000)
+    assert model.headroom == 1.0
+    observe_steps(1, pause_s=3.0)
+    assert 1.0 < model.headroom < 1.05
+
+
 def test_with_a_target_decodes_keep_their_pace_while_a_long_prompt_goes_on() -> None:
     def longest_step(target_itl_s: float) -> tuple[float, int]:
         """Longest step with a decode in it, after the model had time to learn; and when all was done."""
@@ -81,6 +113,17 @@ def test_prefill_goes_on_even_if_the_target_leaves_nothing() -> None:
     world.add(*(make_sequence(i, prompt(3 + 5 * i, i), max_tokens=30) for i in range(4)))
     world.run()
     assert world.tokens[SequenceId(3)] == continuation(prompt(18, 3), 30)
+
+
+def test_a_prompt_gets_sixteen_tokens_of_each_step_however_long_decodes_take() -> None:
+    world = World(
+        small_config(num_blocks=64, max_num_batched_tokens=64, max_model_len=99, target_itl_s=0.0001)
+    )
+    world.add(make_sequence(1, prompt(3, 1), max_tokens=60))
+    for _ in range(12):
+        world.step()
+    world.add(make_sequence(2, prompt(64, 2)))
+    assert [shares(world.step()) for _ in range(5)] == [*[{1: 1, 2: 16}] * 4, {1: 1, 2: 1}]
 
 
 def test_one_long_prompt_leaves_tokens_of_the_step_to_a_short_one_behind_it() -> None:

@@ -58,7 +58,7 @@ def test_priorities_age_unless_the_operator_says_otherwise(
 
 @pytest.mark.parametrize(
     ("given", "saturating_tokens", "pace"),
-    [(None, 256, (0.075, 0.5)), (None, 0, (0.2, 0.5)), ("0", 256, (inf, 0.0)), ("50ms", 256, (0.05, 0.0))],
+    [(None, 256, (0.07, 0.5)), (None, 0, (0.2, 0.5)), ("0", 256, (inf, 0.0)), ("50ms", 256, (0.05, 0.0))],
 )
 def test_running_requests_keep_a_pace_unless_the_operator_says_otherwise(
     tiny_model: Path, given: str | None, saturating_tokens: int, pace: tuple[float, float]
