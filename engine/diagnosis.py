@@ -169,7 +169,7 @@ def _survey(config: WorkerConfig) -> Iterator[Finding]:
     """Check torch and the device in another process: importing torch may fail."""
     try:
         done = subprocess.run(
-            [*child_process.INTERPRETER, "-m", "worker.startup.survey"],
+            [*child_process.INTERPRETER, "-m", "worker.startup.survey_process"],
             input=json.dumps(asdict(config)),
             capture_output=True,
             text=True,

@@ -135,10 +135,6 @@ class SchedulerOptions:
     more only makes the first of a crowd wait for the last."""
     max_chunk_tokens: int = 0
     """Most tokens of a step that one prefill gets while it is not alone. 0 is no limit."""
-    max_grammar_s: float = 0.0125
-    """Time for compiling in a step, where the worker does not compile beside its steps: sequences with a
-    grammar are admitted, whether for the first time or again, as long as compiling all of theirs takes no
-    longer; the first may alone. All tokens of the step wait meanwhile."""
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
     draft_admission: DraftAdmission = DraftAdmission.ALL
@@ -152,7 +148,7 @@ class SchedulerOptions:
     def __post_init__(self) -> None:
         _check_least(self, 1, ("max_num_seqs", "max_num_batched_tokens", "max_plans_in_flight"))
         _check_least(self, 0, _AT_LEAST_ZERO)
-        for name in ("priority_aging_s", "target_itl_s", "max_grammar_s"):
+        for name in ("priority_aging_s", "target_itl_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
@@ -200,7 +196,7 @@ class SchedulerConfig(SchedulerOptions):
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
     max_compiling_s: float = 0.0
     """Processor time of all grammars that are compiled beside the steps at once; the first may take more. A
-    sequence with another one waits that long at most before its own begins. 0: they are compiled in steps."""
+    sequence with another one waits that long at most before its own begins. 0: nobody waits for a grammar."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 

@@ -1,13 +1,15 @@
 """The document at /openapi.json: the parameters and replies of each route, errors and streams included.
 
-Owns: the assembly: the schemas of bodies and events, which FastAPI does not see, and the need of a key.
+Owns: the assembly: schemas of bodies, replies and events, which FastAPI does not see, and the need of a key.
 Never: the documentation of one route, which stands beside it (server/http/endpoint.py has the helpers).
 """
 
 import ast
 import inspect
+import json
+import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -19,6 +21,8 @@ from pydantic.json_schema import models_json_schema
 
 from server.http.endpoint import MODEL_REFERENCE, Endpoint, ReplyModel
 from server.wire_model import WireModel
+
+_REFERENCE = re.compile(MODEL_REFERENCE.format(model=r"(\w+)"))
 
 
 def document(
@@ -34,7 +38,8 @@ def document(
     )
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     refusals = {model: names for each in endpoints for model, names in each.requests.items()}
-    schemas |= _schemas(refusals, [event for each in endpoints for event in each.events])
+    events = [event for each in endpoints for event in each.events]
+    schemas |= _schemas(refusals, [*events, *_replies_in(page)])
     _describe_fields(schemas)
     for model, names in refusals.items():
         _name_refusals(schemas[model.__name__], names)
@@ -47,10 +52,16 @@ def document(
     return page
 
 
-def _schemas(requests: Iterable[type[BaseModel]], events: Iterable[type[BaseModel]]) -> dict[str, Any]:
-    """Schemas by name. A test holds the names of models apart."""
+def _replies_in(page: Mapping[str, Any]) -> list[type[BaseModel]]:
+    """Models that the page refers to. A test holds their names apart."""
+    named = set(_REFERENCE.findall(json.dumps(page)))
+    return [model for model in _subclasses(ReplyModel) if model.__name__ in named]
+
+
+def _schemas(requests: Iterable[type[BaseModel]], replies: Iterable[type[BaseModel]]) -> dict[str, Any]:
+    """Schemas by name."""
     _, definitions = models_json_schema(
-        [*((model, "validation") for model in requests), *((event, "serialization") for event in events)],
+        [*((model, "validation") for model in requests), *((reply, "serialization") for reply in replies)],
         ref_template=MODEL_REFERENCE,
     )
     found: dict[str, Any] = definitions["$defs"]

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict
 class WireModel(BaseModel):
     """A JSON object from outside: no type is coerced, unknown keys are counted elsewhere."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+    # Built by the first body: few servers are asked at all endpoints, and a start is not kept waiting.
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, defer_build=True)
 
 
 def shown_as(**body: Any) -> ConfigDict:

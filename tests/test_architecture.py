@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -338,14 +338,12 @@ def test_no_two_packages_have_a_module_of_one_name() -> None:
     assert not {name: found for name, found in packages_of.items() if len(found) > 1}
 
 
-def loaded_by(code: str) -> set[str]:
-    """Every module of ours that is loaded once `code` has run in an interpreter of its own."""
+def loaded_by(code: str, *, also: Collection[str] = ("torch", "transformers")) -> set[str]:
+    """Every module of ours or of `also` that is loaded once `code` has run in an interpreter of its own."""
     code = f"import sys\n{code}\nprint(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
-    return {
-        name for name in done.stdout.split() if name.split(".")[0] in {*PACKAGES, "torch", "transformers"}
-    }
+    return {name for name in done.stdout.split() if name.split(".")[0] in {*PACKAGES, *also}}
 
 
 def imports_of(process: str) -> str:
@@ -371,6 +369,13 @@ def test_the_api_process_loads_nothing_of_the_engine_process() -> None:
         if "API" not in process_of(folder_of(name)) and "every process" not in process_of(folder_of(name))
     }
     assert not strangers
+
+
+def test_a_server_starts_without_what_few_requests_need() -> None:
+    """Vectors need numpy. In each type that FastAPI is given it looks for pydantic's first version."""
+    loaded = loaded_by("import server.startup.serving", also=("numpy", "pydantic"))
+    assert "pydantic" in loaded
+    assert not {"numpy", "pydantic.v1"} & loaded
 
 
 def folder_of(module: str) -> Path:

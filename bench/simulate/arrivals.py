@@ -17,14 +17,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import orjson
 
 _Value = TypeVar("_Value")
 
 _NO_TOKEN = 0
-_PLACE_BYTES = 4
 # Token ids below are requests' own, those above are of prefix groups: so no two prompts are equal by chance.
 _FIRST_GROUP_TOKEN = 1 << 31
 
@@ -268,7 +267,8 @@ class PromptMaker:
     def __init__(self) -> None:
         self._filling: tuple[int, ...] = ()
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._places: list[bytes] = []
+        self._names: dict[str, list[bytes]] = {}
+        self._num_names = 0
 
     def token_ids(self, request: SimRequest, number: int) -> tuple[int, ...]:
         """`number` tells requests apart; below 2**31 - 1."""
@@ -281,26 +281,24 @@ class PromptMaker:
         own = (number + 1, *self._filling[:num_filling])
         return self._prefix(request.prefix_group, num_shared) + own if num_shared else own
 
-    def block_keys(self, request: SimRequest, number: int, block_size: int) -> list[bytes]:
+    def block_keys(self, request: SimRequest, block_size: int) -> list[bytes]:
         """Name the full blocks of a made-up prompt and its answer; none where a file gave the prompt.
 
         Equal names mean equal tokens up to the end of the block, as with the keys that the scheduler would
-        compute from the tokens, which takes many times as long.
+        compute from the tokens, which takes many times as long. They are numbers in a row: the prefix cache
+        only compares them, and finds neighbours side by side.
         """
         if request.prompt:
             return []
         num_blocks = (request.prompt_len + request.max_tokens) // block_size
-        while len(self._places) < num_blocks:
-            self._places.append(len(self._places).to_bytes(_PLACE_BYTES, "big"))
-        num_shared = 0
+        shared: list[bytes] = []
         if request.prefix_group:
             num_shared = min(request.prefix_len, request.prompt_len - 1) // block_size
-        own = b"own %x " % number
-        keys = [own + place for place in self._places[num_shared:num_blocks]]
-        if not num_shared:
-            return keys
-        shared = b"group %s " % request.prefix_group.encode()
-        return [shared + place for place in self._places[:num_shared]] + keys
+            known = self._names.setdefault(request.prefix_group, [])
+            if len(known) < num_shared:
+                known += self._new_names(num_shared - len(known))
+            shared = known[:num_shared]
+        return shared + self._new_names(num_blocks - len(shared))
 
     def tail_key(self, request: SimRequest, block_size: int) -> bytes | None:
         """Name the tail of a made-up prompt: all but its last token may be those of its group."""
@@ -310,6 +308,11 @@ class PromptMaker:
         if not request.prefix_group or request.prefix_len < end or end % block_size == 0:
             return b""
         return b"tail %d of group %s" % (end, request.prefix_group.encode())
+
+    def _new_names(self, num: int) -> list[bytes]:
+        first = self._num_names + 1
+        self._num_names += num
+        return cast("list[bytes]", list(range(first, first + num)))
 
     def _prefix(self, group: str, num_tokens: int) -> tuple[int, ...]:
         known = self._groups.get(group, ())

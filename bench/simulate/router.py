@@ -40,6 +40,8 @@ class LeastBusy:
 
     def note(self, place: int) -> None:
         """Note that the burden of this replica may have changed."""
+        if len(self._burdens) == 1:
+            return
         burden = _burden(self._replicas[place])
         if burden == self._burdens[place]:
             return

@@ -113,7 +113,7 @@ class _Run:
         token_ids = self._prompts.token_ids(request, number)
         keys, tail_key = [], None
         if self._has_keys:
-            keys = self._prompts.block_keys(request, number, self._block_size)
+            keys = self._prompts.block_keys(request, self._block_size)
             tail_key = self._prompts.tail_key(request, self._block_size)
         waiting = Waiting(request, token_ids, number, keys, tail_key)
         if self._one_line is None:

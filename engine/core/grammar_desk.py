@@ -1,13 +1,15 @@
 """Grammars of the engine process: the scheduler waits for some, which the worker compiles beside its steps.
 
-Owns: what passes between the two, with each plan.
+Owns: what passes between the two, with each plan; with several stages, between the first and the one that
+samples, where rows are compiled.
 Never: compiles, or decides which grammar comes first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+from engine.nodes.rank_plans import Compiled, GrammarOrder
 from scheduler.messages import Grammar, SequenceId
 from scheduler.scheduler import Scheduler
 
@@ -52,3 +54,64 @@ class GrammarDesk:
         for sequence_id in worker.take_finished():
             if not self._note_compiled(sequence_id):
                 worker.discard(sequence_id)
+
+
+class GrammarsOfLastStage:
+    """See CompilesAhead: calls of rank 0, for the rank that samples, before the plan that needs them."""
+
+    def __init__(
+        self, send: Callable[[GrammarOrder], None], take_compiled: Callable[[], list[SequenceId]]
+    ) -> None:
+        self._send, self._take_compiled = send, take_compiled
+        self._has_handed_out = False
+
+    def begin(self, sequence_id: SequenceId, grammar: Grammar, generated: SequenceOf[int]) -> None:
+        self._send(GrammarOrder("begin", (sequence_id,), grammar, tuple(generated)))
+
+    def give_up(self, sequence_id: SequenceId) -> None:
+        self._send(GrammarOrder("give_up", (sequence_id,)))
+
+    def take_finished(self) -> list[SequenceId]:
+        return self._take_compiled()
+
+    def hand_out(self, sequence_ids: Iterable[SequenceId]) -> None:
+        """Hand out rows; once more with none, since that frees what the step before has left."""
+        handed_out = tuple(sequence_ids)
+        if handed_out or self._has_handed_out:
+            self._send(GrammarOrder("hand_out", handed_out))
+        self._has_handed_out = bool(handed_out)
+
+    def discard(self, sequence_id: SequenceId) -> None:
+        self._send(GrammarOrder("discard", (sequence_id,)))
+
+
+class GrammarsOfRank:
+    """The other end, on the rank that samples."""
+
+    def __init__(self, worker: CompilesAhead, send: Callable[[Compiled], None]) -> None:
+        self._worker, self._send = worker, send
+        self._num_under_way = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a compilation is under way that was not reported."""
+        return self._num_under_way > 0
+
+    def carry_out(self, order: GrammarOrder) -> None:
+        """Make a call of rank 0."""
+        if order.call == "begin":
+            assert order.grammar is not None
+            self._worker.begin(order.sequence_ids[0], order.grammar, order.generated)
+            self._num_under_way += 1
+        elif order.call == "hand_out":
+            self._worker.hand_out(order.sequence_ids)
+        else:
+            drop = self._worker.give_up if order.call == "give_up" else self._worker.discard
+            for sequence_id in order.sequence_ids:
+                drop(sequence_id)
+
+    def report(self) -> None:
+        """Report what is compiled since the last call."""
+        if finished := self._worker.take_finished():
+            self._num_under_way -= len(finished)
+            self._send(Compiled(tuple(finished)))

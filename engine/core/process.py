@@ -99,16 +99,16 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     log.info("loaded in %.1f s", time.monotonic() - started_s)
     keep_what_is_loaded()
     mailbox.send(Ready(facts))
-    scheduler = _open_scheduler(config, facts, worker)
     executor: Executor = worker
     beside = BesideSteps(adapters=worker.adapters, grammars=worker.grammars)
     if group is not None:
         group.lead(worker, ranks.stage)
         executor = group
-        adapters = group.adapters_of_all(worker.adapters)
-        beside = beside._replace(adapters=adapters, rank_times_s=from_now_on(ranks.times))
+        adapters, grammars = group.adapters_of_all(worker.adapters), group.grammars_of_all(worker.grammars)
+        beside = BesideSteps(adapters, grammars, rank_times_s=from_now_on(ranks.times))
         if facts.num_stages > 1:
             beside = beside._replace(has_result=group.has_result)
+    scheduler = _open_scheduler(config, facts, beside)
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
     trace = _open_trace(config.trace_file)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, trace, beside)
@@ -158,9 +158,9 @@ def _open_worker(
     return Worker(config.worker, ranks=ranks), group, ranks
 
 
-def _open_scheduler(config: EngineConfig, facts: ModelFacts, worker: "Worker") -> Scheduler:
+def _open_scheduler(config: EngineConfig, facts: ModelFacts, beside: BesideSteps) -> Scheduler:
     options = scheduler_config(config.scheduler, facts)
-    if worker.grammars is not None:
+    if beside.grammars is not None:
         options = replace(options, max_compiling_s=_MAX_COMPILING_S)
     scheduler = Scheduler(options)
     if config.prefix_journal is not None:

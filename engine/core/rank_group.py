@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from engine.core.adapter_desk import Adapters
+from engine.core.grammar_desk import CompilesAhead, GrammarsOfLastStage
 from engine.core.loop import Launched
 from engine.core.stage_steps import LedStep, SamplingExecutor, StageSteps
 from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
@@ -101,6 +102,14 @@ class RankGroup:
     def adapters_of_all(self, own: Adapters | None) -> Adapters | None:
         """Make one of the stores of all ranks; None where adapters are not computed."""
         return None if own is None else RankAdapters(own, self._plans.send)
+
+    def grammars_of_all(self, own: CompilesAhead | None) -> CompilesAhead | None:
+        """Give the side that compiles grammars: that of the rank which samples."""
+        return (
+            own
+            if self._results is None
+            else GrammarsOfLastStage(self._plans.send, self._results.take_compiled)
+        )
 
     def launch(self, plan: SchedulerOutput) -> Launched:
         """Begin a step on all ranks. An error ends the process: the others wait within their step."""

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.core.grammar_desk import GrammarsOfRank
 from engine.core.pulse import StepPulse
 from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
-from engine.nodes.rank_plans import AdapterOrder, PlansIn, ResultsOut, StageResult
+from engine.nodes.rank_plans import AdapterOrder, GrammarOrder, Order, PlansIn, ResultsOut, StageResult
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from worker.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_REPORT_GRAMMARS_EVERY_S = 0.001
+"""While there are no steps."""
 
 
 def main(directory: Path, parent_pid: int, log_level: int, place: RankPlace) -> int:
@@ -67,6 +71,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
         from engine.nodes.links import Links
         from worker.attention.interface import num_layers_begun
         from worker.ranks.opening import open_ranks_of
+        from worker.sampling.grammar_rows import num_masks_begun
         from worker.worker import Worker
         from worker.worker_errors import StartupError
 
@@ -82,7 +87,8 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     log.info("rank %d loaded in %.1f s", place.rank, time.monotonic() - started_s)
     keep_what_is_loaded()
     if place.num_stages > 1:
-        StepPulse(directory, num_layers_begun).start()  # rank 0 may wait while a later stage computes
+        # Rank 0 may wait while a later stage computes.
+        StepPulse(directory, lambda: num_layers_begun() + num_masks_begun()).start()
     if place.is_reporting:
         _report(plans, worker, links or ResultsOut(directory), runs_ahead=facts.runs_ahead)
     else:
@@ -99,9 +105,13 @@ def _report(
     steps = ReportedSteps(
         worker, lambda output, token_ids: results.send(StageResult(output, token_ids)), runs_ahead=runs_ahead
     )
-    while (step := plans.receive()) is not None:
+    assert worker.grammars is not None, "it samples"
+    grammars = GrammarsOfRank(worker.grammars, results.send)
+    while (step := _next_order(plans, grammars)) is not None:
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
+        elif isinstance(step, GrammarOrder):
+            grammars.carry_out(step)
         else:
             steps.launch(step.plan)
         steps.report(plans.has_any)
@@ -114,9 +124,20 @@ def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> No
         if isinstance(step, AdapterOrder):
             change_adapters(worker, step)
             continue
+        if isinstance(step, GrammarOrder):
+            continue
         for token_ids in step.sampled:
             steps.learn(token_ids)
         steps.launch(step.plan)
+
+
+def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank) -> Order | None:
+    """Wait for an order; report grammars as soon as they are compiled."""
+    while grammars.is_busy:
+        grammars.report()
+        if plans.has_any(_REPORT_GRAMMARS_EVERY_S):
+            break
+    return plans.receive()
 
 
 def change_adapters(worker: "Worker", order: AdapterOrder) -> None:

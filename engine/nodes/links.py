@@ -29,7 +29,7 @@ from engine.nodes.link_address import (
     secure,
 )
 from engine.nodes.node_messages import MAX_MESSAGE_BYTES
-from engine.nodes.rank_plans import AdapterOrder, RankStep, StageResult, decode_order, encode_plan
+from engine.nodes.rank_plans import Compiled, Order, StageResult, decode_order, encode_plan
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.stage import pieces_of
@@ -78,18 +78,18 @@ class Links:
         """Return the way to the next stage."""
         return LinkedSender(self._sockets[OUTLET])
 
-    def receive(self) -> RankStep | AdapterOrder | None:
+    def has_any(self, wait_s: float = 0.0) -> bool:
+        """Wait so many seconds for an order; tell whether there is one."""
+        return bool(self._sockets[PLANS].poll(int(wait_s * 1000)))
+
+    def receive(self) -> Order | None:
         """Wait for the next step, or for what comes before it; None at the end."""
         message = self._sockets[PLANS].recv()
         return decode_order(message) if message else None
 
-    def has_any(self) -> bool:
-        """Tell whether there is something to receive."""
-        return bool(self._sockets[PLANS].poll(0))
-
-    def send(self, result: StageResult) -> None:
-        """Post the result of a step."""
-        self._sockets[RESULTS].send(encode_plan(result))
+    def send(self, report: StageResult | Compiled) -> None:
+        """Post the result of a step, or that grammars are compiled."""
+        self._sockets[RESULTS].send(encode_plan(report))
 
     def close(self) -> None:
         """Close; what was posted has a second to leave."""

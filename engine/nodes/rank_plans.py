@@ -1,9 +1,10 @@
-"""Plans and changes of adapters on their way to ranks, and results on their way back from the last stage.
+"""Plans and what comes between them on their way to ranks, and results on their way back from the last stage.
 
 Owns: their encoding, and a one-way channel for each rank in the directory of the engine process.
 Never: decides what is sent (rank_group.py).
 """
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import zmq
 
-from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from scheduler.messages import Grammar, ModelRunnerOutput, SchedulerOutput, SequenceId
 
 _GOODBYE = b""
 
@@ -43,6 +44,20 @@ class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
     arguments: tuple[str, ...]
 
 
+class GrammarOrder(msgspec.Struct, frozen=True, tag=True):
+    """A call of the side that compiles grammars beside the steps, for the rank that samples."""
+
+    call: Literal["begin", "give_up", "hand_out", "discard"]
+    sequence_ids: tuple[SequenceId, ...]
+    grammar: Grammar | None = None
+    """With `begin`; the text is what was generated so far."""
+    generated: tuple[int, ...] = ()
+
+
+Order = RankStep | AdapterOrder | GrammarOrder
+"""Message to a rank."""
+
+
 class StageResult(NamedTuple):
     """The result of a step, and its tokens in the order of rows."""
 
@@ -50,8 +65,14 @@ class StageResult(NamedTuple):
     token_ids: list[int]
 
 
-decode_order = msgspec.msgpack.Decoder(RankStep | AdapterOrder).decode
-decode_result = msgspec.msgpack.Decoder(StageResult).decode
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """Sequences whose grammars are compiled."""
+
+    sequence_ids: tuple[SequenceId, ...]
+
+
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_result = msgspec.msgpack.Decoder(StageResult | Compiled).decode
 
 
 def _address(directory: Path, rank: int) -> str:
@@ -70,7 +91,7 @@ class PlansOut:
             socket.linger = 0
             socket.bind(_address(directory, rank))
 
-    def send(self, order: RankStep | AdapterOrder) -> None:
+    def send(self, order: Order) -> None:
         """Post to all ranks without waiting for any."""
         self._send(encode_plan(order))
 
@@ -95,35 +116,63 @@ class PlansIn:
         self._socket.set_hwm(0)
         self._socket.connect(_address(directory, rank))
 
-    def receive(self) -> RankStep | AdapterOrder | None:
+    def has_any(self, wait_s: float = 0.0) -> bool:
+        """Wait so many seconds for an order; tell whether there is one."""
+        return bool(self._socket.poll(int(wait_s * 1000)))
+
+    def receive(self) -> Order | None:
         """Wait for the next step, or for what comes before it; None at the end."""
         message = self._socket.recv()
         return None if message == _GOODBYE else decode_order(message)
-
-    def has_any(self) -> bool:
-        """Tell whether there is something to receive."""
-        return bool(self._socket.poll(0))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
-class ResultsIn:
+class Reports:
+    """Results of steps and reports of compiled grammars, which come over one socket."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._results: deque[StageResult] = deque()
+        self._compiled: list[SequenceId] = []
+
+    def has_any(self, wait_s: float) -> bool:
+        """Wait at most so many seconds for a result; tell whether there is one."""
+        if not self._results and self._socket.poll(int(wait_s * 1000)):
+            self._read()
+        return bool(self._results)
+
+    def receive(self) -> StageResult:
+        """Wait for the result of the oldest step. A rank that ends meanwhile ends this process."""
+        while not self._results:
+            self._read()
+        return self._results.popleft()
+
+    def take_compiled(self) -> list[SequenceId]:
+        """Sequences of which it was reported, since the last call, that their grammars are compiled."""
+        while self._socket.poll(0):
+            self._read()
+        compiled, self._compiled = self._compiled, []
+        return compiled
+
+    def _read(self) -> None:
+        report = decode_result(self._socket.recv())
+        if isinstance(report, Compiled):
+            self._compiled += report.sequence_ids
+        else:
+            self._results.append(report)
+
+
+class ResultsIn(Reports):
     """The end of rank 0, which binds the channel before the last stage exists."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.bind(f"ipc://{directory / _RESULTS}")
-
-    def has_any(self, wait_s: float) -> bool:
-        """Wait so many seconds for a result; tell whether there is one."""
-        return bool(self._socket.poll(int(wait_s * 1000)))
-
-    def receive(self) -> StageResult:
-        """Wait for the result of the oldest step. A rank that ends meanwhile ends this process."""
-        return decode_result(self._socket.recv())
+        socket = self._context.socket(zmq.PULL)
+        socket.set_hwm(0)
+        socket.bind(f"ipc://{directory / _RESULTS}")
+        super().__init__(socket)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -138,9 +187,9 @@ class ResultsOut:
         self._socket.set_hwm(0)
         self._socket.connect(f"ipc://{directory / _RESULTS}")
 
-    def send(self, result: StageResult) -> None:
+    def send(self, report: StageResult | Compiled) -> None:
         """Post without waiting."""
-        self._socket.send(encode_plan(result))
+        self._socket.send(encode_plan(report))
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -46,12 +46,13 @@ from engine.nodes.node_messages import (
     encode,
 )
 from engine.nodes.node_roll import NodeRoll, describe_missing
-from engine.nodes.rank_plans import AdapterOrder, RankStep, StageResult, decode_result, encode_plan
+from engine.nodes.rank_plans import Order, Reports, StageResult, encode_plan
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.process_end import EXIT_WORKER_BROKEN
 from engine.processes.transport import PulseSide
+from scheduler.messages import SequenceId
 from worker.ranks.rank_places import peers_of
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Switchboard:
         self._outcomes = self._inproc(zmq.PUSH, _OUTCOMES)
         self._commands = self._inproc(zmq.PUSH, _COMMANDS)
         self._commands_lock = threading.Lock()
-        self._results = self._inproc(zmq.PULL, _OUTCOMES)
+        self._results = Reports(self._inproc(zmq.PULL, _OUTCOMES))
         self._sockets_of: dict[bytes, zmq.Socket[bytes]] = {}
         self._numbers: dict[bytes, list[int]] = {}
         self._parts: dict[range, dict[int, bytes]] = {}
@@ -140,7 +141,7 @@ class Switchboard:
         """Let the ranks of other nodes write their stacks. For any thread."""
         self._order(_STACKS)
 
-    def send(self, order: RankStep | AdapterOrder) -> None:
+    def send(self, order: Order) -> None:
         """Post to all ranks, without waiting for any."""
         self._order(_PLAN, encode_plan(order))
 
@@ -150,12 +151,16 @@ class Switchboard:
         self._order(_PLAN, b"")
 
     def has_any(self, wait_s: float) -> bool:
-        """Wait so many seconds for a result; tell whether there is one."""
-        return bool(self._results.poll(int(wait_s * 1000)))
+        """See Reports."""
+        return self._results.has_any(wait_s)
 
     def receive(self) -> StageResult:
-        """Wait for the result of the oldest step."""
-        return decode_result(self._results.recv())
+        """See Reports."""
+        return self._results.receive()
+
+    def take_compiled(self) -> list[SequenceId]:
+        """See Reports."""
+        return self._results.take_compiled()
 
     def close(self) -> None:
         """End the thread; what was posted has a second to leave."""

@@ -121,6 +121,10 @@ class KVCacheManager:
         """Whether the empty pool would be large enough."""
         return self.attended.most_blocks(num_tokens) <= self.pool.num_blocks
 
+    def num_unhashed(self, seq: Sequence) -> int:
+        """Tokens whose keys `demand` would have to compute first."""
+        return self._index.num_unhashed(seq)
+
     def demand(self, seq: Sequence) -> BlockDemand:
         """Blocks that admitting `seq` would take now; it changes nothing."""
         hit = self._index.find(seq)

@@ -51,6 +51,12 @@ class PrefixIndex:
         self._is_on = config.prefix_caching is PrefixCaching.ON
         self.keeps_on_host = self._is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
 
+    def num_unhashed(self, seq: Sequence) -> int:
+        """Tokens whose keys `find` would have to compute first; they are kept."""
+        if not self._is_on or not seq.reads_prefix_cache:
+            return 0
+        return max(self._num_findable(seq) - len(seq.block_keys), 0) * self._block_size
+
     def find(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of a sequence that has no blocks; its own copy on the host counts too."""
         hit = self._find_prefix(seq) if self._is_on and seq.reads_prefix_cache else PrefixHit()

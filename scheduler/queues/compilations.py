@@ -15,7 +15,7 @@ _rank_of = attrgetter("rank")
 
 
 class Compilations:
-    """At most `max_s` of processor time under way; the first may take more. 0: steps compile themselves.
+    """At most `max_s` of processor time under way; the first may take more. 0: nobody waits for a grammar.
 
     A compilation that has begun counts until the worker reports it, although its sequence may have ended: so
     clients that come and go have no more of them than those that stay. A row counts among `max_rows` from

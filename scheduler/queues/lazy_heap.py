@@ -24,10 +24,10 @@ class LazyHeap:
         self._heap: list[Entry] = []
         self._unswept: list[Entry] = []
         """A heap too: entries are taken from its end, and the living ones of them go to the other."""
-        self._num_live = 0
+        self.num_live = 0
 
     def __len__(self) -> int:
-        return self._num_live
+        return self.num_live
 
     @property
     def num_entries(self) -> int:
@@ -42,11 +42,11 @@ class LazyHeap:
     def push(self, key: Rank, seq: Sequence) -> None:
         """Add a sequence whose turn to wait has begun."""
         heappush(self._heap, (key, seq.turn, seq))
-        self._num_live += 1
+        self.num_live += 1
 
     def note_removal(self) -> None:
         """Note that one of these sequences has ceased to wait."""
-        self._num_live -= 1
+        self.num_live -= 1
         self._sweep()
 
     def peek(self) -> Sequence | None:
@@ -81,7 +81,7 @@ class LazyHeap:
                 entry = self._unswept.pop()
                 if entry[1] == entry[2].turn:
                     heappush(self._heap, entry)
-        elif len(self._heap) > 2 * self._num_live + _SWEEP_ABOVE:
+        elif len(self._heap) > 2 * self.num_live + _SWEEP_ABOVE:
             self._heap, self._unswept = [], self._heap
 
 

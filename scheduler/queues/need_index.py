@@ -25,7 +25,9 @@ class NeedIndex:
     def push(self, seq: Sequence) -> None:
         magnitude = (seq.num_tokens // self._block_size + 1).bit_length()
         self._magnitudes[seq.sequence_id] = magnitude
-        self._groups.setdefault(magnitude, LazyHeap()).push(seq.rank, seq)
+        if magnitude not in self._groups:
+            self._groups[magnitude] = LazyHeap()
+        self._groups[magnitude].push(seq.rank, seq)
 
     def remove(self, seq: Sequence) -> None:
         """Note that a sequence waits no more."""

@@ -16,7 +16,7 @@ class WaitingQueue:
         self._heap = LazyHeap()
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return self._heap.num_live  # asked several times in each step
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate in no particular order; for tests and reports."""

@@ -31,7 +31,7 @@ _ADAPTER_BYPASSES = 16
 _STEPS_BETWEEN_TURNS = 8
 
 # Reasons that concern the first in the queue; the others concern all.
-_REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER, WaitReason.GRAMMAR)
+_REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER)
 
 # Part of the expected time that a prompt certainly takes: the steps it was learnt from may have been slow.
 _SURE = 0.7
@@ -69,7 +69,7 @@ class Admission:
                 return  # a preempted sequence does not come back in the same step
             if self._obstacle(seq, budget) is not None:
                 return  # places and blocks are all that displacing gives
-            demand = self._kv.demand(seq)
+            demand = self._demand(seq, budget)
             if self._is_too_late(seq, demand, plan.now_s):
                 self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
                 continue
@@ -92,7 +92,7 @@ class Admission:
         if self._obstacle(seq, budget) is not None:
             return
         giving_way = self._queues.over_served(seq)
-        demand = self._kv.demand(seq)
+        demand = self._demand(seq, budget)
         if not giving_way or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
             return
         victims = self._preemptor.choose_displaced(
@@ -208,7 +208,7 @@ class Admission:
             reason = self._obstacle(seq, budget)
             if reason in (WaitReason.TOKENS, WaitReason.PREEMPTION):
                 return reason
-            demand = self._kv.demand(seq)
+            demand = self._demand(seq, budget)
             if self._allocation_status(demand) is AllocationStatus.NEVER:
                 # It grew while it ran, was preempted, and now outgrows even the empty pool.
                 self._finish(seq, FinishReason.LENGTH, "")
@@ -235,8 +235,6 @@ class Admission:
             return self.wait_reason
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if self.wait_reason is WaitReason.GRAMMAR and seq.has_grammar:
-            return WaitReason.GRAMMAR
         if self.wait_reason is WaitReason.ENCODER and seq.encoder_inputs:
             return WaitReason.ENCODER
         if self._kv.blocks_for(seq.num_tokens) > self._kv.pool.num_free:
@@ -264,9 +262,12 @@ class Admission:
             return WaitReason.TOKENS
         if seq.adapter and not self._has_place_for_adapter(seq.adapter):
             return WaitReason.ADAPTER
-        if seq.has_grammar and not seq.is_compiled and not budget.has_room_for_grammar(seq.compile_s):
-            return WaitReason.GRAMMAR
-        return None
+        return None if budget.may_hash(self._kv.num_unhashed(seq)) else WaitReason.TOKENS
+
+    def _demand(self, seq: Sequence, budget: SchedulingBudget) -> BlockDemand:
+        """Look up what it needs, after `_obstacle`."""
+        budget.remaining_hashed_tokens -= self._kv.num_unhashed(seq)
+        return self._kv.demand(seq)
 
     def _awaits_token(self, seq: Sequence) -> bool:
         """Whether a token of before its preemption is being sampled: the worker must be given all of them."""
@@ -327,7 +328,7 @@ class Admission:
             return None
         for seq in self._candidates(head):
             if self._obstacle(seq, budget) is None:
-                demand = self._kv.demand(seq)
+                demand = self._demand(seq, budget)
                 if self._shortage(seq, demand) is None:
                     return seq, demand
         return None
@@ -344,7 +345,7 @@ class Admission:
         seq = self._queues.first_with({"", *self._adapters_in_use()} if may_pass else {""})
         if seq is None or self._obstacle(seq, budget) is not None:
             return None
-        demand = self._kv.demand(seq)
+        demand = self._demand(seq, budget)
         return None if self._shortage(seq, demand) is not None else (seq, demand)
 
     def _candidates(self, head: Sequence) -> list[Sequence]:
@@ -371,12 +372,9 @@ class Admission:
         copies = self._kv.allocate(seq, demand)
         plan.swap_in += copies.swap_in
         plan.copies += copies.copies
-        was_compiled = seq.is_compiled
         self._queues.admit(seq)
         self._queues.forecast.note_start(plan.now_s)
         plan.budget.take_slot()
-        if seq.has_grammar and not was_compiled:
-            plan.budget.take_grammar(seq.compile_s)
         seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
         if not seq.num_preemptions:
             self._note_start(seq, demand, plan.now_s)

@@ -1,4 +1,4 @@
-"""Budget of one step: tokens, slots and the time for grammars.
+"""Budget of one step: tokens, slots and tokens to look up.
 
 Owns: how much a step may have, on a device that has run out of memory too, and what is left of it while it is
 planned.
@@ -19,6 +19,9 @@ _MIN_CHUNK_TOKENS = 16
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
 _RESERVED_PART = 8
+
+_MOST_HASHED_TOKENS = 128 * 1024
+"""Tokens of waiting sequences for which a step computes keys: 16 ms. Others wait for the next step."""
 
 SMALLEST_CHUNK_TOKENS = 64
 """A sequence that is alone in its step and finds too little memory even for these few tokens is failed."""
@@ -62,7 +65,7 @@ class StepLimit:
 
 
 class SchedulingBudget:
-    """Tokens to compute, slots to fill and grammars to compile in the step being planned.
+    """Tokens to compute and slots to fill in the step being planned.
 
     A step is planned in one pass from the front of the queue, and nothing planned is undone; so the
     budget only falls.
@@ -70,10 +73,9 @@ class SchedulingBudget:
 
     __slots__ = (
         "has_chunks",
-        "has_grammars",
         "num_decodes_ahead",
         "num_prefills_ahead",
-        "remaining_grammar_s",
+        "remaining_hashed_tokens",
         "remaining_prefill_tokens",
         "remaining_seqs",
         "remaining_tokens",
@@ -81,16 +83,15 @@ class SchedulingBudget:
         "reserved_tokens",
     )
 
-    def __init__(self, limits: StepLimits, *, free_seqs: int, max_grammar_s: float, num_decodes: int) -> None:
+    def __init__(self, limits: StepLimits, *, free_seqs: int, num_decodes: int) -> None:
         self.remaining_tokens = limits.max_tokens
         self.remaining_prefill_tokens = limits.max_prefill_tokens
         """Most of these for prompts."""
         self.has_chunks = False
         self.remaining_seqs = free_seqs
         """Slots for sequences that are not running yet."""
-        self.remaining_grammar_s = max_grammar_s
-        """Time for the grammars of these, which the worker compiles; below 0 if the first took more."""
-        self.has_grammars = False
+        self.remaining_hashed_tokens = _MOST_HASHED_TOKENS
+        """Tokens whose keys may still be computed, to look them up; below 0 if the first took more."""
         self.num_decodes_ahead = num_decodes
         """Running sequences not yet planned that need one token each; it is set aside for them."""
         self.num_prefills_ahead = 1
@@ -144,16 +145,11 @@ class SchedulingBudget:
     def take_slot(self) -> None:
         self.remaining_seqs -= 1
 
-    def has_room_for_grammar(self, compile_s: float) -> bool:
-        """Whether it still fits. The first always does.
-
-        A grammar that takes longer than a step may has its turn too.
-        """
-        return compile_s <= self.remaining_grammar_s or not self.has_grammars
-
-    def take_grammar(self, compile_s: float) -> None:
-        self.remaining_grammar_s -= compile_s
-        self.has_grammars = True
+    def may_hash(self, num_tokens: int) -> bool:
+        """Whether keys of so many more tokens may be computed. The first sequence may always have its own."""
+        return (
+            num_tokens <= self.remaining_hashed_tokens or self.remaining_hashed_tokens == _MOST_HASHED_TOKENS
+        )
 
     def give_back_slot(self) -> None:
         """Note that a running sequence ended or was preempted while the step was planned."""
@@ -181,6 +177,5 @@ def budget_for_step(
     return SchedulingBudget(
         StepLimits(limits.max_tokens - queues.num_steady, limits.max_prefill_tokens),
         free_seqs=config.max_num_seqs - queues.num_running,
-        max_grammar_s=config.max_grammar_s,
         num_decodes=num_decodes - queues.num_steady,
     )

@@ -172,10 +172,7 @@ class Planner:
         """Prefill alone if there is any to do and it is due, else decodes alone."""
         num_decodes, plan.budget.num_decodes_ahead = plan.budget.num_decodes_ahead, 0
         self._serve_prefills(plan)
-        if num_decodes and not plan.chunks and self._admission.wait_reason is WaitReason.GRAMMAR:
-            # Admissions of grammars, a few in each step, alternate with steps of decodes.
-            self._admission.skip_step()
-        elif self._prefill_is_due(plan.now_s):
+        if self._prefill_is_due(plan.now_s):
             self._admission.admit_waiting(plan)
         if not plan.chunks:
             plan.budget.num_decodes_ahead = num_decodes

@@ -27,7 +27,7 @@ from server.generate.calls import Origin, read_call
 from server.generate.replies import ReplyPlan, UsageReport
 from server.generate.sse import EventStream
 from server.http.edge import Edge, edge_of
-from server.http.endpoint import Endpoint, documentation, reference
+from server.http.endpoint import Endpoint, documentation, errors_as, reference
 from server.http.json_body import read_request
 
 _PATH = "/v1/messages"
@@ -42,8 +42,7 @@ def _documentation(
     reply: type[BaseModel], request: type[BaseModel], *, event: type[BaseModel] | None = None
 ) -> dict[str, Any]:
     found = documentation(reply, request=request)
-    for status in ("4XX", "5XX"):
-        found["responses"][status] = {**found["responses"][status], "model": AnthropicErrorBody}
+    found["responses"] |= errors_as(AnthropicErrorBody)
     if event is not None:
         payload = {
             "type": "string",
@@ -52,8 +51,9 @@ def _documentation(
         }
         properties = {"event": {"type": "string"}, "data": payload}
         schema = {"type": "object", "required": ["event", "data"], "properties": properties}
-        content = {"text/event-stream": {"schema": schema}}
-        found["responses"][200] |= {"description": _STREAM_NOTE, "content": content}
+        success = found["responses"][200]
+        success["description"] = _STREAM_NOTE
+        success["content"]["text/event-stream"] = {"schema": schema}
     return found
 
 

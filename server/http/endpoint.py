@@ -2,6 +2,7 @@
 
 Owns: the record that each endpoint brings, and the helpers with which it documents its routes. Routes read
 their bodies themselves, for the sake of speed and of our own error replies, so FastAPI cannot see the models.
+Nor is it given those of replies, of which it would make validators at each start.
 Never: one certain endpoint (server/endpoints.py lists them), or validation.
 """
 
@@ -52,7 +53,7 @@ class Endpoint:
 class ReplyModel(BaseModel):
     """The shape of a reply, for the document only. Replies are built as plain dicts, token by token."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)  # few servers are asked for the document
 
 
 class ErrorDetail(ReplyModel):
@@ -66,10 +67,24 @@ class ErrorReplyBody(ReplyModel):
     error: ErrorDetail
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorReplyBody, "description": "The caller's mistake, or too much work (429)."},
-    "5XX": {"model": ErrorReplyBody, "description": "The server's failure, or not ready (503)."},
-}
+def reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": MODEL_REFERENCE.format(model=model.__name__)}
+
+
+def in_json(model: type[BaseModel]) -> dict[str, Any]:
+    """The content of a reply, by its media type."""
+    return {"application/json": {"schema": reference(model)}}
+
+
+def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Errors in the shape of a model, by status."""
+    return {
+        "4XX": {"content": in_json(model), "description": "The caller's mistake, or too much work (429)."},
+        "5XX": {"content": in_json(model), "description": "The server's failure, or not ready (503)."},
+    }
+
+
+ERRORS = errors_as(ErrorReplyBody)
 _STREAM_NOTE = (
     "With `stream`: server-sent events, each `data: ` and a chunk; comments keep the connection alive;"
     ' a failure under way is an event `{"error": ...}`; the last event is `data: [DONE]`.'
@@ -80,14 +95,13 @@ def documentation(
     model: type[BaseModel], *, request: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None
 ) -> dict[str, Any]:
     """Keyword arguments for the decorator of a route."""
-    success: dict[str, Any] = {"model": model, "description": "Success."}
+    success: dict[str, Any] = {"content": in_json(model), "description": "Success."}
     if chunk is not None:
         success["description"] = _STREAM_NOTE
-        success["content"] = {"text/event-stream": {"schema": _event(chunk)}}
+        success["content"]["text/event-stream"] = {"schema": _event(chunk)}
     found: dict[str, Any] = {"responses": {200: success, **ERRORS}}
     if request is not None:
-        body = {"required": True, "content": {"application/json": {"schema": reference(request)}}}
-        found["openapi_extra"] = {"requestBody": body}
+        found["openapi_extra"] = {"requestBody": {"required": True, "content": in_json(request)}}
     return found
 
 
@@ -98,10 +112,6 @@ def documentation_of_one(
     place = {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
     in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
     return {**documentation(model), "openapi_extra": {"parameters": [place, *in_query]}}
-
-
-def reference(model: type[BaseModel]) -> dict[str, str]:
-    return {"$ref": MODEL_REFERENCE.format(model=model.__name__)}
 
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ MAX_ITEMS = 320 * 1024
 """Items and members of all lists and objects of a body: the 300,000 tokens of a request for embeddings fit.
 To build so many takes about 0.1 s, in which the interpreter's lock is held."""
 _MAX_LARGE_UNDER_WAY = 16
-_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 _num_large_under_way = 0
 
@@ -134,8 +133,7 @@ class _Reader(Generic[ModelT]):
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Parse one JSON object. Raises RequestRejected with code invalid_json, MemoryError."""
-    if len(raw) > _INLINE_BYTES:
-        check_num_items(raw)
+    num_members = check_num_items(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -144,43 +142,55 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise _not_json(f"{error.msg} at line {error.lineno} column {error.colno}") from None
     if not isinstance(body, dict):
         raise _not_json("the body must be a JSON object")
-    _check_depth(body)
-    # orjson keeps the last of two equal keys, others the first: a body must have one meaning.
-    json.loads(raw, object_pairs_hook=_without_duplicates)
+    if _num_members(body) != num_members:
+        # orjson keeps the last of two equal keys, others the first: a body must have one meaning.
+        _refuse_duplicates(raw)
     return body
 
 
-def check_num_items(raw: bytes) -> None:
-    """Raise RequestRejected for a body of very many items, before any of them is built."""
-    if sum(map(raw.count, (b",", b"[", b"{"))) <= MAX_ITEMS:
-        return
-    # Exactly now: texts have commas too. Piece by piece, so that other threads have their turn.
-    num_items = end = 0
-    for string in _STRING.finditer(raw):
-        num_items += sum(raw.count(mark, end, string.start()) for mark in (b",", b"[", b"{"))
-        end = string.end()
-        if num_items > MAX_ITEMS:
-            break
-    num_items += sum(raw.count(mark, end) for mark in (b",", b"[", b"{"))
+def check_num_items(raw: bytes) -> int:
+    """Raise RequestRejected for a body of very many items, before any of them is built.
+
+    Returns the number of members of all objects. Piece by piece, so that other threads have their turn.
+    """
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_items = num_members = is_text = 0
+    for start in range(0, len(plain), _INLINE_BYTES):
+        parts = plain[start : start + _INLINE_BYTES].split(b'"')
+        outside = b"".join(parts[is_text::2])  # of texts, which have commas too
+        is_text = (is_text + len(parts) - 1) % 2
+        num_items += sum(map(outside.count, (b",", b"[", b"{")))
+        num_members += outside.count(b":")
     if num_items > MAX_ITEMS:
         raise RequestRejected(
             f"the request body has more than {MAX_ITEMS} items in its lists and objects", code="invalid_value"
         )
+    return num_members
 
 
-def _check_depth(body: dict[str, Any]) -> None:
+def _num_members(body: dict[str, Any]) -> int:
+    """Count the members of all objects. Raises RequestRejected for a body that is nested too deep."""
     level: list[Any] = [body]
+    num_members = 0
     for _ in range(MAX_DEPTH):
+        num_members += sum(len(container) for container in level if isinstance(container, dict))
         level = [
             child for container in level for child in _children(container) if isinstance(child, dict | list)
         ]
         if not level:
-            return
+            return num_members
     raise _not_json(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def _children(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
+
+
+def _refuse_duplicates(raw: bytes) -> None:
+    """Name a key that appears twice in one object, where it is found soon. Raises RequestRejected."""
+    if len(raw) <= _INLINE_BYTES:
+        json.loads(raw, object_pairs_hook=_without_duplicates)
+    raise _not_json("a key appears twice in one object")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from server.generate.model_checks import check_model
 from server.generate.replies import ReplyPlan, UsageReport
 from server.generate.sse import EventStream
 from server.http.edge import Edge, edge_of
-from server.http.endpoint import Endpoint, documentation, reference
+from server.http.endpoint import Endpoint, documentation, errors_as, reference
 from server.http.json_body import read_request
 from server.ollama.ollama_input import chat_request_of, served_name
 from server.ollama.ollama_lines import LineFraming, LineShape, LineStream, WholeLine, error_body
@@ -57,11 +57,11 @@ _STREAM_NOTE = "Unless `stream` is false: lines of JSON, each of this shape; the
 
 def _documentation(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:
     found = documentation(reply, request=request)
-    for status in ("4XX", "5XX"):
-        found["responses"][status] = {**found["responses"][status], "model": OllamaError}
+    found["responses"] |= errors_as(OllamaError)
     if reply is OllamaReply:
-        lines = {"application/x-ndjson": {"schema": reference(reply)}}
-        found["responses"][200] |= {"description": _STREAM_NOTE, "content": lines}
+        success = found["responses"][200]
+        success["description"] = _STREAM_NOTE
+        success["content"]["application/x-ndjson"] = {"schema": reference(reply)}
     return found
 
 

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from server.error_replies import ModelNotFound
 from server.generate.protocol import Name
 from server.http.edge import edge_of
-from server.http.endpoint import ERRORS, Endpoint, reference
+from server.http.endpoint import ERRORS, Endpoint, in_json
 from server.http.json_body import read_request
 from server.wire_model import WireModel
 
@@ -41,7 +41,7 @@ ENDPOINT = Endpoint(router=router, requests={LoadAdapterRequest: (), UnloadAdapt
 
 
 def _documentation(model: type[WireModel], done: str) -> dict[str, Any]:
-    body = {"required": True, "content": {"application/json": {"schema": reference(model)}}}
+    body = {"required": True, "content": in_json(model)}
     text = {"description": done, "content": {"text/plain": {"schema": {"type": "string"}}}}
     return {"responses": {200: text, **ERRORS}, "openapi_extra": {"requestBody": body}}
 

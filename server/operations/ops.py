@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from server.generate.answering import VERSION
 from server.http.edge import Edge, EdgeSettings, edge_of
-from server.http.endpoint import Endpoint, ReplyModel, documentation
+from server.http.endpoint import Endpoint, ReplyModel, documentation, in_json
 from server.http.health_page import Question, health_page
 
 METRICS_PATH = "/metrics"
@@ -51,7 +51,7 @@ class Version(ReplyModel):
 
 
 _HEALTH_DOCUMENTATION: dict[str, Any] = {
-    "responses": {200: {"model": HealthPage}, 503: {"model": HealthPage}}
+    "responses": {200: {"content": in_json(HealthPage)}, 503: {"content": in_json(HealthPage)}}
 }
 _METRICS_DOCUMENTATION: dict[str, Any] = {
     "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},

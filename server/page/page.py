@@ -75,8 +75,9 @@ async def show_page(request: Request) -> Response:
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
-async def show_file(request: Request, name: str) -> Response:
+async def show_file(request: Request) -> Response:
     """A script, a style or a picture of them."""
+    name = request.path_params["name"]
     if name not in FILES or name in _PAGES.values():
         raise RouteNotFound(f"the page has no file {name[:64]!r}")
     return _answer(request, name)

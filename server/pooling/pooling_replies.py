@@ -9,12 +9,10 @@ import base64
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import orjson
 from starlette.responses import Response
 
-from engine.types import FinishReason, PooledOutput
-from server.error_replies import ReplyAborted
+from engine.types import PooledOutput
 from server.generate.replies import ReplyHead
 
 _VECTORS_AT_ONCE = 64
@@ -22,17 +20,12 @@ _VECTORS_AT_ONCE = 64
 Format = Literal["float", "base64"]
 
 
-def vectors_of(outputs: Sequence[PooledOutput]) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
-    """Float32. Raises ReplyAborted if the engine gave one of them up."""
-    if any(output.finish_reason is not FinishReason.STOP for output in outputs):
-        raise ReplyAborted("the server stopped this request before it was finished")
-    return [np.frombuffer(output.vector, dtype="<f4").astype(np.float32, copy=False) for output in outputs]
-
-
 async def embeddings_reply(
     head: ReplyHead, outputs: Sequence[PooledOutput], encoding: Format, *, num_tokens: int
 ) -> Response:
     """OpenAI's list of embeddings."""
+    from server.pooling.vectors import vectors_of  # not at the top: it brings numpy
+
     data = []
     for index, vector in enumerate(vectors_of(outputs)):
         if index % _VECTORS_AT_ONCE == 0:

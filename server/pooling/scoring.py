@@ -7,9 +7,7 @@ is the cosine between two of them. Also the other paths at which clients of vLLM
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from fastapi import APIRouter
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +20,7 @@ from server.http.edge import edge_of
 from server.http.endpoint import Endpoint, documentation
 from server.pooling.pooling_models import Ranking, ScoreList
 from server.pooling.pooling_protocol import SCORE_REFUSALS, PoolingFields, RerankRequest, ScoreRequest
-from server.pooling.pooling_replies import ranking_reply, scores_reply, vectors_of
+from server.pooling.pooling_replies import ranking_reply, scores_reply
 from server.pooling.pooling_requests import (
     names_of,
     pooling_of,
@@ -34,8 +32,6 @@ from server.pooling.pooling_requests import (
 
 router = APIRouter()
 ENDPOINT = Endpoint(router=router, requests={ScoreRequest: SCORE_REFUSALS, RerankRequest: SCORE_REFUSALS})
-
-Vectors = NDArray[np.float32]
 
 
 class Sides(NamedTuple):
@@ -88,6 +84,8 @@ async def create_ranking(request: Request) -> Response:
 
 async def _score(request: Request, body: PoolingFields, sides: Sides, origin: Origin) -> Scored:
     """Compute one score for each text on the right. Raises the engine's errors, and ClientDisconnect."""
+    from server.pooling.vectors import cosines, rows_of  # not at the top: it brings numpy
+
     engine = edge_of(request).engine
     info = engine.info
     is_cross_encoder = pooling_of(body, info).task is PoolingTask.SCORE
@@ -101,20 +99,12 @@ async def _score(request: Request, body: PoolingFields, sides: Sides, origin: Or
         names = names_of(sides.left_param, len(sides.left)) + names
     requests = pooling_requests(body, texts, info, origin, names=names)
     outputs = await while_connected(request.receive, engine.pool_all(requests))
-    vectors = np.stack(vectors_of(outputs))
+    vectors = rows_of(outputs)
     if is_cross_encoder:
         scores = vectors[:, 0]
     else:
-        scores = _cosines(vectors[: len(sides.left)], vectors[len(sides.left) :])
+        scores = cosines(vectors[: len(sides.left)], vectors[len(sides.left) :])
     return Scored(
         scores=[float(score) for score in scores],
         num_tokens=sum(len(text.token_ids) for text in texts),
     )
-
-
-def _cosines(left_NE: Vectors, right_ME: Vectors) -> Vectors:
-    """[M]; N is 1 or M. A vector of zeros is like nothing."""
-    lengths = np.linalg.norm(left_NE, axis=1) * np.linalg.norm(right_ME, axis=1)
-    products = (left_NE * right_ME).sum(axis=1)
-    cosines: Vectors = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return cosines

@@ -64,10 +64,9 @@ def _create_documentation() -> dict[str, Any]:
     properties = {"event": {"type": "string"}, "data": payload}
     event = {"type": "object", "required": ["event", "data"], "properties": properties}
     found = documentation(ResponseObject, request=ResponsesRequest)
-    found["responses"][200] |= {
-        "description": _STREAM_NOTE,
-        "content": {"text/event-stream": {"schema": event}},
-    }
+    success = found["responses"][200]
+    success["description"] = _STREAM_NOTE
+    success["content"]["text/event-stream"] = {"schema": event}
     return found
 
 

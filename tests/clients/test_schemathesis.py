@@ -14,7 +14,7 @@ from tests.e2e.serving import RunningServer, running_server
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A short context: a request that names no limit of tokens ends soon."""
-    options = ("--enable-admin", "--max-model-len", "64", "--num-threads", "1")
+    options = ("--enable-admin", "--max-model-len", "24", "--num-threads", "1")
     with running_server(tmp_path_factory.mktemp("schemathesis"), *options) as server:
         yield server
 
@@ -43,7 +43,7 @@ def check(url: str, paths: str, folder: Path) -> str:
             f"{url}/openapi.json",
             "--mode=all",
             "--phases=examples,coverage,fuzzing",
-            "--max-examples=8",
+            "--max-examples=4",
             f"--include-path-regex={paths}",
             "--exclude-path=/admin/events",  # a stream that ends when the viewer leaves
             "--seed=1",

@@ -431,6 +431,15 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert (ROOT / word).exists(), word
 
 
+def test_every_weakness_of_another_server_that_is_named_has_a_test_that_names_it() -> None:
+    named = re.compile(r"CVE-\d{4}-\d+").findall
+    sources = [path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    found = {weakness for path in (*sources, *PAGES) for weakness in named(path.read_text(encoding="utf-8"))}
+    tests = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert found
+    assert found <= {weakness for text in tests for weakness in named(text)}
+
+
 def test_importing_the_page_writer_writes_nothing() -> None:
     code = "import scripts.write_options_page"
     before = PAGE.stat().st_mtime_ns

@@ -4,6 +4,12 @@ Run as engine.core.process is, with one more argument: the file for what it says
 start it: the engine itself has no such switch.
 """
 
+# The real process imports torch in the same way; any other takes two seconds longer, at each start.
+# ruff: noqa: E402
+from worker.devices.put_off import import_torch
+
+import_torch("cpu")
+
 import ctypes
 import os
 import sys

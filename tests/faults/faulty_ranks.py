@@ -4,6 +4,12 @@ Run as engine.core.process is, with one more argument: the file for what all say
 start it.
 """
 
+# The real process imports torch in the same way; any other takes two seconds longer, at each start.
+# ruff: noqa: E402
+from worker.devices.put_off import import_torch
+
+import_torch("cpu")
+
 import os
 import sys
 from enum import StrEnum

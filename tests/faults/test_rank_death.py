@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -57,6 +58,13 @@ def pids_of(server: RunningServer) -> list[int]:
 async def until_begun(server: RunningServer, num: int) -> None:
     while server.metric("tokenyard:num_requests_running") < num:
         await asyncio.sleep(0.02)
+
+
+def test_replies_follow_their_grammar_whichever_rank_samples(server: RunningServer) -> None:
+    wait_for(lambda: is_ready(server), within_s=300)
+    asked = {"prompt": "Once", "max_tokens": 8, "n": 3, "structured_outputs": {"regex": "[ab]{4}"}}
+    reply = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+    assert all(re.fullmatch("[ab]{4}", each["text"]) for each in reply.json()["choices"]), reply.text
 
 
 async def test_the_death_of_a_rank_fails_what_has_begun_at_once_and_a_new_group_takes_over(

@@ -203,7 +203,6 @@ CONFIGS = st.builds(
     max_encoder_tokens=st.sampled_from([0, 3, 7]),
     encoder_cache_tokens=st.sampled_from([3, 9]),
     max_adapters=st.integers(0, 2),
-    max_grammar_s=st.sampled_from([0.001, 0.001, 0.05]),
     max_compiling_s=st.sampled_from([0.0, 0.001, 0.05]),
 )
 
@@ -424,7 +423,6 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             encoder_cache_tokens=random.choice([3, 6]),
             max_adapters=random.choice([1, 2]),
             max_prefill_tokens=random.choice([0, 4]),
-            max_grammar_s=random.choice([0.001, 0.05]),
             max_compiling_s=random.choice([0.0, 0.001, 0.05]),
             draft_supply=random.choice(list(DraftSupply)),
             max_drafts=3,

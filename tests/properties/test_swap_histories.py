@@ -56,7 +56,7 @@ class LateWorker(FakeWorker):
         cache = KVCache(
             layout, config.num_blocks, torch.zeros((config.num_blocks + 1) * layout.block_numel).long()
         )
-        self._pool_NE = cache.pool_NE
+        self._slots_NE = cache.pool_NE.numpy()
         self._host_pool = HostPool(config.num_host_blocks * layout.block_bytes, cache, LateDevice(self.gpu))
         self._host_pool.copy_with(self._copy_rows)
         self._written: list[tuple[int, int, int]] = []
@@ -74,9 +74,9 @@ class LateWorker(FakeWorker):
 
     def _run(self, written: list[tuple[int, int, int]], read: list[tuple[int, int, int]]) -> None:
         for block, offset, number in written:
-            self._pool_NE[block, offset] = number
+            self._slots_NE[block, offset] = number
         for block, offset, number in read:
-            held = int(self._pool_NE[block, offset])
+            held = self._slots_NE[block, offset]
             assert held == number, f"slot {offset} of block {block} holds something else"
 
     def _copy(self, plan: SchedulerOutput) -> None:
@@ -119,7 +119,6 @@ def _config(random: Random) -> SchedulerConfig:
         max_encoder_tokens=6,
         encoder_cache_tokens=6,
         max_adapters=2,
-        max_grammar_s=0.05,
     )
 
 

@@ -6,13 +6,43 @@ from operator import itemgetter
 import pytest
 
 from scheduler.config import Batching, Displacement, Fairness, SchedulingPolicy
-from scheduler.messages import FinishReason, Page, PreemptionCause, SequenceId, TimeLimits, WaitReason
+from scheduler.messages import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Page,
+    PreemptionCause,
+    SchedulerOutput,
+    SequenceId,
+    TimeLimits,
+    WaitReason,
+)
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
 from scheduler.step.budget import SchedulingBudget
 from tests.fakes import continuation, make_sequence
-from tests.scheduler.test_grammars import DEAR, GRAMMAR, admitted, bound, free, prompt
 from tests.world import World, shares, small_config
+
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[ab]+", cost_s=0.003)
+DEAR = replace(GRAMMAR, cost_s=0.05)
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(salt * 13 + i * 7 + 1) % 89 for i in range(length)]
+
+
+def bound(number: int, **changes: object) -> Sequence:
+    """To a grammar."""
+    return make_sequence(number, prompt(2, number), **({"grammar": GRAMMAR, "max_tokens": 30} | changes))
+
+
+def free(number: int, **changes: object) -> Sequence:
+    return make_sequence(number, prompt(2, number), **({"max_tokens": 30} | changes))
+
+
+def admitted(plan: SchedulerOutput) -> list[int]:
+    return [new.sequence_id for new in plan.new_sequences]
+
 
 FOUR_S = 0.012
 
@@ -174,8 +204,8 @@ def test_an_urgent_one_is_compiled_while_all_places_are_taken_and_then_gets_one(
     world.run()
 
 
-def test_what_is_compiled_need_not_fit_into_the_time_of_a_step() -> None:
-    world = roomy(max_grammar_s=0.001, max_compiling_s=1.0)
+def test_all_that_is_compiled_comes_into_one_step() -> None:
+    world = roomy(max_compiling_s=1.0)
     world.add(*(bound(i, grammar=replace(GRAMMAR, cost_s=0.04)) for i in range(1, 9)))
     for _ in range(3):
         world.step()

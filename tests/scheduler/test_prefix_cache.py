@@ -1,7 +1,11 @@
 """Blocks found again by their content, and the order in which they are given up."""
 
+from array import array
+from hashlib import sha256
+
 from scheduler.blocks.kv_cache_manager import AllocationStatus, KVCacheManager
-from scheduler.messages import SequenceId
+from scheduler.messages import ModelRunnerOutput, SequenceId
+from scheduler.scheduler import Scheduler
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config
 
@@ -56,6 +60,34 @@ def test_another_salt_finds_nothing() -> None:
     for i, salt in ((1, "a"), (2, "b"), (3, "a")):
         world.add(make_sequence(i, [*SHARED, 50], max_tokens=1, cache_salt=salt))
         assert world.step().scheduled[0].start == (12 if i == 3 else 0)
+
+
+def test_keys_are_digests_of_all_tokens_before_and_of_the_salt() -> None:
+    """CVE-2025-25183 was a hash whose collisions anyone could compute."""
+    world = World(small_config())
+    seq = make_sequence(1, [*SHARED, 50], cache_salt="a")
+    world.add(seq)
+    world.step()
+    key = sha256(sha256(b"a").digest()).digest()
+    for place, found in enumerate(seq.block_keys[:3]):
+        key = sha256(key + array("I", SHARED[4 * place : 4 * place + 4]).tobytes()).digest()
+        assert found == key
+
+
+def test_of_a_crowd_with_one_long_prompt_a_step_looks_up_a_few() -> None:
+    """Each finds the whole of it, so that a step has tokens for all."""
+    sizes = {"num_blocks": 3000, "block_size": 16, "max_num_batched_tokens": 40_000, "max_model_len": 50_000}
+    scheduler = Scheduler(small_config(**sizes, max_num_seqs=16))
+    for i in range(10):
+        scheduler.add_request(make_sequence(i, SHARED * 2730, max_tokens=9), now_s=0.0)
+    plans = []
+    for _ in range(4):
+        plans.append(scheduler.schedule(now_s=0.0))
+        sampled = {share.sequence_id: (7,) for share in plans[-1].scheduled}
+        scheduler.update_from_output(
+            plans[-1], ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={})
+        )
+    assert [len(plan.new_sequences) for plan in plans] == [4, 4, 2, 0]
 
 
 def test_equal_tokens_after_different_beginnings_are_different_blocks() -> None:

@@ -114,6 +114,18 @@ def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(m
     assert memory_use(machine.root) == pytest.approx(0.6)
 
 
+def test_memory_use_counts_limits_of_version_1_whose_groups_are_to_be_seen(machine: Machine) -> None:
+    machine.write("proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    machine.write("proc/self/cgroup", "4:memory:/outer/inner\n0::/")
+    group = "sys/fs/cgroup/memory/outer"
+    machine.write(f"{group}/inner/memory.limit_in_bytes", 9223372036854771712)
+    machine.write(f"{group}/inner/memory.usage_in_bytes", 70 * MIB)
+    machine.write(f"{group}/memory.limit_in_bytes", 100 * MIB)
+    machine.write(f"{group}/memory.usage_in_bytes", 80 * MIB)
+    machine.write(f"{group}/memory.stat", f"inactive_file 1\ntotal_inactive_file {10 * MIB}")
+    assert memory_use(machine.root) == pytest.approx(0.7)
+
+
 def test_memory_use_of_a_machine_that_tells_nothing_is_none(tmp_path: Path) -> None:
     assert memory_use(tmp_path) == 0.0
 

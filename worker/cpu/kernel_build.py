@@ -7,6 +7,7 @@ By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --i
 `python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place` installed: it imports nothing else of ours.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -15,7 +16,10 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -25,6 +29,7 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
 # Not -ffast-math: sums keep their order and NaN stays NaN.
 _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 _TIMEOUT_S = 300
+_ASK_EVERY_S = 0.1
 _MOST_MESSAGE_CHARS = 300
 
 
@@ -52,18 +57,43 @@ def foresee_build() -> Path:
 
 
 def build_library(folder: Path | None = None) -> Path:
-    """Compile into `folder`, or into the user's cache; return where the library lies. Raises CannotBuild."""
+    """Compile into `folder`, or into the user's cache if it is not there; return where the library lies.
+
+    Raises CannotBuild.
+    """
     compiler = str(_find_compiler())
     path = (folder or _cache()) / _library_name()
     try:
         if folder is None:
             _make_private(path.parent)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            built = _compile(compiler, Path(scratch))
-            built.replace(path)  # at once: another process sees all of it or nothing
+        with _alone_in(path.parent):
+            if folder is None and _is_ours(path):  # by the process that this one waited for
+                return path
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                built = _compile(compiler, Path(scratch))
+                built.replace(path)  # at once: another process sees all of it or nothing
     except OSError as error:
         raise CannotBuild(f"{path.parent} cannot be written: {error.strerror}") from error
     return path
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let processes build one after another, as long as none takes too long and the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    give_up_s = time.monotonic() + _TIMEOUT_S
+    try:
+        while time.monotonic() < give_up_s:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_ASK_EVERY_S)
+            except OSError:  # no locks here: they build beside each other
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _find_compiler() -> Path:

@@ -11,6 +11,8 @@ Never: changes what a model computes, or runs where there is a GPU.
 Source: docs/decisions/0075-imports-at-start.md.
 """
 
+import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from worker.machine import visible_gpus
@@ -92,11 +94,13 @@ def import_torch(device: str) -> None:
     if ".".join(metadata.version("torch").split(".")[:2]) in _SHAPES_PUT_OFF_IN:
         stand_ins[_SHAPES] = _stand_in(_SHAPES)
     sys.modules.update(stand_ins)
-    import torch
-    import torch.distributed
+    # For each operator that torch defines in Python it searches all modules for the one that this is in.
+    with _replaced(inspect, "getmodule", _no_module):
+        import torch
+        import torch.distributed
 
     if _SHAPES in stand_ins:
-        import_module("torch._prims.rng_prims")  # random numbers need it, and only these rules import it
+        _make_generators_usable()
     for name, module in stand_ins.items():
         package, _, own_name = name.rpartition(".")
         if package:
@@ -107,17 +111,58 @@ def import_torch(device: str) -> None:
     torch.distributed.is_available = _never
     # It would load the compiler, in order to be left out by it.
     with _replaced(torch.compiler, "disable", _unmarked):
-        import transformers.generation.utils
-        import transformers.modeling_utils
         import transformers.utils
+
+        # It spreads models over devices and disks, which our loader does not ask for. Few have it.
+        with _replaced(transformers.utils, "is_accelerate_available", _never):
+            import transformers.generation.utils
+            import transformers.modeling_utils
 
         # What prepares pictures and sounds would load the package itself, for names that it may need one day.
         with _replaced(transformers.utils, "direct_transformers_import", lambda *_: gathered):
             import transformers.modeling_layers
+    _put_off_patterns()
     for name in _COMPILERS:
         # From now on a submodule brings the whole module: alone it may need what that has not defined yet.
         if isinstance(stand_ins[name], _PutOff):
             del stand_ins[name].__path__
+
+
+def _make_generators_usable() -> None:
+    """Do what torch does among these rules, beside operators that only its compiler uses."""
+    import torch._C
+    from torch._opaque_base import OpaqueBaseMeta
+
+    torch._C._set_generator_metaclass(OpaqueBaseMeta)
+
+
+def _put_off_patterns() -> None:
+    """Let transformers build its table of renamings for all families without compiling their 900 patterns."""
+    from transformers import conversion_mapping, core_model_loading
+
+    name = "_build_checkpoint_conversion_mapping"
+    build = getattr(conversion_mapping, name, None)
+    if build is None:  # another release: they are compiled as ever
+        return
+    later = SimpleNamespace(**{**vars(re), "compile": _Pattern})
+
+    def build_uncompiled() -> Any:
+        with _replaced(core_model_loading, "re", later):
+            return build()
+
+    setattr(conversion_mapping, name, build_uncompiled)
+
+
+class _Pattern:
+    """Regular expression that is compiled at its first use."""
+
+    def __init__(self, *asked: Any) -> None:
+        self._asked = asked
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(re.compile(*self._asked), name)
 
 
 def _stand_in(name: str) -> ModuleType:
@@ -155,6 +200,10 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
 
 def _never() -> bool:
     return False
+
+
+def _no_module(*_: Any) -> None:
+    """Answer as for code that stands in no module, whose file is known nonetheless."""
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **_options: Any) -> Any:

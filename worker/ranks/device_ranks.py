@@ -47,7 +47,7 @@ class DeviceWorld:
         self.is_by_nccl = not shares_device(config)
         self._size = config.num_stages * config.num_ranks
         self._store = directory / _STORE
-        self._device = torch.device(device_of_rank(config, rank))
+        self.device = torch.device(device_of_rank(config, rank))
 
     def join(self, library: Path | None) -> None:  # noqa: ARG002 - for ranks on CPUs
         """See Ranks."""
@@ -60,7 +60,7 @@ class DeviceWorld:
             world_size=self._size,
             timeout=_TIMEOUT,
             # At once, and not within the first exchange, which may be in a capture.
-            device_id=self._device if self.is_by_nccl else None,
+            device_id=self.device if self.is_by_nccl else None,
         )
 
     def of_all(self, numbers: list[int]) -> Tensor:
@@ -74,7 +74,7 @@ class DeviceWorld:
 
     def numbers_of(self, group: dist.ProcessGroup | None, size: int, numbers: list[int]) -> Tensor:
         """Return the numbers of all ranks of a group, or of all groups. The host waits."""
-        return self.gathered(group, size, torch.tensor(numbers, device=self._device)).cpu()
+        return self.gathered(group, size, torch.tensor(numbers, device=self.device)).cpu()
 
     def gathered(self, group: dist.ProcessGroup | None, size: int, own: Tensor) -> Tensor:
         """Return the tensors of all ranks of a group, [ranks, ...], on the device."""
@@ -135,9 +135,9 @@ class DeviceRanks(GatheringRanks):
         for rank in range(num_ranks - num_shards):
             way = self._all.new_group((rank, rank + num_shards))
             if own == rank and self._outlet is not None and way is not None:
-                self._outlet.open(way)
+                self._outlet.open(way, self._all.device)
             elif own == rank + num_shards and self._inlet is not None and way is not None:
-                self._inlet.open(way)
+                self._inlet.open(way, self._all.device)
 
     @property
     def reducer(self) -> Reducer:

@@ -35,8 +35,13 @@ class _DeviceEnd:
         self._group: dist.ProcessGroup | None = None
         self._kept_1TH: Tensor
 
-    def open(self, group: dist.ProcessGroup) -> None:
+    def open(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Exchange the first number: what memory NCCL takes is taken before a KV cache takes the rest."""
         self._group = group
+        self._exchange_first(torch.zeros(1, device=device))
+
+    def _exchange_first(self, number: Tensor) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Do nothing: the group is open as long as the process."""
@@ -52,6 +57,9 @@ class _DeviceEnd:
 
 class DeviceReceiver(_DeviceEnd):
     """See HiddenReceiver."""
+
+    def _exchange_first(self, number: Tensor) -> None:
+        dist.recv(number, group=self._group, group_src=_FIRST)
 
     def receive(self, hidden: Tensor) -> None:
         """See HiddenReceiver. The device waits, and not the host."""
@@ -72,6 +80,9 @@ class DeviceSender(_DeviceEnd):
         super().__init__(max_tokens)
         self._under_way: deque[tuple[Tensor, dist.Work]] = deque()
 
+    def _exchange_first(self, number: Tensor) -> None:
+        self._begin(number)
+
     def send(self, hidden: Tensor) -> None:
         """See HiddenSender. The device waits for the last but one; `hidden` must not be changed any more."""
         if torch.cuda.is_current_stream_capturing():
@@ -81,9 +92,12 @@ class DeviceSender(_DeviceEnd):
         while len(self._under_way) >= _MOST_UNDER_WAY:
             _, earlier = self._under_way.popleft()
             earlier.wait()
-        work = dist.isend(hidden, group=self._group, group_dst=_SECOND)
+        self._begin(hidden)
+
+    def _begin(self, numbers: Tensor) -> None:
+        work = dist.isend(numbers, group=self._group, group_dst=_SECOND)
         assert work is not None, "this rank is in the group"
-        self._under_way.append((hidden, work))
+        self._under_way.append((numbers, work))
 
     def send_from_graph(self, num_tokens: int) -> None:
         self.send(self._kept_of(num_tokens).clone())

@@ -1,19 +1,12 @@
 """Survey of the device and the model, as the worker would find them, without loading the model.
 
-    echo '{"model_path": "..."}' | python -m worker.startup.survey
-
-Owns: the part of `tokenyard doctor` that needs torch and transformers, in a process of its own: each finding
-is one line of JSON, so that earlier findings are reported even if a later one takes the process down.
-Never: computes how memory is divided (forecast.py).
+Owns: the part of `tokenyard doctor` that needs torch and transformers.
+Never: computes how memory is divided (forecast.py), or reports (survey_process.py).
 """
 
-import json
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
 import torch
 import transformers
 
@@ -87,7 +80,9 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         _refuse_so_many_engines(config, device, num_weight_bytes)
     num_processes = config.num_ranks * config.num_stages
     if num_processes > 1:
-        weights += f", {format_size(num_weight_bytes // num_processes)} on each of {num_processes} ranks"
+        weights += (
+            f", about {format_size(num_weight_bytes // num_processes)} on each of {num_processes} ranks"
+        )
     if config.num_nodes > 1:
         weights += f" on {config.num_nodes} nodes"
     refuse_ranks(config, kind, device)
@@ -199,8 +194,3 @@ def _describe_heads(config: WorkerConfig, found: Forecast) -> str:
 
 def _fine(topic: str, what: str) -> Finding:
     return Finding(topic=topic, verdict=Verdict.OK, what=what)
-
-
-if __name__ == "__main__":
-    for each in survey(msgspec.convert(json.load(sys.stdin), WorkerConfig)):
-        print(json.dumps(asdict(each)), flush=True)

@@ -1,12 +1,17 @@
-"""Grammars that are compiled beside the steps of a real loop: who waits for them, and who does not."""
+"""Grammars that are compiled beside the steps of a real loop: who waits for them, and who does not.
+
+Each of these holds where the rank that samples is another one, too: its calls are encoded, as for a process.
+"""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pytest
 
+from engine.core.grammar_desk import CompilesAhead, GrammarsOfLastStage, GrammarsOfRank
 from engine.core.loop import BesideSteps, EngineLoop
+from engine.nodes.rank_plans import GrammarOrder, decode_order, encode_plan
 from engine.process_messages import EndSequences, ToEngine
 from scheduler.messages import (
     FinishReason,
@@ -43,16 +48,36 @@ class SamplingWorker(FakeWorker):
         return super().execute(plan)
 
 
+def over_ranks(ahead: CompilesAhead) -> CompilesAhead:
+    """Let the rank with the loop call the one that compiles."""
+    compiled: list[SequenceId] = []
+    rank = GrammarsOfRank(ahead, lambda report: compiled.extend(report.sequence_ids))
+
+    def send(order: GrammarOrder) -> None:
+        received = decode_order(encode_plan(order))
+        assert isinstance(received, GrammarOrder)
+        rank.carry_out(received)
+
+    def take_compiled() -> list[SequenceId]:
+        if rank.is_busy:
+            rank.report()
+        taken = compiled[:]
+        compiled.clear()
+        return taken
+
+    return GrammarsOfLastStage(send, take_compiled)
+
+
 class Compiler:
     """A thread that compiles when the test lets it, and a loop beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: Callable[[CompilesAhead], CompilesAhead]) -> None:
         self.may_go_on = threading.Event()
         self.begun: list[tuple[Grammar, tuple[int, ...]]] = []
         self.ahead = CompileAhead(self.compile)
         self.desk = Desk()
         scheduler = Scheduler(small_config(max_compiling_s=0.01))
-        beside = BesideSteps(grammars=self.ahead)
+        beside = BesideSteps(grammars=way(self.ahead))
         worker = SamplingWorker(4)
         worker.ahead = self.ahead
         self.loop = EngineLoop(scheduler, worker, self.desk, lambda: self.desk.now_s, None, beside)  # type: ignore[arg-type]
@@ -83,9 +108,9 @@ class Compiler:
         return sum(len(each.token_ids) for each in self.desk.news() if each.sequence_id == sequence_id)
 
 
-@pytest.fixture
-def compiler() -> Iterator[Compiler]:
-    compiler = Compiler()
+@pytest.fixture(params=[lambda ahead: ahead, over_ranks], ids=["in this process", "of another rank"])
+def compiler(request: pytest.FixtureRequest) -> Iterator[Compiler]:
+    compiler = Compiler(request.param)
     yield compiler
     compiler.may_go_on.set()
 

@@ -153,10 +153,14 @@ def test_a_second_node_of_one_number_waits_as_long_as_the_first_is_there(first: 
         assert answer_to(other, HELLO) == Wait("another node 1 is there")
 
 
-def test_bytes_that_are_no_message_are_answered_and_change_nothing(first: First) -> None:
+def test_bytes_that_are_no_message_are_answered_and_change_nothing(first: First, tmp_path: Path) -> None:
+    """CVE-2025-30165, CVE-2025-32444 and CVE-2025-47277 ran what a peer had pickled."""
+    pickled = f"cos\nsystem\n(S'touch {tmp_path / 'ran'}'\ntR.".encode()
     with first.node() as leader:
-        leader.socket.send(b"\xc1")
-        assert isinstance(answer(leader), Refused)
+        for message in (b"\xc1", pickled):
+            leader.socket.send(message)
+            assert isinstance(answer(leader), Refused)
+        assert not (tmp_path / "ran").exists()
         assert answer_to(leader, HELLO) == Wait("all nodes are there")
     assert first.losses == []
 

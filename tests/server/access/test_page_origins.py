@@ -86,7 +86,7 @@ HOSTS = replace(EDGE, hosts=frozenset({"gpu-box"}))
     "host", ["evil.example", "evil.example:8000", "gpu-box.evil.example", "127.0.0.1.evil"]
 )
 async def test_a_name_that_anyone_may_lend_reads_nothing(engine, host):
-    """A page whose own name points here sends no origin with a GET."""
+    """A page whose own name points here sends no origin with a GET: CVE-2024-28224 was that."""
     async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
         reply = await client.get("/admin/requests", headers={"host": host})
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")

@@ -57,8 +57,11 @@ async def requests_of(lines: Lines, num: int) -> list[dict[str, Any]]:
 
 async def test_a_request_is_one_line_with_its_ids_route_and_status(http, lines) -> None:
     headers = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-    reply = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}, headers=headers)
+    asked = {"prompt": f"hi {MARKER}", "max_tokens": 2, "echo": True}
+    reply = await http.post("/v1/completions", json=asked, headers=headers)
+    assert MARKER in reply.text
     (line,) = await requests_of(lines, 1)
+    assert MARKER not in json.dumps(lines())
     assert (line["level"], line["logger"]) == ("info", "server.http.request_log")
     assert (line["request_id"], line["trace_id"]) == ("mine-1", TRACE)
     assert line["reply_id"] == reply.json()["id"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import diagnosis
 from server.commands.cli import main
 from tests.e2e.serving import ROOT, running_server
 from tests.worker.conftest import MakeCheckpoint, load_worker
@@ -24,6 +25,12 @@ def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     write_list(folder)
     return folder
+
+
+@pytest.fixture
+def no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the doctor's other process: starting torch takes seconds, and it compares no files."""
+    monkeypatch.setattr(diagnosis, "_survey", lambda config: iter(()))
 
 
 def write_list(folder: Path) -> Path:
@@ -161,7 +168,7 @@ def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
 def test_doctor_and_serve_refuse_the_same_file(
-    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, no_survey: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip_last_bit(folder / name)
     options = [str(folder), "--port", "0", "--checksums", str(list_of(folder)), "--cpu-kernels", "off"]
@@ -176,7 +183,7 @@ def test_doctor_and_serve_refuse_the_same_file(
 
 
 def test_a_server_starts_on_a_folder_as_listed_and_doctor_says_it_would(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, no_survey: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (str(folder), "--checksums", str(list_of(folder)))
     assert main(["doctor", *options, "--port", "0", "--cpu-kernels", "off"]) == 0

@@ -39,13 +39,26 @@ def test_it_is_found_once_it_was_built(cache, compiler):
     assert [found.name for found in path.parent.iterdir()] == [path.name], "nothing else is left"
 
 
-def test_servers_that_start_at_once_for_the_first_time_build_beside_each_other(cache, compiler):
-    compiler.write_text(compiler.read_text().replace("echo built", "sleep 0.1; echo built"))
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_servers_that_start_at_once_for_the_first_time_build_one_library(
+    cache, compiler, monkeypatch, has_locks
+):
+    calls = compiler.with_name("calls")
+    compiler.write_text(compiler.read_text().replace("echo built", f"echo >> {calls}; sleep 0.1; echo built"))
+    if not has_locks:
+        monkeypatch.setattr(build.fcntl, "flock", refuse)
     with ThreadPoolExecutor(4) as servers:
         paths = {each.result() for each in [servers.submit(build_library) for _ in range(4)]}
     (path,) = paths
     assert path.read_text() == "built\n"
+    num_calls = len(list(build._SOURCES.glob("*.cpp"))) + 1
+    if has_locks:
+        assert len(calls.read_text()) == num_calls, "and build it once"
     assert [found.name for found in path.parent.iterdir()] == [path.name], "nothing else is left"
+
+
+def refuse(*_):
+    raise OSError("no locks available")
 
 
 def test_one_that_others_can_write_is_not_loaded(cache, compiler):

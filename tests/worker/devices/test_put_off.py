@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-HEAVY = ("torch._dynamo.utils", "torch.distributed.tensor", "torch._refs", "sympy")
+HEAVY = (
+    *("torch._dynamo.utils", "torch.distributed.tensor", "torch._refs", "torch._prims", "sympy"),
+    "accelerate",  # tests have it, for the sake of others
+)
 SHAPED_IN_PYTHON = "cdist(torch.ones(2, 3, device='meta'), torch.ones(4, 3, device='meta'))"
 """An operator whose result has no shape by torch's rules in C++."""
 
@@ -38,6 +41,11 @@ def seen(tiny_model: Path) -> dict[str, Any]:
         facts = Worker(config).load(lambda progress: None)
         after_load = [name for name in {HEAVY} if name in sys.modules]
         import transformers
+        from transformers import conversion_mapping
+        renaming, *_ = conversion_mapping.get_checkpoint_conversion_mapping("mixtral")
+        pattern = renaming.compiled_sources
+        renamed = [type(pattern).__name__, pattern.search("a.block_sparse_moe.b")[0]]
+        drawn = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
         gathered = type(transformers).__name__
         whole = issubclass(transformers.BertModel, transformers.PreTrainedModel)
         from worker.startup.loader import _from_pretrained
@@ -45,12 +53,14 @@ def seen(tiny_model: Path) -> dict[str, Any]:
             def from_pretrained(folder, **options):
                 return list(torch.{SHAPED_IN_PYTHON}.shape)
         shape = _from_pretrained(Model, None)
+        drawn_then = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
         is_marked = torch._dynamo.assume_constant_result(len) is len
         before = "torch._dynamo.utils" in sys.modules
         compiled = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist()
         program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
         print(json.dumps({{"facts": facts.model_type, "after_load": after_load, "is_marked": is_marked,
                            "gathered": gathered, "whole": whole, "shape": shape,
+                           "renamed": renamed, "drawn": [drawn, drawn_then],
                            "before": before, "compiled": compiled, "program": type(program).__name__}}))
     """)
 
@@ -74,6 +84,17 @@ def test_the_package_is_whole_once_a_name_of_it_is_used(seen: dict[str, Any]) ->
 
 def test_a_model_that_needs_the_shapes_in_python_is_built_with_them(seen: dict[str, Any]) -> None:
     assert seen["shape"] == [2, 4]
+
+
+def test_the_names_of_a_family_that_was_not_loaded_are_found(seen: dict[str, Any]) -> None:
+    """Its patterns are compiled only then."""
+    assert seen["renamed"] == ["_Pattern", ".block_sparse_moe."]
+
+
+def test_random_numbers_are_the_same_before_and_after_torchs_rules_are_loaded(seen: dict[str, Any]) -> None:
+    drawn, drawn_then = seen["drawn"]
+    assert len(set(drawn)) == 2
+    assert drawn == drawn_then
 
 
 def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:

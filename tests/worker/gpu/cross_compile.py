@@ -3,10 +3,11 @@
 Owns: the process in which this happens, since pytest's own has the interpreter in the compiler's place.
 Never: runs a kernel, or judges one: the tests do.
 
-Triton brings the assembler with it, so that this needs no CUDA. One process compiles a whole list: most of
+Triton brings the assembler with it, so that this needs no CUDA. One process compiles for all tests: most of
 its time goes into starting. Triton keeps what it compiled on disk, until the kernel's source changes.
 """
 
+import atexit
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 HOPPER = 90
 SHARED_BYTES_LIMIT = 227 * 1024
 """Bytes of a Hopper GPU's shared memory that one program may have."""
-_SECONDS_FOR_ALL = 200
 _SPILLED_BY_3_6_BYTES = 24
 _WAIT = "griddepcontrol.wait"
 _MEMORY_OR_BRANCH = (
@@ -101,33 +102,43 @@ class Compiled:
 
 
 def compile_kernels(kernels: list[Kernel]) -> list[Compiled]:
-    """Compile all, in one process, for Hopper. Raises AssertionError with the compiler's words."""
+    """Compile all for Hopper. Raises AssertionError with the compiler's words."""
+    compiler = _compiler()
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    compiler.stdin.write(json.dumps([asdict(kernel) for kernel in kernels]) + "\n")
+    compiler.stdin.flush()
+    done = json.loads(compiler.stdout.readline())
+    assert isinstance(done, list), done
+    return [Compiled(**each) for each in done]
+
+
+@cache
+def _compiler() -> subprocess.Popen[str]:
+    """The other process, which ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.worker.gpu.cross_compile"],
-        input=json.dumps([asdict(kernel) for kernel in kernels]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=_SECONDS_FOR_ALL,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stderr[-4000:]}"
-    return [Compiled(**each) for each in json.loads(done.stdout)]
+    command = [sys.executable, "-m", "tests.worker.gpu.cross_compile"]
+    pipe = subprocess.PIPE
+    compiler = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environment)
+    atexit.register(compiler.communicate)
+    return compiler
 
 
-def _compile_all() -> None:
-    """In the other process: kernels come on standard input, results go to standard output."""
-    kernels = [Kernel(**each) for each in json.load(sys.stdin)]
+def _compile_for_others() -> None:
+    """In the other process: each line of kernels is answered by one, of results or of the reason."""
     output, sys.stdout = sys.stdout, sys.stderr  # so that nothing but the results is in it
+    for line in sys.stdin:
+        print(json.dumps(_results_of([Kernel(**each) for each in json.loads(line)])), file=output, flush=True)
+
+
+def _results_of(kernels: list[Kernel]) -> list[dict[str, Any]] | str:
     results = []
     for kernel in kernels:
         try:
             results.append(asdict(_compile(kernel)))
-        except Exception as error:
-            raise SystemExit(f"{kernel.function} with {kernel.constants}: {error}") from error
-    json.dump(results, output)
+        except Exception as error:  # noqa: BLE001 -- the test that asked for the kernel says it
+            return f"{kernel.function} with {kernel.constants}: {error}"
+    return results
 
 
 def _compile(kernel: Kernel) -> Compiled:
@@ -189,4 +200,4 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    _compile_all()
+    _compile_for_others()

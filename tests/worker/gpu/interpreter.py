@@ -15,13 +15,16 @@ import triton
 from triton import language
 from triton.runtime import interpreter
 
+from tests.worker.gpu.interpreted_calls import repeated, truth_of
 from worker.gpu.kernels import dependent_launch
 
 
 @cache
 def mend_interpreter() -> None:
     """Once for a process."""
-    _patch_once_in_a_launch()
+    _patch_once()
+    _read_signatures_once()
+    _leave_tensors_where_they_are()
     _leave_out_overflows()
     _look_up_types_once()
     _let_nothing_wait()
@@ -117,32 +120,46 @@ def _leave_equal_shapes() -> None:
     interpreter.TritonSemantic.broadcast_impl_value = broadcast_others
 
 
-def _patch_once_in_a_launch() -> None:
-    """Replace triton.language by the interpreter's functions once in a launch.
+def _read_signatures_once() -> None:
+    """Keep the parameters of a kernel, which each launch looks up twice."""
+    spec_of = cache(inspect.getfullargspec)
 
-    The interpreter does it again in every call of a device function, by a search through all members of the
-    module, although the launch that the call belongs to has done it: a third of the time of a small kernel.
+    def call_arguments(fn: Any, *args: Any, **named: Any) -> dict[str, Any]:
+        spec = spec_of(fn)
+        defaults = dict(zip(reversed(spec.args), reversed(spec.defaults or ()), strict=False))
+        return defaults | (spec.kwonlydefaults or {}) | dict(zip(spec.args, args, strict=False)) | named
+
+    known = {**vars(inspect), "getfullargspec": spec_of, "getcallargs": call_arguments}
+    interpreter.inspect = SimpleNamespace(**known)  # type: ignore[assignment]
+
+
+def _leave_tensors_where_they_are() -> None:
+    """Copy no tensor to the host and back: all are there."""
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, named: (args, named)  # type: ignore[method-assign]
+    executor._restore_args_dev = lambda *_: None  # type: ignore[method-assign]
+
+
+def _patch_once() -> None:
+    """Replace triton.language by the interpreter's functions once, for all that is interpreted.
+
+    The interpreter does it again in every launch and every call of a device function, by a search through all
+    members of the module: a third of the time of a small kernel.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # another release does it in another way
-    patch, patched = interpreter._patch_lang, set[int]()
+    patch, seen, patched = interpreter._patch_lang, set[Any](), set[int]()
 
     def patch_new_modules(fn: Any) -> Any:
-        modules = {
-            id(value) for value in fn.__globals__.values() if value is language or value is language.core
-        }
-        if modules <= patched:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        restore = scope.restore
-
-        def restore_and_forget() -> None:
-            restore()
-            patched.clear()
-
-        patched.update(modules)
-        scope.restore = restore_and_forget
-        return scope
+        if fn not in seen:
+            seen.add(fn)
+            values = fn.__globals__.values()
+            modules = {id(value) for value in values if value is language or value is language.core}
+            if not modules <= patched:
+                patch(fn)
+                language.tensor.__bool__ = truth_of
+                patched.update(modules)
+        return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_new_modules
     interpreter._patch_builtin = _patch_builtin
@@ -165,4 +182,6 @@ def _replacements_for(module: Any, builder: Any) -> list[tuple[str, Any]]:
     for name, member in inspect.getmembers(module):
         if language.core.is_builtin(member):
             interpreter._patch_attr(module, name, member, builder, Collector())
-    return found
+    for name, member in found:
+        member.__wrapped__ = getattr(module, name)  # a release of Triton is known by its signatures
+    return [(name, repeated(name, member)) for name, member in found]

@@ -4,6 +4,12 @@ Owns: one worker after another, with the steps of each, from standard input. An 
 Importing torch takes seconds, and is done once for all models. PLACES are by the name of a division.
 """
 
+# The real process imports torch in the same way; any other takes two seconds longer, at each start.
+# ruff: noqa: E402
+from worker.devices.put_off import import_torch
+
+import_torch("cpu")
+
 import select
 import sys
 from collections.abc import Iterator

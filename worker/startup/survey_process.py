@@ -1,0 +1,29 @@
+"""The process of a survey: `echo '{"model_path": "..."}' | python -m worker.startup.survey_process`.
+
+Owns: imports in the order of the engine process, and the report: each finding is one line of JSON, so that
+earlier findings are read even if a later one takes the process down.
+Never: looks at anything itself (survey.py).
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+import msgspec
+
+from worker.devices.put_off import import_torch, load_shapes
+from worker.worker_config import WorkerConfig
+
+
+def main() -> None:
+    config = msgspec.convert(json.load(sys.stdin), WorkerConfig)
+    import_torch(config.device)
+    load_shapes()  # models are built without memory, and all shapes asked for
+    from worker.startup.survey import survey
+
+    for each in survey(config):
+        print(json.dumps(asdict(each)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
