@@ -59,7 +59,7 @@ def _second_node(words: Sequence[str]) -> Iterator[None]:
         try:
             node.wait(_LEAVES_WITHIN_S)
         finally:
-            node.kill()  # no more than a signal to none if it has left
+            node.kill()  # nothing happens if it has left
 
 
 @asynccontextmanager
