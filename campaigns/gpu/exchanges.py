@@ -1,4 +1,4 @@
-"""Exchanges of ranks on GPUs: what those of one rank cost in the graph of a step, and the time of two ranks'.
+"""Exchanges of ranks on GPUs: the cost of one rank's in the graph of a step, and the time of two ranks'.
 
     python -m campaigns.gpu.exchanges FOLDER DEVICE RANK    # one of two ranks; prints its times
 

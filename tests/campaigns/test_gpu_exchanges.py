@@ -17,7 +17,7 @@ WAIT_FOR_EVER = (sys.executable, "-c", "import signal; signal.pause()")
 def test_a_process_leaves_its_ranks_and_may_meet_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By gloo in place of NCCL."""
+    """Gloo is in the place of NCCL."""
     begin = dist.init_process_group
 
     def begin_by_gloo(_: str, *, device_id: object, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""Memory of large pages, for what every step reads from end to end.
+"""Memory of large pages, for weights, which every step reads from end to end.
 
-Owns: regions of memory for which the system is asked for large pages, and what is given away of the open one.
-Never: takes a part back: a region is freed with the last tensor in it, so that it is for what lives long.
+Owns: regions of memory for which the system is asked for large pages, and their division among tensors.
+Never: takes a part back: a region, which is for tensors that live long, is freed with the last one in it.
 Source: the transparent large pages of Linux (madvise, MADV_HUGEPAGE).
 """
 

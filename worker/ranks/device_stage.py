@@ -6,7 +6,7 @@ Never: opens a process group (device_ranks.py), or sums.
 
 A stage with a GPU of its own goes on with its next step while the hidden states of up to two others wait for
 the next stage. So sends are no part of a graph: the last layer in a graph leaves its result at a fixed place,
-and what is there is sent once the graph was launched. The first layer of the next stage finds it at a fixed
+and its content is sent once the graph was launched. The first layer of the next stage finds it at a fixed
 place too, where it was received before.
 
 Shapes: T tokens, H numbers of a hidden state.
@@ -36,7 +36,7 @@ class _DeviceEnd:
         self._kept_1TH: Tensor
 
     def open(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Exchange the first number: what memory NCCL takes is taken before a KV cache takes the rest."""
+        """Exchange the first number: NCCL takes its memory before a KV cache takes the rest."""
         self._group = group
         self._exchange_first(torch.zeros(1, device=device))
 
@@ -129,7 +129,7 @@ class HostSender(SharedSender):
 def open_host_ends(
     inlet: PipeEnd | None, outlet: PipeEnd | None
 ) -> tuple[HostReceiver | None, HostSender | None]:
-    """Open what a rank has inherited."""
+    """Open the ends that a rank has inherited."""
     return (
         None if inlet is None else HostReceiver(inlet),
         None if outlet is None else HostSender(outlet),
@@ -139,7 +139,7 @@ def open_host_ends(
 def around_graph(
     inlet: DeviceReceiver | None, outlet: DeviceSender | None
 ) -> Callable[[int], AbstractContextManager[None]]:
-    """Make what a stage does before and behind a graph of so many tokens."""
+    """Make a context for each graph of so many tokens: receive before it, and send behind it."""
 
     @contextmanager
     def around(num_tokens: int) -> Iterator[None]:
