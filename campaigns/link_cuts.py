@@ -47,13 +47,19 @@ class Cut:
 @contextmanager
 def _second_node(words: Sequence[str]) -> Iterator[None]:
     node = subprocess.Popen(
-        (sys.executable, "-m", "server", "serve", *words), cwd=ROOT, stderr=subprocess.DEVNULL
+        (sys.executable, "-m", "server", "serve", *words),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield
     finally:
         node.terminate()
-        node.wait(_LEAVES_WITHIN_S)
+        try:
+            node.wait(_LEAVES_WITHIN_S)
+        finally:
+            node.kill()  # nothing happens if it has left
 
 
 @asynccontextmanager

@@ -128,8 +128,9 @@ class SchedulerOptions:
     """While sequences decode, prefill gets so few tokens of a step that it takes about this long. None: what
     costs the device little, which is known when the model is loaded."""
     least_prefill_share: float = 0.0
-    """Part of the time of such a step that prefill gets all the same, once the target leaves it less than two
-    thirds of that, or a prompt has waited for `prefill_patience_s`."""
+    """Part of the time of such a step that prefill gets all the same, once the target, without headroom,
+    leaves it less than two thirds of that. Also once a prompt that is being computed, or is the first in the
+    queue, has waited for `prefill_patience_s`."""
     prefill_patience_s: float = 0.0
     """Before that, prefill gets a part of its share in proportion to the wait. 0: all of it at once."""
     max_prefill_tokens: int | None = 0
@@ -199,7 +200,8 @@ class SchedulerConfig(SchedulerOptions):
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
     max_compiling_s: float = 0.0
     """Processor time of all grammars that are compiled beside the steps at once; the first may take more. A
-    sequence with another one waits that long at most before its own begins. 0: nobody waits for a grammar."""
+    sequence with another one waits that long at most before its own begins. 0: sequences do not wait for
+    grammars."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 

@@ -166,6 +166,9 @@ class Replica:
             terms = self._terms[index] = ServiceTerms(priority=request.priority, tenant=request.tenant)
         seq = Sequence(sequence_id, waiting.token_ids, params, terms, client_index=index)
         seq.block_keys, seq.tail_key = waiting.block_keys, waiting.tail_key
+        num_tokens = request.prompt_len + request.max_tokens
+        is_named = len(seq.block_keys) == num_tokens // self.scheduler.config.block_size
+        assert is_named or not seq.block_keys, "no key can be made from a name"
         try:
             self.scheduler.add_request(seq, now_s=now_s)
         except NeverFits:

@@ -57,7 +57,10 @@ class GrammarDesk:
 
 
 class GrammarsOfLastStage:
-    """See CompilesAhead: calls of rank 0, for the rank that samples, before the plan that needs them."""
+    """Rank 0's end of what passes to the rank that samples, where rows are compiled: its calls become orders.
+
+    Each is sent before the plan that needs it.
+    """
 
     def __init__(
         self, send: Callable[[GrammarOrder], None], take_compiled: Callable[[], list[SequenceId]]
@@ -86,32 +89,34 @@ class GrammarsOfLastStage:
 
 
 class GrammarsOfRank:
-    """The other end, on the rank that samples."""
+    """The end on the rank that samples: it carries out the orders of rank 0, and reports what is compiled."""
 
     def __init__(self, worker: CompilesAhead, send: Callable[[Compiled], None]) -> None:
         self._worker, self._send = worker, send
-        self._num_under_way = 0
+        self._under_way: set[SequenceId] = set()
 
     @property
     def is_busy(self) -> bool:
         """Whether a compilation is under way that was not reported."""
-        return self._num_under_way > 0
+        return bool(self._under_way)
 
     def carry_out(self, order: GrammarOrder) -> None:
         """Make a call of rank 0."""
         if order.call == "begin":
             assert order.grammar is not None
             self._worker.begin(order.sequence_ids[0], order.grammar, order.generated)
-            self._num_under_way += 1
+            self._under_way.add(order.sequence_ids[0])
         elif order.call == "hand_out":
             self._worker.hand_out(order.sequence_ids)
-        else:
-            drop = self._worker.give_up if order.call == "give_up" else self._worker.discard
+        elif order.call == "discard":
             for sequence_id in order.sequence_ids:
-                drop(sequence_id)
+                self._worker.discard(sequence_id)
+        else:  # a report that crossed the order has ended what would be given up
+            for sequence_id in self._under_way.intersection(order.sequence_ids):
+                self._worker.give_up(sequence_id)
 
     def report(self) -> None:
         """Report what is compiled since the last call."""
         if finished := self._worker.take_finished():
-            self._num_under_way -= len(finished)
+            self._under_way.difference_update(finished)
             self._send(Compiled(tuple(finished)))

@@ -117,7 +117,7 @@ class PlansIn:
         self._socket.connect(_address(directory, rank))
 
     def has_any(self, wait_s: float = 0.0) -> bool:
-        """Wait so many seconds for an order; tell whether there is one."""
+        """Wait so many seconds for an order; return whether there is one."""
         return bool(self._socket.poll(int(wait_s * 1000)))
 
     def receive(self) -> Order | None:
@@ -138,7 +138,7 @@ class Reports:
         self._compiled: list[SequenceId] = []
 
     def has_any(self, wait_s: float) -> bool:
-        """Wait at most so many seconds for a result; tell whether there is one."""
+        """Wait at most so many seconds for a result; return whether there is one."""
         if not self._results and self._socket.poll(int(wait_s * 1000)):
             self._read()
         return bool(self._results)

@@ -15,7 +15,9 @@ _rank_of = attrgetter("rank")
 
 
 class Compilations:
-    """At most `max_s` of processor time under way; the first may take more. 0: nobody waits for a grammar.
+    """At most `max_s` of processor time under way; the first may take more.
+
+    With 0 sequences do not wait for grammars.
 
     A compilation that has begun counts until the worker reports it, although its sequence may have ended: so
     clients that come and go have no more of them than those that stay. A row counts among `max_rows` from

@@ -220,7 +220,7 @@ class Admission:
             if reason is not None:
                 bypassing = self._find_passing(seq, budget, reason)
                 if bypassing is None:
-                    self._note_lack_of_room(reason)
+                    self._note_lack_of_room(reason, budget)
                     return reason
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
@@ -260,9 +260,13 @@ class Admission:
             return WaitReason.PREEMPTION
         if budget.chunk_tokens(seq, num_decodes=0) < _smallest_share(seq):
             return WaitReason.TOKENS
-        if seq.adapter and not self._has_place_for_adapter(seq.adapter):
-            return WaitReason.ADAPTER
-        return None if budget.may_hash(self._kv.num_unhashed(seq)) else WaitReason.TOKENS
+        if not self._may_hash(seq, budget):
+            return WaitReason.TOKENS
+        has_place = not seq.adapter or self._has_place_for_adapter(seq.adapter)
+        return None if has_place else WaitReason.ADAPTER
+
+    def _may_hash(self, seq: Sequence, budget: SchedulingBudget) -> bool:
+        return budget.may_hash(self._kv.num_unhashed(seq))
 
     def _demand(self, seq: Sequence, budget: SchedulingBudget) -> BlockDemand:
         """Look up what it needs, after `_obstacle`."""
@@ -354,13 +358,14 @@ class Admission:
         by_need = self._queues.candidates(self._kv.pool.num_free)
         return [*nearest, *(seq for seq in by_need if seq is not head and seq not in nearest)]
 
-    def _note_lack_of_room(self, reason: WaitReason) -> None:
+    def _note_lack_of_room(self, reason: WaitReason, budget: SchedulingBudget) -> None:
         """Remember that none was admitted: the next step need not look again, if only memory decides."""
         if reason is not WaitReason.BLOCKS:
             return
         head = self._queues.waiting.peek()
-        looked_at = self._candidates(head) if self._config.max_bypasses else [head]
-        if not any(self._needs_more_than_blocks(seq) for seq in looked_at):
+        may_be_passed = head.num_bypasses < self._config.max_bypasses
+        looked_at = self._candidates(head) if may_be_passed else [head]
+        if all(self._may_hash(seq, budget) and not self._needs_more_than_blocks(seq) for seq in looked_at):
             self._memory_without_room = self._memory_state()
 
     def _needs_more_than_blocks(self, seq: Sequence) -> bool:

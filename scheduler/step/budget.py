@@ -17,7 +17,7 @@ from scheduler.step.step_time import StepTimeModel
 _MIN_CHUNK_TOKENS = 16
 
 # Part of its least share, below which a target leaves prefill too little to be kept.
-_LITTLE = 2 / 3
+_WORTHWHILE_PART = 2 / 3
 
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
@@ -195,12 +195,15 @@ def _prefill_share(
 ) -> float:
     """Part of the step's time that prefill gets, whatever the target.
 
-    All of its least share where the target would leave it little, else in proportion to the longest wait.
+    All of its least share where the target, without headroom, would leave it little. Else in proportion to
+    the longest wait: of prompts that are being computed, and of the first in the queue by rank. A sequence
+    with tokens already, which was preempted, does not count.
     """
     share, patience_s = config.least_prefill_share, config.prefill_patience_s
-    if not share or not patience_s or decodes_s > (1 - _LITTLE * share) * config.target_itl_s:
+    if not share or not patience_s or decodes_s > (1 - _WORTHWHILE_PART * share) * config.target_itl_s:
         return share
-    since_s = [seq.admitted_s for seq in queues.running if seq.num_tokens - seq.num_computed_tokens > 1]
+    prefills = [seq for seq in queues.running if seq.num_tokens - seq.num_computed_tokens > 1]
     if len(queues.waiting):
-        since_s.append(queues.waiting.peek().admitted_s)
+        prefills.append(queues.waiting.peek())
+    since_s = [seq.admitted_s for seq in prefills if not seq.num_output_tokens]
     return share * min((now_s - min(since_s, default=now_s)) / patience_s, 1.0)

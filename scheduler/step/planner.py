@@ -143,13 +143,22 @@ class Planner:
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
         num_tokens = plan.num_scheduled_tokens + self._queues.num_steady
-        keeps_waiting = has_prefill and (
-            self._queues.num_steady or any(share.num_tokens == 1 for share in plan.scheduled)
-        )
-        pause_s = seconds + waited_s if keeps_waiting else 0.0
+        pause_s = seconds + waited_s if has_prefill and self._has_decodes(plan) else 0.0
         self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
         if not has_prefill:
             self._shares.observe_step(plan, seconds, waited_s)
+
+    def _has_decodes(self, plan: SchedulerOutput) -> bool:
+        """Whether sequences that have tokens already get the next, with drafts or without."""
+        starts = {
+            share.sequence_id: share.start
+            for share in plan.scheduled
+            if share.num_tokens == 1 + len(plan.draft_token_ids.get(share.sequence_id, ()))
+        }
+        has_decode = any(
+            starts.get(seq.sequence_id, -1) >= seq.num_prompt_tokens for seq in self._queues.running
+        )
+        return has_decode or bool(self._queues.num_steady)
 
     def note_memory_sufficed(self) -> None:
         """Learn that a step found enough memory."""

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -153,10 +154,14 @@ def check_num_items(raw: bytes) -> int:
 
     Returns the number of members of all objects. Piece by piece, so that other threads have their turn.
     """
-    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    num_items = num_members = is_text = 0
-    for start in range(0, len(plain), _INLINE_BYTES):
-        parts = plain[start : start + _INLINE_BYTES].split(b'"')
+    num_items = num_members = is_text = start = 0
+    while start < len(raw):
+        end = start + _INLINE_BYTES
+        piece = raw[start:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = raw[start : end + 1]  # with the character that its last one escapes
+        start += len(piece)
+        parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         outside = b"".join(parts[is_text::2])  # of texts, which have commas too
         is_text = (is_text + len(parts) - 1) % 2
         num_items += sum(map(outside.count, (b",", b"[", b"{")))
@@ -189,7 +194,8 @@ def _children(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
 def _refuse_duplicates(raw: bytes) -> None:
     """Name a key that appears twice in one object, where it is found soon. Raises RequestRejected."""
     if len(raw) <= _INLINE_BYTES:
-        json.loads(raw, object_pairs_hook=_without_duplicates)
+        with suppress(RecursionError):  # the two may be around a value that is nested very deep
+            json.loads(raw, object_pairs_hook=_without_duplicates)
     raise _not_json("a key appears twice in one object")
 
 

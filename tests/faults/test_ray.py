@@ -53,9 +53,11 @@ def cluster() -> Iterator[RayCluster]:
 async def placed(cluster: RayCluster, config: EngineConfig) -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine(config)
     engine.start()
-    await asyncio.wait_for(engine.ready(), WAIT_S)
-    yield engine
-    await engine.close()
+    try:
+        await asyncio.wait_for(engine.ready(), WAIT_S)
+        yield engine
+    finally:
+        await engine.close()
     async with asyncio.timeout(WAIT_S):
         while agents_below(cluster):  # Ray ends them with the placement
             await asyncio.sleep(0.05)

@@ -252,3 +252,29 @@ def test_drafts_leave_alone_all_the_blocks_that_a_prompt_behind_a_window_asks_fo
     for _ in range(11):
         world.step()
     assert world.num_preemptions() == 0
+
+
+def test_a_decode_with_drafts_pauses_beside_a_prompt_and_the_last_token_of_a_prompt_does_not() -> None:
+    def headroom(world: World, slow: SchedulerOutput) -> float:
+        """Headroom after many steps like `slow`, for which the worker waited as long as it computed."""
+        for _ in range(60):
+            world.scheduler.observe_step(slow, slow.num_scheduled_tokens * 0.05, waited_s=0.8)
+        return world.scheduler._state.step_time.headroom
+
+    verifying = decoding(5, target_itl_s=2.0)
+    for _ in range(8):
+        verifying.step()
+    propose(verifying, s1=right(verifying, 1, 3))
+    verifying.add(make_sequence(2, prompt(40, 2)))
+    slow = verifying.step()
+    assert shares(slow) == {1: 4, 2: 12}
+    assert headroom(verifying, slow) > 1.5
+
+    ending = World(small_config(num_blocks=32))
+    ending.add(make_sequence(1, prompt(17, 1)), make_sequence(2, prompt(40, 2)))
+    assert shares(ending.step()) == {1: 16}
+    slow = ending.step()
+    assert shares(slow) == {1: 1, 2: 15}
+    for _ in range(8):
+        ending.step()
+    assert headroom(ending, slow) <= 1.1

@@ -13,6 +13,7 @@ from scheduler.messages import (
 )
 from scheduler.scheduler import NeverFits
 from scheduler.sequence import Sequence
+from scheduler.step import budget
 from scheduler.step.admission import Admission
 from scheduler.step.budget import SchedulingBudget
 from tests.fakes import continuation, make_sequence, pooled
@@ -198,6 +199,19 @@ def test_so_many_different_adapters_run_at_once_and_any_number_of_sequences_with
     assert world.scheduler.stats().wait_reason is WaitReason.ADAPTER
     world.run()
     assert world.tokens[SequenceId(3)] == continuation(prompt(2, 3), 3)
+
+
+def test_one_whose_adapter_has_no_place_is_looked_up_once_the_step_has_time_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "_MOST_HASHED_TOKENS", 40)
+    world = World(small_config(num_blocks=32, max_num_batched_tokens=64, max_adapters=1))
+    world.add(make_sequence(1, prompt(30, 1), adapter="x", max_tokens=9))
+    world.add(second := make_sequence(2, prompt(30, 2), adapter="y"))
+    world.step()
+    assert not second.block_keys
+    world.step()
+    assert len(second.block_keys) == 29 // 4
 
 
 def test_one_whose_adapter_has_no_place_holds_nobody_without_an_adapter_up() -> None:

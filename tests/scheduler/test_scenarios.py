@@ -12,6 +12,7 @@ from scheduler.messages import (
     WaitReason,
 )
 from scheduler.prefix_keys import root_key
+from scheduler.step import budget
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
 
@@ -94,6 +95,18 @@ def test_a_short_prompt_does_not_overtake_an_indivisible_one_for_which_the_step_
     assert shares(world.step()) == {1: 9}
     assert world.scheduler.stats().wait_reason is WaitReason.TOKENS
     assert shares(world.step()) == {2: 9, 3: 2}
+
+
+def test_one_that_is_too_long_to_be_looked_up_beside_the_head_passes_it_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "_MOST_HASHED_TOKENS", 100)
+    world = World(small_config(num_blocks=40, max_num_batched_tokens=200, max_model_len=200, max_bypasses=8))
+    world.add(make_sequence(1, prompt(100), max_tokens=50))
+    world.step()
+    world.add(make_sequence(2, prompt(80, 2)), make_sequence(3, prompt(98)))
+    assert shares(world.step()) == {1: 1}
+    assert shares(world.step()) == {1: 1, 3: 2}
 
 
 def test_preempting_one_that_stands_elsewhere_in_the_line_skips_nobody_of_it() -> None:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from scheduler.config import Batching, Fairness
+from scheduler.config import Batching, Fairness, PrefixCaching, SchedulingPolicy
 from scheduler.messages import FinishReason, Page, SequenceId, TimeLimits, WaitReason
 from scheduler.step.step_time import StepTimeModel
 from tests.fakes import continuation, make_sequence
@@ -124,6 +124,33 @@ def test_a_prompt_gets_sixteen_tokens_of_each_step_however_long_decodes_take() -
         world.step()
     world.add(make_sequence(2, prompt(64, 2)))
     assert [shares(world.step()) for _ in range(5)] == [*[{1: 1, 2: 16}] * 4, {1: 1, 2: 1}]
+
+
+def test_a_sequence_that_was_preempted_after_its_first_token_has_not_waited_for_it_since_it_came() -> None:
+    world = World(
+        small_config(
+            num_blocks=999,
+            max_num_batched_tokens=512,
+            max_model_len=400,
+            max_num_seqs=25,
+            policy=SchedulingPolicy.PRIORITY,
+            prefix_caching=PrefixCaching.OFF,
+            target_itl_s=2.0,
+            least_prefill_share=0.5,
+            prefill_patience_s=4.0,
+        )
+    )
+    world.add(*(make_sequence(i, prompt(3, i), max_tokens=300) for i in range(24)))
+    for _ in range(9):
+        world.step()
+    world.add(make_sequence(24, prompt(90), max_tokens=50, priority=9))
+    first, *_, late = (shares(world.step())[24] for _ in range(5))
+    assert first < late, "it waits for its first token"
+    while not world.tokens[SequenceId(24)]:
+        world.step()
+    world.add(make_sequence(25, prompt(2), max_tokens=1))
+    assert 24 not in shares(world.step())
+    assert shares(world.step())[24] == first
 
 
 def test_one_long_prompt_leaves_tokens_of_the_step_to_a_short_one_behind_it() -> None:

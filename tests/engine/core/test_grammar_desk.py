@@ -194,3 +194,24 @@ def test_a_row_whose_step_failed_before_it_was_taken_is_not_kept(compiler: Compi
     assert compiler.ends() == {1: FinishReason.FAILED}
     compiler.loop.turn()
     assert compiler.ahead.take_row(GRAMMAR, ()) is None
+
+
+def test_a_compilation_that_was_given_up_while_its_report_was_under_way_can_begin_again() -> None:
+    begun: list[Grammar] = []
+
+    def compile_row(grammar: Grammar, _: Sequence[int]) -> RowGrammar:
+        begun.append(grammar)
+        return RowGrammar(None, None)
+
+    rank = GrammarsOfRank(CompileAhead(compile_row), lambda _: None)
+
+    def compile_whole() -> None:
+        rank.carry_out(GrammarOrder("begin", (SequenceId(1),), GRAMMAR))
+        while rank.is_busy:
+            rank.report()
+
+    compile_whole()
+    rank.carry_out(GrammarOrder("give_up", (SequenceId(1),)))
+    rank.carry_out(GrammarOrder("discard", (SequenceId(1),)))
+    compile_whole()
+    assert begun == [GRAMMAR, GRAMMAR]

@@ -50,14 +50,14 @@ class LeadingStep:
 
 def test_tokens_of_steps_in_flight_are_told_once_each_in_their_order() -> None:
     """The second step samples none; results are asked for twice."""
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     steps = [LeadingStep([3, 4]), LeadingStep([]), LeadingStep([5])]
-    led = [LedStep(step, told.append) for step in steps]
-    assert told == [], "they are not known before there is a result"
+    led = [LedStep(step, reported.append) for step in steps]
+    assert reported == [], "they are not known before there is a result"
     for each in led:
         each.result()
         each.result()
-    assert told == [[3, 4], [], [5]]
+    assert reported == [[3, 4], [], [5]]
     assert [step.num_results for step in steps] == [1, 1, 1]
 
 
@@ -65,17 +65,17 @@ def test_tokens_of_steps_in_flight_are_told_once_each_in_their_order() -> None:
 def test_a_result_waits_for_the_launch_of_a_plan_that_is_there_where_the_device_works_ahead(
     runs_ahead: int, has_plan: int, num_reported: int
 ) -> None:
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     worker = Worker([LeadingStep([3, 4]), LeadingStep([5])])
     steps = ReportedSteps(
-        worker, lambda _output, token_ids: told.append(token_ids), runs_ahead=bool(runs_ahead)
+        worker, lambda _output, token_ids: reported.append(token_ids), runs_ahead=bool(runs_ahead)
     )
     steps.launch(PLAN)
     steps.launch(PLAN)
     steps.report(lambda: bool(has_plan))
-    assert told == [[3, 4], [5]][:num_reported]
+    assert reported == [[3, 4], [5]][:num_reported]
     steps.report(lambda: False)
-    assert told == [[3, 4], [5]]
+    assert reported == [[3, 4], [5]]
 
 
 def test_a_rank_learns_of_each_step_what_it_sampled() -> None:

@@ -97,7 +97,7 @@ class RankProcesses:
         }
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.worker.ranks.rank_start", *self._command),
+                *(sys.executable, "-m", *self._command),
                 *(msgspec.json.encode(own).decode(), str(self.folder)),
             ],
             cwd=ROOT,
