@@ -1,19 +1,20 @@
-"""Exchanges of ranks on GPUs: what those of one rank cost in the graph of a step, and the time of two ranks'.
+"""Exchanges of ranks on GPUs: the cost of one rank's in the graph of a step, and the time of two ranks'.
 
-    python -m campaigns.gpu.exchanges FOLDER DEVICE    # the second of two ranks
+    python -m campaigns.gpu.exchanges FOLDER DEVICE RANK    # one of two ranks; prints its times
 
 Owns: decodes with and without two sums over one rank behind each layer, by NCCL within their graphs; and the
 sums and logits of a decode between two processes with a GPU each.
 Never: exchanges by other code than a worker's.
 """
 
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,12 @@ _SHAPE = "qwen3-0.6b"
 _BYTES_PER_S = 4.3e12
 """Bandwidth of an H200, for the shortest decode that there can be."""
 _NUM_TIMED = 5
+_TWO_WITHIN_S = 300.0
+_ASK_EVERY_S = 0.05
+
+
+class RankFailed(Exception):
+    """A rank has ended with an error, which it has printed, or has not ended in time."""
 
 
 def measure_one_rank(record: Record, settings: "Settings") -> None:
@@ -44,8 +51,11 @@ def measure_one_rank(record: Record, settings: "Settings") -> None:
     folder = checkpoint("tiny" if settings.is_smoke else _SHAPE, settings.checkpoints)
     plain = _decodes(folder, settings)
     with tempfile.TemporaryDirectory() as meeting:
-        ranks = None if settings.is_smoke else _join(Path(meeting), "cuda:0", rank=0, num_ranks=1)
-        with _summing_behind_layers(lambda sums: None if ranks is None else ranks.reduce(sums)):
+        joined = nullcontext() if settings.is_smoke else _joined(Path(meeting), "cuda:0", rank=0, num_ranks=1)
+        with (
+            joined as ranks,
+            _summing_behind_layers(lambda sums: None if ranks is None else ranks.reduce(sums)),
+        ):
             summed = _decodes(folder, settings)
     ratios = [with_sums / without for with_sums, without in zip(summed, plain, strict=True)]
     for cells in zip(_num_rows(settings), plain, summed, ratios, strict=True):
@@ -55,19 +65,41 @@ def measure_one_rank(record: Record, settings: "Settings") -> None:
 
 
 def measure_two_ranks(record: Record, settings: "Settings") -> None:
-    """Time the exchanges of a decode between this process and another; on GPUs where there are two."""
+    """Time the exchanges of a decode between two processes; on GPUs where there are two.
+
+    Raises RankFailed.
+    """
     shape = SHAPES["tiny" if settings.is_smoke else _SHAPE]
     device = "cpu" if settings.is_smoke else "cuda"
     table = record.table("Exchanges of two ranks", "Sequences", "Exchanges", "Of the shortest step")
     with tempfile.TemporaryDirectory() as meeting:
         command = (sys.executable, "-m", "campaigns.gpu.exchanges", meeting, device)
-        with subprocess.Popen(command, cwd=_ROOT) as second:
-            found = _exchange_times(Path(meeting), device, shape, rank=0)
-        assert second.returncode == 0
+        found = json.loads(_outputs([(*command, str(rank)) for rank in range(2)], _TWO_WITHIN_S)[0])
     shares = [seconds / _shortest_s(shape) for seconds in found]
     for num_rows, seconds, share in zip(_NUM_ROWS, found, shares, strict=True):
         table.add(num_rows, f"{seconds * 1e6:.1f} us", f"{share:.1%}")
     record.figure("share_of_exchanges_of_two", shares)
+
+
+def _outputs(commands: Sequence[Sequence[str]], within_s: float) -> list[str]:
+    """Run commands beside each other, and return the lines that they print, short ones.
+
+    A rank waits for the other for long: with the first that fails all end. Raises RankFailed.
+    """
+    give_up_s = time.monotonic() + within_s
+    processes = [subprocess.Popen(each, cwd=_ROOT, stdout=subprocess.PIPE, text=True) for each in commands]
+    try:
+        while None in (statuses := [each.poll() for each in processes]) and not any(statuses):
+            if time.monotonic() > give_up_s:
+                raise RankFailed(f"ranks have not ended within {within_s:.0f} s")
+            time.sleep(_ASK_EVERY_S)
+        if any(statuses):
+            raise RankFailed(f"ranks have ended with {statuses}")
+    finally:
+        for each in processes:
+            each.kill()
+        outputs = [each.communicate()[0] for each in processes]
+    return outputs
 
 
 def _num_rows(settings: "Settings") -> tuple[int, ...]:
@@ -121,15 +153,23 @@ def _summing_behind_layers(reduce: Callable[["Tensor"], None]) -> Iterator[None]
         TritonLayer.forward = forward  # type: ignore[method-assign]
 
 
-def _join(meeting: Path, device: str, *, rank: int, num_ranks: int) -> "DeviceRanks":
+@contextmanager
+def _joined(meeting: Path, device: str, *, rank: int, num_ranks: int) -> Iterator["DeviceRanks"]:
+    """Meet the other ranks, and leave them at the end: a process can meet others once more only then."""
+    import torch.distributed as dist
+
     from worker.ranks.device_ranks import DeviceRanks
     from worker.ranks.rank_places import make_places
     from worker.worker_config import WorkerConfig
 
     config = WorkerConfig(model_path="", device=device, num_ranks=num_ranks)
     ranks = DeviceRanks(meeting, config, make_places(1, num_ranks)[rank])
-    ranks.join(None)
-    return ranks
+    try:
+        ranks.join(None)
+        yield ranks
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _exchange_times(meeting: Path, device: str, shape: Shape, *, rank: int) -> list[float]:
@@ -141,13 +181,13 @@ def _exchange_times(meeting: Path, device: str, shape: Shape, *, rank: int) -> l
 
     own = device if device == "cpu" else f"{device}:{rank}"
     opened = open_device(WorkerConfig(model_path="", device=own))
-    ranks = _join(meeting, device, rank=rank, num_ranks=2)
     found = []
-    for num_rows in _NUM_ROWS:
-        hidden = torch.zeros(num_rows, shape.hidden_size, dtype=torch.bfloat16, device=own)
-        logits = hidden.new_zeros(num_rows, shape.vocab_size // 2)
-        work = partial(_exchange, ranks, shape, hidden, logits)
-        found.append(opened.seconds_of(work) or _seconds_of(work))
+    with _joined(meeting, device, rank=rank, num_ranks=2) as ranks:
+        for num_rows in _NUM_ROWS:
+            hidden = torch.zeros(num_rows, shape.hidden_size, dtype=torch.bfloat16, device=own)
+            logits = hidden.new_zeros(num_rows, shape.vocab_size // 2)
+            work = partial(_exchange, ranks, shape, hidden, logits)
+            found.append(opened.seconds_of(work) or _seconds_of(work))
     return found
 
 
@@ -176,5 +216,6 @@ def _shortest_s(shape: Shape) -> float:
 
 
 if __name__ == "__main__":
-    folder, device = sys.argv[1:]
-    _exchange_times(Path(folder), device, SHAPES["tiny" if device == "cpu" else _SHAPE], rank=1)
+    folder, device, rank = sys.argv[1:]
+    shape = SHAPES["tiny" if device == "cpu" else _SHAPE]
+    print(json.dumps(_exchange_times(Path(folder), device, shape, rank=int(rank))))

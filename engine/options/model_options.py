@@ -145,9 +145,9 @@ class ModelOptions(EdgeOptions):
     pipeline_parallel_size: int = _option(
         Group.MODEL,
         Count(low=1, high=64, metavar="STAGES"),
-        "Groups of layers, each computed by processes of its own (--tensor-parallel-size in each), on GPUs "
-        "with one for each process. Stages work on different sequences at the same time and exchange little; "
-        "one alone is computed no faster.",
+        "Groups of layers, each computed by processes of its own (--tensor-parallel-size in each). On GPUs "
+        "each process has one, unless --device has a number. Stages work on different sequences at the same "
+        "time and exchange little; one alone is computed no faster.",
         default=1,
     )
     nnodes: int | None = _option(

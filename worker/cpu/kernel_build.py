@@ -57,9 +57,9 @@ def foresee_build() -> Path:
 
 
 def build_library(folder: Path | None = None) -> Path:
-    """Compile into `folder`, or into the user's cache if it is not there; return where the library lies.
+    """Compile into `folder`; without one, into the user's cache, unless the library is there.
 
-    Raises CannotBuild.
+    Returns the library's path. Raises CannotBuild.
     """
     compiler = str(_find_compiler())
     path = (folder or _cache()) / _library_name()

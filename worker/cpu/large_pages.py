@@ -1,7 +1,7 @@
-"""Memory of large pages, for what every step reads from end to end.
+"""Memory of large pages, for weights, which every step reads from end to end.
 
-Owns: regions of memory for which the system is asked for large pages, and what is given away of the open one.
-Never: takes a part back: a region is freed with the last tensor in it, so that it is for what lives long.
+Owns: regions of memory for which the system is asked for large pages, and their division among tensors.
+Never: takes a part back: a region, which is for tensors that live long, is freed with the last one in it.
 Source: the transparent large pages of Linux (madvise, MADV_HUGEPAGE).
 """
 
@@ -22,7 +22,11 @@ class _Region:
     """Memory that begins with a large page. Its last part has small ones, so that none is left unused."""
 
     def __init__(self, num_bytes: int) -> None:
-        pages = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Raises MemoryError."""
+        try:
+            pages = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no memory for {num_bytes} bytes of packed weights") from error
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         first = -whole.data_ptr() % _PAGE_BYTES
         if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= _PAGE_BYTES:
@@ -46,7 +50,7 @@ class LargePages:
         self._open: _Region | None = None
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Make zeros, which take no memory before they are written."""
+        """Make zeros, which take no memory before they are written. Raises MemoryError."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes > _MOST_SHARED_BYTES:
             taken = _Region(num_bytes).take(num_bytes)

@@ -2,12 +2,12 @@
 
 torch's compiler, exporter and distributed tensors are half of the time that `import transformers` takes: its
 model classes import them for the sake of a decorator or a type. A third of the rest is transformers' search
-through the files of all its models, three times, for names that nobody asks of it here. Another are torch's
+through the files of all its models, three times, for names that are not used here. Another are torch's
 second rules for the shapes of results, in Python, which bring an algebra system when a model is built.
 A module that is put off has a stand-in, and becomes the real one at the first use of a name that this lacks.
 
-Owns: which modules those are, and the order of the imports.
-Never: changes what a model computes, or runs where there is a GPU.
+Owns: the list of these modules, and the order of the imports.
+Never: changes a model's results, or runs where there is a GPU.
 Source: docs/decisions/0075-imports-at-start.md.
 """
 
@@ -57,7 +57,7 @@ class _PutOff(ModuleType):
 
 
 def _load(module: _PutOff) -> None:
-    """Make a module the real one, or let it speak for what its own code has put in its place."""
+    """Make a module the real one, or let it speak for the module that its own code has put in its place."""
     spec = module.__spec__
     assert spec is not None
     assert spec.loader is not None
@@ -86,7 +86,7 @@ def load_shapes() -> bool:
 
 
 def import_torch(device: str) -> None:
-    """Import torch and transformers' model classes, on a CPU without what its worker does not use."""
+    """Import torch and transformers' model classes, on a CPU without the parts that no step uses."""
     is_cpu = device == "cpu" or (device == "auto" and not visible_gpus())
     if not is_cpu or "torch" in sys.modules:  # there already, as in tests: nothing is left to put off
         return
@@ -129,7 +129,7 @@ def import_torch(device: str) -> None:
 
 
 def _make_generators_usable() -> None:
-    """Do what torch does among these rules, beside operators that only its compiler uses."""
+    """Set the metaclass that torch sets among these rules, beside operators that only its compiler uses."""
     import torch._C
     from torch._opaque_base import OpaqueBaseMeta
 

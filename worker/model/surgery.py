@@ -244,7 +244,7 @@ def _try(layer: nn.Module, call: _Call, toolkit: Toolkit, device: Device) -> str
                 return guess
     except Unrecognised as unusual:
         return str(unusual)
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error_alone:
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, MemoryError) as error_alone:
         return f"it cannot be computed alone ({type(error_alone).__name__})"
     return f"it computes something else (error {error:.1e})"
 

@@ -100,17 +100,17 @@ class DeviceRanks(GatheringRanks):
         self._inlet: DeviceReceiver | None = None
         self._outlet: DeviceSender | None = None
         self._is_open = False
-        self.stage = self._open_stage(place, config.max_num_batched_tokens)
+        self.stage = self._open_stage(place, 0 if config.enforce_eager else config.max_num_batched_tokens)
 
-    def _open_stage(self, place: RankPlace, max_tokens: int) -> Stage:
+    def _open_stage(self, place: RankPlace, max_graph_tokens: int) -> Stage:
         index, count = place.stage, place.num_stages
         if not self._all.is_by_nccl:
             inlet, outlet = open_host_ends(place.inlet, place.outlet)
             return Stage(index, count, inlet=inlet, outlet=outlet)
         if index > 0:
-            self._inlet = DeviceReceiver(max_tokens)
+            self._inlet = DeviceReceiver(max_graph_tokens)
         if index < count - 1:
-            self._outlet = DeviceSender(max_tokens)
+            self._outlet = DeviceSender(max_graph_tokens)
         around = around_graph(self._inlet, self._outlet)
         return Stage(index, count, inlet=self._inlet, outlet=self._outlet, around_graph=around)
 
@@ -176,6 +176,8 @@ class DeviceRanks(GatheringRanks):
 
     def of_all(self, numbers: list[int]) -> Tensor:
         """See World. The host waits."""
+        if self._is_alone:
+            return torch.tensor([numbers], dtype=torch.int64)
         return self._all.numbers_of(self._group, self.size, numbers)
 
     def times(self) -> ExchangeTimes:

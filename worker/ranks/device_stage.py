@@ -6,7 +6,7 @@ Never: opens a process group (device_ranks.py), or sums.
 
 A stage with a GPU of its own goes on with its next step while the hidden states of up to two others wait for
 the next stage. So sends are no part of a graph: the last layer in a graph leaves its result at a fixed place,
-and what is there is sent once the graph was launched. The first layer of the next stage finds it at a fixed
+and its content is sent once the graph was launched. The first layer of the next stage finds it at a fixed
 place too, where it was received before.
 
 Shapes: T tokens, H numbers of a hidden state.
@@ -29,14 +29,14 @@ _MOST_UNDER_WAY = 2
 
 
 class _DeviceEnd:
-    def __init__(self, max_tokens: int) -> None:
-        """Prepare an end for steps of so many tokens; `open` comes before the first."""
-        self._max_tokens = max_tokens
+    def __init__(self, max_graph_tokens: int) -> None:
+        """Prepare an end for graphs of so many tokens, 0 without graphs; `open` comes before a step."""
+        self._max_graph_tokens = max_graph_tokens
         self._group: dist.ProcessGroup | None = None
         self._kept_1TH: Tensor
 
     def open(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Exchange the first number: what memory NCCL takes is taken before a KV cache takes the rest."""
+        """Exchange the first number: NCCL takes its memory before a KV cache takes the rest."""
         self._group = group
         self._exchange_first(torch.zeros(1, device=device))
 
@@ -48,8 +48,8 @@ class _DeviceEnd:
 
     def _keep(self, hidden_1TH: Tensor) -> None:
         """Allocate the place for graphs. Each graph is computed once before it is recorded."""
-        if not hasattr(self, "_kept_1TH"):
-            self._kept_1TH = hidden_1TH.new_empty((1, self._max_tokens, hidden_1TH.shape[-1]))
+        if self._max_graph_tokens and not hasattr(self, "_kept_1TH"):
+            self._kept_1TH = hidden_1TH.new_empty((1, self._max_graph_tokens, hidden_1TH.shape[-1]))
 
     def _kept_of(self, num_tokens: int) -> Tensor:
         return self._kept_1TH[:, :num_tokens]
@@ -76,8 +76,8 @@ class DeviceReceiver(_DeviceEnd):
 class DeviceSender(_DeviceEnd):
     """See HiddenSender."""
 
-    def __init__(self, max_tokens: int) -> None:
-        super().__init__(max_tokens)
+    def __init__(self, max_graph_tokens: int) -> None:
+        super().__init__(max_graph_tokens)
         self._under_way: deque[tuple[Tensor, dist.Work]] = deque()
 
     def _exchange_first(self, number: Tensor) -> None:
@@ -89,10 +89,14 @@ class DeviceSender(_DeviceEnd):
             self._kept_of(hidden.shape[1]).copy_(hidden)
             return
         self._keep(hidden)
+        self._wait_for_earlier()
+        self._begin(hidden)
+
+    def _wait_for_earlier(self) -> None:
+        """Wait for the last but one, and free it."""
         while len(self._under_way) >= _MOST_UNDER_WAY:
             _, earlier = self._under_way.popleft()
             earlier.wait()
-        self._begin(hidden)
 
     def _begin(self, numbers: Tensor) -> None:
         work = dist.isend(numbers, group=self._group, group_dst=_SECOND)
@@ -100,6 +104,7 @@ class DeviceSender(_DeviceEnd):
         self._under_way.append((numbers, work))
 
     def send_from_graph(self, num_tokens: int) -> None:
+        self._wait_for_earlier()  # before the copy, so that there are never three
         self.send(self._kept_of(num_tokens).clone())
 
 
@@ -124,7 +129,7 @@ class HostSender(SharedSender):
 def open_host_ends(
     inlet: PipeEnd | None, outlet: PipeEnd | None
 ) -> tuple[HostReceiver | None, HostSender | None]:
-    """Open what a rank has inherited."""
+    """Open the ends that a rank has inherited."""
     return (
         None if inlet is None else HostReceiver(inlet),
         None if outlet is None else HostSender(outlet),
@@ -134,7 +139,7 @@ def open_host_ends(
 def around_graph(
     inlet: DeviceReceiver | None, outlet: DeviceSender | None
 ) -> Callable[[int], AbstractContextManager[None]]:
-    """Make what a stage does before and behind a graph of so many tokens."""
+    """Make a context for each graph of so many tokens: receive before it, and send behind it."""
 
     @contextmanager
     def around(num_tokens: int) -> Iterator[None]:

@@ -63,15 +63,16 @@ def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
         return found
     ranks = loaded.ranks
     num_layers, hidden_size = loaded.text_config.num_hidden_layers, loaded.text_config.hidden_size
+    own = replace(ranks.stage, head_layers=loaded.head_layers(num_layers))
     buffer_bytes = found.buffer_bytes
-    if ranks.stage.count > 1:
+    if own.count > 1:
         num_numbers = config.max_num_batched_tokens * hidden_size
         buffer_bytes += _HIDDEN_STATES_OF_A_STAGE * num_numbers * loaded.dtype.itemsize
+    stages, num_shards = [own], 1
     if config.num_devices == 1:  # the others' weights and buffers are beside this rank's
-        num_bytes = ranks.stage.count * buffer_bytes + bytes_of_a_rank(loaded.model, ranks.size)
-        return Reserve(found.num_graphs, num_bytes * ranks.size)
-    stage = replace(ranks.stage, head_layers=loaded.head_layers(num_layers))
-    return Reserve(found.num_graphs, buffer_bytes + bytes_of_a_rank(loaded.model, ranks.size, stage))
+        stages, num_shards = [replace(own, index=index) for index in range(own.count)], ranks.size
+    num_bytes = sum(buffer_bytes + bytes_of_a_rank(loaded.model, ranks.size, each) for each in stages)
+    return Reserve(found.num_graphs, num_shards * num_bytes)
 
 
 _ON_CPU = KernelChoice(

@@ -49,7 +49,6 @@ from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
 from worker.devices.visiting import let_visit
-from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding
 from worker.progress import LoadPhase, LoadStage
@@ -168,7 +167,7 @@ def load_model(
     weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
     left_bytes = device.check_weights(weights.on_one_of(config.num_devices))
     _read_weights(config, folder, files, stage, left_bytes)
-    with _refusing_out_of_memory(weights, device):
+    with refusing_out_of_memory(device, f"{weights.total / (1 << 30):.2f} GiB of weights were loaded"):
         stage.enter(LoadPhase.BUILDING)
         modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
         model = _build(kind, config.dtype, modules, read_state(files))
@@ -360,16 +359,15 @@ def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:
 
 
 @contextmanager
-def _refusing_out_of_memory(weights: WeightBytes, device: Device) -> Iterator[None]:
-    """Turn a failed allocation into a StartupError with the size of the weights."""
+def refusing_out_of_memory(device: Device, moment: str) -> Iterator[None]:
+    """Turn a failed allocation into a StartupError that names the moment."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         raise StartupError(
-            f"memory of {device.describe()} ran out while {weights.total / (1 << 30):.2f} GiB of weights "
-            "were loaded",
+            f"memory of {device.describe()} ran out while {moment}",
             fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
         ) from error
 

@@ -45,7 +45,13 @@ from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import Ranks, is_divided
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, describe_division, move_weights
+from worker.startup.loader import (
+    NO_PAGED_ATTENTION,
+    LoadedModel,
+    describe_division,
+    move_weights,
+    refusing_out_of_memory,
+)
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
 from worker.startup.start_adapters import targets_of, with_adapters
 from worker.steps.host_pool import HostPool
@@ -189,7 +195,7 @@ def _put_kernels(
 
     Raises StartupError.
     """
-    with toolkit.refusing_kernels():
+    with toolkit.refusing_kernels(), refusing_out_of_memory(check.device, "kernels took over the weights"):
         toolkit.prove(check.loaded.model, must_round_inputs=must_round_inputs)
         surgery = _operate(config, toolkit, check, stage)
         check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ HOPPER = 90
 SHARED_BYTES_LIMIT = 227 * 1024
 """Bytes of a Hopper GPU's shared memory that one program may have."""
 _SPILLED_BY_3_6_BYTES = 24
+_numbers = count()
+"""Numbers of questions to the other process."""
 _WAIT = "griddepcontrol.wait"
 _MEMORY_OR_BRANCH = (
     r"\b(ld|st|atom|red|cp|ldmatrix|stmatrix|wgmma|prefetch)\.(?!param)|\b(bra|brx|ret|exit|call)\b"
@@ -103,14 +106,26 @@ class Compiled:
 
 def compile_kernels(kernels: list[Kernel]) -> list[Compiled]:
     """Compile all for Hopper. Raises AssertionError with the compiler's words."""
-    compiler = _compiler()
-    assert compiler.stdin is not None
-    assert compiler.stdout is not None
-    compiler.stdin.write(json.dumps([asdict(kernel) for kernel in kernels]) + "\n")
-    compiler.stdin.flush()
-    done = json.loads(compiler.stdout.readline())
+    compiler, number = _compiler(), next(_numbers)
+    try:
+        answered, done = _ask(compiler, number, kernels)
+        assert answered == number
+    except BaseException:  # an answer that was not read would be taken for that of the next question
+        _end(compiler)
+        raise
     assert isinstance(done, list), done
     return [Compiled(**each) for each in done]
+
+
+def _ask(compiler: subprocess.Popen[str], number: int, kernels: list[Kernel]) -> tuple[int, Any]:
+    assert compiler.stdin is not None
+    assert compiler.stdout is not None
+    compiler.stdin.write(json.dumps([number, [asdict(kernel) for kernel in kernels]]) + "\n")
+    compiler.stdin.flush()
+    line = compiler.stdout.readline()
+    assert line, "the compiler's process has ended"
+    answered, done = json.loads(line)
+    return answered, done
 
 
 @cache
@@ -124,11 +139,21 @@ def _compiler() -> subprocess.Popen[str]:
     return compiler
 
 
+def _end(compiler: subprocess.Popen[str]) -> None:
+    """Kill the other process; the next question begins another one."""
+    _compiler.cache_clear()
+    atexit.unregister(compiler.communicate)
+    compiler.kill()
+    compiler.communicate()
+
+
 def _compile_for_others() -> None:
-    """In the other process: each line of kernels is answered by one, of results or of the reason."""
+    """In the other process: answer each line of kernels by one of its number and results or the reason."""
     output, sys.stdout = sys.stdout, sys.stderr  # so that nothing but the results is in it
     for line in sys.stdin:
-        print(json.dumps(_results_of([Kernel(**each) for each in json.loads(line)])), file=output, flush=True)
+        number, kernels = json.loads(line)
+        results = _results_of([Kernel(**each) for each in kernels])
+        print(json.dumps([number, results]), file=output, flush=True)
 
 
 def _results_of(kernels: list[Kernel]) -> list[dict[str, Any]] | str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.linear import linear_of
 from worker.model.vocabulary_shards import divide_ends
 from worker.ranks.device_ranks import DeviceRanks, device_of_rank
+from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import Alone
 from worker.ranks.stage import Stage
+from worker.startup.kernel_choice import _ON_GPU
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -169,6 +172,40 @@ def test_a_stage_weighs_its_layers_and_the_end_that_it_has(tmp_path: Path) -> No
     end = model.lm_head.weight.nbytes
     first, last = (bytes_of_a_rank(model, 1, Stage(index, 2)) for index in range(2))
     assert (first, last) == (2 * layer + norm + end, layer + norm + end)
+
+
+def test_a_gpu_that_stages_of_shards_share_has_room_for_the_weights_of_all() -> None:
+    """Each shard of the first stage has the whole embedding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **sizes))
+    config = config_of(Path(), SHARED, num_stages=2, gpu_kernels="off", max_num_batched_tokens=1)
+    loaded = SimpleNamespace(
+        model=model,
+        ranks=SimpleNamespace(size=2, stage=Stage(0, 2)),
+        text_config=model.config,
+        dtype=torch.float32,
+        checkpoint_len=64,
+        vocab_size=4096,
+        head_layers=lambda _: 0.0,
+    )
+    stages = [bytes_of_a_rank(model, 2, Stage(index, 2)) for index in range(2)]
+    hidden_bytes = config.max_num_batched_tokens * 64 * torch.float32.itemsize
+    found = _ON_GPU.reserve(config, loaded)
+    assert found.buffer_bytes == 2 * sum(stages) + 4 * 4 * hidden_bytes, "four of each rank, on their way"
+
+
+def test_a_rank_that_has_its_stage_to_itself_agrees_with_itself(tmp_path: Path) -> None:
+    """Before it has met the other stage's."""
+    config = config_of(tmp_path, OWN, num_ranks=1, num_stages=2)
+    place = RankPlace(
+        stage=1, shard=0, num_stages=2, num_shards=1, num_here=1, page=-1, world=-1, inlet=None, outlet=None
+    )
+    ranks = DeviceRanks(tmp_path, config, place)
+    assert ranks.broadcast([3, 5]) == [3, 5]
+    assert ranks.of_all([3, 5]).tolist() == [[3, 5]]
 
 
 class ThreeRanks(Alone):

@@ -41,18 +41,24 @@ def test_what_a_graph_leaves_is_sent_as_it_was_although_later_ones_are_ahead(
 ) -> None:
     """The device computes all that it may before it sends anything."""
     arrived: list[float] = []
+    num_bytes: list[int] = []
     with LazyCuda() as cuda:
         device = CudaDevice(WorkerConfig(model_path=""), DEVICE)
 
         def isend(hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
+            num_bytes.append(torch.cuda.memory_allocated(DEVICE))
             content, way = cuda.shadow(hidden), torch.cuda.Stream()
             way.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(way):
                 cuda.ask("send", lambda: arrived.append(float(content.mean())))
-            return SimpleNamespace(wait=lambda: torch.cuda.current_stream().wait_stream(way))
+            return SimpleNamespace(wait=lambda: wait_for(way))
+
+        def wait_for(way: torch.cuda.Stream) -> None:
+            num_bytes.append(torch.cuda.memory_allocated(DEVICE))
+            torch.cuda.current_stream().wait_stream(way)
 
         monkeypatch.setattr(dist, "isend", isend)
-        sender = DeviceSender(max_tokens=4)
+        sender = DeviceSender(max_graph_tokens=4)
         hidden = torch.ones(1, 3, 8, device=DEVICE)
         graph = device.capture(lambda: sender.send(hidden + 0.5))
         for number in range(5):
@@ -61,6 +67,20 @@ def test_what_a_graph_leaves_is_sent_as_it_was_although_later_ones_are_ahead(
                 graph.replay()
         device.wait()
     assert arrived == [1.5, 0.5, 1.5, 2.5, 3.5, 4.5], "the first one before it was recorded"
+    assert len(set(num_bytes[1:])) == 1, "what was sent is freed before the next copy is made"
+
+
+def test_without_graphs_no_place_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "isend", lambda _hidden, **_: SimpleNamespace())
+    with LazyCuda():
+        torch.cuda.set_device(DEVICE)
+        hidden = torch.ones(1, 3, 8, device=DEVICE)
+        num_bytes = [torch.cuda.memory_allocated(DEVICE)]
+        for max_graph_tokens in (0, 1024):
+            sender = DeviceSender(max_graph_tokens)
+            sender.send(hidden)
+            num_bytes.append(torch.cuda.memory_allocated(DEVICE))
+    assert num_bytes == [num_bytes[0], num_bytes[0], num_bytes[0] + 1024 * 8 * 4]
 
 
 @pytest.mark.parametrize(

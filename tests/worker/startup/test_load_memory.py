@@ -13,6 +13,7 @@ import worker.devices.device
 import worker.startup.loader
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
+from worker.cpu import large_pages
 from worker.devices.device import CpuDevice
 from worker.memory_sizes import WeightBytes
 from worker.progress import LoadStage
@@ -140,6 +141,15 @@ def test_memory_that_runs_out_on_the_way_to_the_device_is_a_refusal_with_numbers
     monkeypatch.setattr(worker.startup.loader, "move_weights", run_out)
     with pytest.raises(StartupError, match=r"ran out while \d+\.\d\d GiB of weights"):
         load(folder)
+
+
+def test_memory_that_runs_out_while_weights_are_packed_is_a_refusal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_pages, "_REGION_BYTES", 1 << 50)
+    monkeypatch.setattr(large_pages.WEIGHTS, "_open", None)
+    with pytest.raises(StartupError, match="ran out while kernels took over the weights"):
+        load_worker(folder)
 
 
 def test_an_error_that_is_not_about_memory_keeps_its_own_refusal(
