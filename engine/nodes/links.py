@@ -79,7 +79,7 @@ class Links:
         return LinkedSender(self._sockets[OUTLET])
 
     def has_any(self, wait_s: float = 0.0) -> bool:
-        """Wait so many seconds for an order; tell whether there is one."""
+        """Wait so many seconds for an order; return whether there is one."""
         return bool(self._sockets[PLANS].poll(int(wait_s * 1000)))
 
     def receive(self) -> Order | None:

@@ -150,15 +150,14 @@ class Planner:
 
     def _has_decodes(self, plan: SchedulerOutput) -> bool:
         """Whether sequences that have tokens already get the next, with drafts or without."""
+        if self._queues.num_steady:
+            return True
         starts = {
             share.sequence_id: share.start
             for share in plan.scheduled
             if share.num_tokens == 1 + len(plan.draft_token_ids.get(share.sequence_id, ()))
         }
-        has_decode = any(
-            starts.get(seq.sequence_id, -1) >= seq.num_prompt_tokens for seq in self._queues.running
-        )
-        return has_decode or bool(self._queues.num_steady)
+        return any(starts.get(seq.sequence_id, -1) >= seq.num_prompt_tokens for seq in self._queues.running)
 
     def note_memory_sufficed(self) -> None:
         """Learn that a step found enough memory."""
