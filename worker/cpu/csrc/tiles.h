@@ -22,7 +22,8 @@ struct alignas(64) TileShapes {
   uint8_t num_rows[16] = {};
 };
 
-// Asks the system, whose answer holds for all threads. It refuses where it could not keep tiles for a thread that waits.
+// Asks the system, whose answer holds for all threads. It refuses if it is older than tiles (Linux 5.16), or if a thread
+// has a stack for signals that is too small for them.
 inline bool has_tiles() {
   constexpr int kAskPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
