@@ -22,6 +22,7 @@ _HIGHEST_BYTE = 127
 _INT4_GROUP = 32
 _LOWEST_NIBBLE = -8
 _LARGEST_FLOAT8 = 448.0
+_HALF, _SINGLE = torch.finfo(torch.float16), torch.finfo(torch.float32)
 _PIECE_NUMBERS = 1 << 20
 
 
@@ -81,27 +82,46 @@ def _int8(numbers_NK: Tensor) -> Int8Weight:
 
 
 def round_to_int4(linear: Linear) -> Linear:
-    """Round plain weights to four bits; the largest number of each group becomes -8.
+    """Round plain weights to four bits; the largest number of each group becomes -8, or nearly so.
 
-    A layer whose inputs are no whole groups stays as it is, and codes do.
+    Scales are rounded first, to numbers of 16 bits, which kernels keep as they are. A layer whose inputs are
+    no whole groups stays as it is, and codes do.
     """
     weight = linear.weight
     if not isinstance(weight, PlainWeight) or linear.num_inputs % _INT4_GROUP:
         return linear
-    return replace(linear, weight=gathered(linear.num_outputs, map(_int4, _pieces(weight))))
+    pieces = _pieces(weight)
+    scales_NG = _in_16_bits(torch.cat([_nibble_scales(piece) for piece in pieces]))  # all in one format
+    of_pieces = torch.split(scales_NG, len(pieces[0]))
+    return replace(linear, weight=gathered(linear.num_outputs, map(_int4, pieces, of_pieces)))
 
 
-def _int4(numbers_NK: Tensor) -> GroupedWeight:
-    groups = numbers_NK.float().view(len(numbers_NK), -1, _INT4_GROUP)
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    scales = largest / _LOWEST_NIBBLE
-    inverse = torch.where(scales == 0, 0, 1 / scales)
-    codes = (groups * inverse).round().clamp(_LOWEST_NIBBLE, -_LOWEST_NIBBLE - 1) - _LOWEST_NIBBLE
+def _nibble_scales(numbers_NK: Tensor) -> Tensor:
+    groups = _in_groups(numbers_NK)
+    return groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))[:, :, 0] / _LOWEST_NIBBLE
+
+
+def _int4(numbers_NK: Tensor, scales_NG: Tensor) -> GroupedWeight:
+    inverse_NG = torch.where(scales_NG == 0, 0, 1 / scales_NG)
+    codes = (_in_groups(numbers_NK) * inverse_NG.unsqueeze(2)).round()
+    codes = codes.clamp(_LOWEST_NIBBLE, -_LOWEST_NIBBLE - 1) - _LOWEST_NIBBLE
     return GroupedWeight(
         codes=pack_nibbles(codes.to(torch.uint8).view(len(numbers_NK), -1)),
         table=SIGNED_TABLE.to(numbers_NK.device),
-        scales_NG=scales[:, :, 0].contiguous(),
+        scales_NG=scales_NG,
     )
+
+
+def _in_groups(numbers_NK: Tensor) -> Tensor:
+    return numbers_NK.float().view(len(numbers_NK), -1, _INT4_GROUP)
+
+
+def _in_16_bits(scales: Tensor) -> Tensor:
+    """Round scales to float16, or to bfloat16 where that would lose more; those with no inverse become 0."""
+    sizes = scales.abs()
+    inexact = (sizes > _HALF.max) | ((sizes < _HALF.tiny) & (sizes > 0))
+    rounded = scales.to(torch.bfloat16 if inexact.any() else torch.float16).float()
+    return torch.where(rounded.abs() < _SINGLE.tiny, 0, rounded)
 
 
 def round_to_float8(linear: Linear) -> Linear:
